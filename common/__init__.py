@@ -1,0 +1,1 @@
+"""What the three subjects share. Imports none of them."""

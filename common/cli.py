@@ -1,0 +1,157 @@
+"""Commands: a frozen dataclass is the command line, and what a person got wrong is one line.
+
+Each command declares its configuration once, as a frozen dataclass whose fields are made with :func:`option`; the flags,
+their help, their defaults and the check of their range all come from there::
+
+    @dataclass(frozen=True)
+    class Config:
+        epochs: int = option(10, "passes over the training set", minimum=1)
+
+    @command
+    def main() -> None:
+        config = parse(Config, "ddp.train", __doc__)
+
+Nothing heavy is imported here, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import os
+import sys
+import time
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+Config = TypeVar("Config")
+
+WAIT_FOR_RANK_ZERO_S = 30.0  # torchrun's own grace period; it ends a waiting rank as soon as rank 0 has left
+
+
+class UsageError(Exception):
+    """Something that a person can mend: the message names the flag or file, the value, and what to do.
+
+    ``seen_by_all`` says that every rank is known to have met it (see ``Place.together``), so that none needs to wait.
+    """
+
+    seen_by_all = False
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not."""
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, **limits})
+
+
+def flag_of(field_name: str) -> str:
+    """``batch_size`` as it is typed: ``--batch-size``."""
+    return "--" + field_name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that a mistake is a :class:`UsageError` (one line) instead of the usage text and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        raise UsageError(f"{message} ({self.prog} --help lists what there is)")
+
+
+def parse(config_type: type[Config], program: str, description: str | None, argv: Sequence[str] | None = None) -> Config:
+    """Read the command line into ``config_type``, a dataclass whose fields were made with :func:`option`.
+
+    :param program: the module as it is run, ``"ddp.train"``
+    :param argv: the arguments; ``sys.argv[1:]`` when None
+    :raises UsageError: for an unknown flag, an unreadable value, or one that is out of its range
+    """
+    parser = _Parser(
+        prog=f"python -m {program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
+        kind = _value_type(hints[field.name])
+        settings: dict[str, Any] = {"help": _help_of(field), "default": field.default, "dest": field.name}
+        if kind is bool:
+            settings["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        else:
+            settings |= {"type": kind, "choices": field.metadata["choices"]}
+            settings["metavar"] = None if field.metadata["choices"] else kind.__name__.upper()
+        parser.add_argument(flag_of(field.name), **settings)
+    config = config_type(**vars(parser.parse_args(argv)))
+    check_ranges(config)
+    return config
+
+
+def check_ranges(config: Any) -> None:
+    """Refuse a number outside the range that its :func:`option` declares.
+
+    :raises UsageError: naming the flag, the value and the range
+    """
+    for field in dataclasses.fields(config):
+        value, limits = getattr(config, field.name), field.metadata
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        allowed = {
+            "at least {}": (limits["minimum"], lambda limit: value >= limit),
+            "at most {}": (limits["maximum"], lambda limit: value <= limit),
+            "above {}": (limits["above"], lambda limit: value > limit),
+            "below {}": (limits["below"], lambda limit: value < limit),
+        }
+        wanted = [text.format(limit) for text, (limit, _) in allowed.items() if limit is not None]
+        inside = all(holds(limit) for limit, holds in allowed.values() if limit is not None)  # type: ignore[no-untyped-call]
+        if not (inside and math.isfinite(value)):
+            raise UsageError(f"{flag_of(field.name)} {value} is out of range: give {' and '.join(wanted) or 'a number'}")
+
+
+def command(main: Callable[[], None]) -> Callable[[], None]:
+    """Make ``main`` a command: a :class:`UsageError` becomes one line on stderr and exit status 2, once per job.
+
+    Every rank of a job meets the same error, so rank 0 speaks for all. The others wait to be ended by torchrun: one that
+    left first would have torchrun end rank 0 before it has spoken.
+    """
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except UsageError as error:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            elif not error.seen_by_all:
+                time.sleep(WAIT_FOR_RANK_ZERO_S)
+            sys.exit(2)
+
+    return run
+
+
+def _value_type(hint: Any) -> type:
+    """``int`` for ``int`` and for ``int | None``."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if hint not in (bool, int, float, str, Path):
+        raise TypeError(f"a command's option cannot be of type {hint}")
+    return typing.cast(type, hint)
+
+
+def _help_of(field: dataclasses.Field[Any]) -> str:
+    text = str(field.metadata["help"]).replace("%", "%%")
+    if field.default is None or isinstance(field.default, bool):
+        return text
+    return f"{text} (default: {field.default})"

@@ -1,0 +1,144 @@
+"""The image data sets, held in memory as uint8 and fetched a whole batch at a time.
+
+``DataLoader`` asks a data set that has ``__getitems__`` for all samples of a batch in one call. On images that lie in
+memory this is the difference between one indexing operation and a Python loop with a collate at its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from common import fashion_mnist, glyphs
+from common.augmentation import NO_AUGMENTATION, Augmentation
+from common.cli import UsageError
+
+DATASETS = ("glyphs", "fashion-mnist")
+
+
+class BatchKey(NamedTuple):
+    """What a sampler asks for: these samples, as they look in this epoch.
+
+    The epoch travels with the request because persistent loader workers hold a copy of the data set that never sees a
+    ``set_epoch``.
+    """
+
+    epoch: int
+    samples: npt.NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """Images uint8 ``[n, channels, height, width]`` and labels int64 ``[n]``."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class ImageDataset(Dataset[Batch]):
+    """Images and labels in memory.
+
+    :param images: uint8 ``[samples, channels, height, width]``; :param labels: int64 ``[samples]``
+    :param augmentation: what is done to a fetched batch, a pure function of (seed, epoch, sample)
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64],
+        augmentation: Augmentation = NO_AUGMENTATION,
+        seed: int = 0,
+    ) -> None:
+        self.images, self.labels = images, labels
+        self._augmentation, self._seed = augmentation, seed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, key: BatchKey) -> Batch:
+        """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
+        images = self.images[key.samples]
+        if self._augmentation != NO_AUGMENTATION:
+            images = self._augmentation(images, self._seed, key.epoch, key.samples)
+        return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
+
+
+def keep_batch(batch: Batch) -> Batch:
+    """The ``collate_fn`` for a data set that returns whole batches."""
+    return batch
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set's two halves, and what a model needs to know of them.
+
+    :param mean: :param std: of the training images' pixels, on a scale of 0 to 1
+    :param fingerprint: a digest of all images and labels
+    """
+
+    name: str
+    train: ImageDataset
+    test: ImageDataset
+    classes: tuple[str, ...]
+    mean: float
+    std: float
+    fingerprint: str
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.train.images.shape[1:]  # type: ignore[return-value]
+
+    def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """uint8 images as a model wants them: float32 of mean 0 and standard deviation 1, on the device they are on."""
+        return images.to(torch.float32, memory_format=memory_format).mul_(1 / (255 * self.std)).sub_(self.mean / self.std)
+
+
+def load(
+    name: str,
+    folder: Path | None = None,
+    *,
+    train_samples: int | None = None,
+    test_samples: int | None = None,
+    augmentation: Augmentation = NO_AUGMENTATION,
+    seed: int = 0,
+) -> ImageData:
+    """Load a data set of :data:`DATASETS`.
+
+    :param folder: where ``fashion-mnist`` lies: torchvision's layout, or simply its four files; ``glyphs`` needs none
+    :param train_samples: :param test_samples: take only the first so many; all when None
+    :param seed: of the augmentation. The data itself is the same for every seed.
+    :raises UsageError: when files are missing, damaged or not what they should be, or have fewer samples than asked for
+    """
+    source = glyphs if name == "glyphs" else fashion_mnist
+    halves = {}
+    for split, limit in (("train", train_samples), ("test", test_samples)):
+        available = source.SAMPLES[split]
+        if limit is not None and limit > available:
+            raise UsageError(f"--{split}-samples {limit} is more than the {available:,} that {name} has")
+        count = limit or available
+        images, labels = glyphs.render(split, count) if name == "glyphs" else fashion_mnist.read(folder, split)
+        halves[split] = images[:count, None], labels[:count]
+
+    images, labels = halves["train"]
+    histogram = np.bincount(images.reshape(-1), minlength=256)  # exact, and so the same on every machine
+    levels = np.arange(256) / 255
+    mean = float(histogram @ levels / histogram.sum())
+    std = float(np.sqrt(histogram @ (levels - mean) ** 2 / histogram.sum()))
+    digest = hashlib.sha256(b"".join(array.tobytes() for half in halves.values() for array in half))
+    return ImageData(
+        name=name,
+        train=ImageDataset(images, labels, replace(augmentation, fill=source.BACKGROUND), seed),
+        test=ImageDataset(*halves["test"]),
+        classes=tuple(source.CLASSES),
+        mean=mean,
+        std=std,
+        fingerprint=digest.hexdigest()[:16],
+    )

@@ -1,0 +1,104 @@
+"""Fashion-MNIST (Xiao, Rasul and Vollgraf, arXiv 1708.07747), wherever it lies on the disk.
+
+Four files in MNIST's IDX format. They may lie in torchvision's layout (``FashionMNIST/raw`` below the folder) or in the
+folder itself, each as it is or gzipped: as torchvision, the authors' repository and Debian's ``dataset-fashion-mnist``
+leave them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from common.cli import UsageError
+
+CLASSES = ("T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+SIDE = 28
+SAMPLES = {"train": 60_000, "test": 10_000}
+BACKGROUND = 0
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+
+_PREFIXES = {"train": "train", "test": "t10k"}
+# MNIST, KMNIST and others have files of the same names and shapes; these tell them apart.
+_FIRST_LABELS = {"train": [9, 0, 0, 3, 0, 2, 7, 2, 5, 5], "test": [9, 2, 1, 1, 6, 1, 4, 6, 5, 7]}
+_MEAN_GREY = 73.0  # of 255, in both splits; MNIST's is 33, KMNIST's 49
+
+
+def default_folder() -> Path:
+    """Where it is looked for without ``--data-dir``: ``data``, or where Debian's package puts it if that is all there is."""
+    return DEBIAN_FOLDER if DEBIAN_FOLDER.is_dir() and not Path("data").is_dir() else Path("data")
+
+
+def download(folder: Path) -> None:
+    """Download with torchvision, into its layout, unless it is there. For one process per node, while the others wait.
+
+    :raises UsageError: when no mirror answers or the folder cannot be written
+    """
+    from torchvision.datasets import FashionMNIST
+
+    try:
+        FashionMNIST(os.fspath(folder), download=True)
+    except (RuntimeError, OSError) as error:
+        raise UsageError(f"--download to {folder} failed: {' '.join(str(error).split())}") from error
+
+
+def read(folder: Path | None, split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Read one split.
+
+    :param split: ``"train"`` or ``"test"``
+    :returns: images uint8 ``[n, 28, 28]`` and labels int64 ``[n]``, n of :data:`SAMPLES`
+    :raises UsageError: naming the file that is missing, damaged or not Fashion-MNIST's
+    """
+    folder, prefix, count = folder or default_folder(), _PREFIXES[split], SAMPLES[split]
+    images_path = _find(folder, f"{prefix}-images-idx3-ubyte")
+    labels_path = _find(folder, f"{prefix}-labels-idx1-ubyte")
+    images = _read_idx(images_path, (count, SIDE, SIDE))
+    labels = _read_idx(labels_path, (count,))
+    if abs(images.mean() - _MEAN_GREY) > 1:
+        raise UsageError(f"{images_path} holds other images than Fashion-MNIST's (MNIST's have the same file names)")
+    if labels[:10].tolist() != _FIRST_LABELS[split]:
+        raise UsageError(f"{labels_path} holds other labels than Fashion-MNIST's (MNIST's have the same file names)")
+    return images, labels.astype(np.int64)
+
+
+def _read_idx(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """One file's array, read by torchvision, which opens only uncompressed files."""
+    from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            plain = path
+            if path.suffix == ".gz":
+                plain = Path(scratch, path.stem)
+                with gzip.open(path) as source, open(plain, "wb") as target:
+                    shutil.copyfileobj(source, target)
+            array: npt.NDArray[np.uint8] = read_sn3_pascalvincent_tensor(os.fspath(plain)).numpy()
+    except PermissionError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    # What torchvision raises for a damaged file depends on where the damage lies.
+    except (OSError, EOFError, zlib.error, AssertionError, KeyError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"{path} is damaged or truncated ({reason}): fetch it again") from error
+    if array.shape != shape or array.dtype != np.uint8:
+        raise UsageError(
+            f"{path} holds {array.dtype} {list(array.shape)}, where Fashion-MNIST has uint8 {list(shape)}"
+        )
+    return array
+
+
+def _find(folder: Path, name: str) -> Path:
+    for candidate in (folder / "FashionMNIST" / "raw" / name, folder / name):
+        for path in (candidate, candidate.with_name(name + ".gz")):
+            if path.is_file():
+                return path
+    raise UsageError(
+        f"no {name}[.gz] in {folder} or {folder}/FashionMNIST/raw: point --data-dir at it, or add --download "
+        "(Debian: apt-get install dataset-fashion-mnist)"
+    )

@@ -1,0 +1,211 @@
+"""A rank's place in the job: the process group, the device, and how all ranks leave together.
+
+``torchrun`` starts one process per device and tells each its place through the environment (RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`process_group` turns that into a :class:`Place`; without torchrun it
+makes a group of one, so that one process and many share every line of code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import socket
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from common.cli import UsageError
+from common.machine import usable_cores
+
+logger = logging.getLogger(__name__)
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job.
+
+    :param rank: among all processes, from 0; :param local_rank: among this node's
+    :param world_size: processes in the job; :param local_world_size: on this node
+    :param device: the one that is this rank's own; :param backend: ``"gloo"`` or ``"nccl"``
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    host: str
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that writes and speaks for all."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that may fail on some ranks alone (a file that one node lacks); if it fails on one, it does on all.
+
+        Without this, the rank that failed leaves, and the others wait for it in their next collective. It is also a
+        barrier: nobody passes its end before everybody has reached it.
+
+        :raises UsageError: on every rank, the one of the lowest rank that met one
+        """
+        mistake = None
+        try:
+            yield
+        except UsageError as error:
+            mistake = str(error)
+        mistakes: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(mistakes, mistake)
+        for rank, text in enumerate(mistakes):
+            if text is not None:
+                error = UsageError(text if rank == 0 else f"[rank {rank}] {text}")
+                error.seen_by_all = True
+                raise error
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce a tensor of any shape, in place, by sum; returns it."""
+        dist.all_reduce(values)
+        return values
+
+
+@contextlib.contextmanager
+def process_group(
+    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0
+) -> Iterator[Place]:
+    """Join the job, and leave it cleanly on success, on an error, on Ctrl-C and on SIGTERM.
+
+    :param device: of :data:`DEVICES`; ``auto`` takes CUDA where there is any
+    :param backend: of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
+    :param timeout_s: how long a collective may wait for the other ranks
+    :param threads: for compute on the CPU, per rank; 0 shares the usable cores among the node's ranks
+    :raises UsageError: for half an environment, a port in use, NCCL without CUDA, or more ranks than GPUs
+    """
+    place = find_place(dict(os.environ), device, backend)
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    torch.set_num_threads(threads or max(1, usable_cores() // place.local_world_size))
+    with _stop_signals():
+        _initialize(place, datetime.timedelta(seconds=timeout_s))
+        try:
+            yield place
+        except Exception as error:
+            if not isinstance(error, UsageError):
+                logger.error("%s: %s", type(error).__name__, error, exc_info=True)
+            raise
+        finally:
+            dist.destroy_process_group()
+
+
+def find_place(environment: dict[str, str], device: str = "auto", backend: str = "auto") -> Place:
+    """Read a rank's place from torchrun's variables; without any of them, the only rank of a job of one.
+
+    :raises UsageError: as :func:`process_group`
+    """
+    # A cluster's own tools set MASTER_ADDR, MASTER_PORT and WORLD_SIZE for purposes of theirs; RANK and LOCAL_RANK say
+    # that somebody started this very process as a rank.
+    given = [name for name in TORCHRUN_VARIABLES if name in environment]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
+    if not given:
+        environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    elif missing:
+        raise UsageError(
+            f"{', '.join(given)} set, but not {', '.join(missing)}: start with torchrun, which sets them all, or unset them"
+        )
+    numbers = {}
+    for name in TORCHRUN_VARIABLES[:4]:
+        if not environment[name].isdecimal():
+            raise UsageError(f"{name}={environment[name]!r} is not a whole number: let torchrun set it")
+        numbers[name] = int(environment[name])
+    for index, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if numbers[index] >= numbers[size]:
+            raise UsageError(f"{index}={numbers[index]} must be below {size}={numbers[size]}: let torchrun set both")
+
+    chosen = _choose_device(device, backend, numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
+    return Place(
+        rank=numbers["RANK"],
+        local_rank=numbers["LOCAL_RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        device=chosen,
+        backend=("nccl" if chosen.type == "cuda" else "gloo") if backend == "auto" else backend,
+        host=socket.gethostname(),
+    )
+
+
+def _choose_device(device: str, backend: str, local_rank: int, local_world_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and (backend == "gloo" or gpus == 0)):
+        if backend == "nccl":
+            found = "no CUDA device is usable here" if gpus == 0 else "--device cpu was asked for"
+            raise UsageError(f"--backend nccl needs CUDA, but {found}: use --backend gloo")
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
+    if local_world_size > gpus:
+        raise UsageError(
+            f"{local_world_size} ranks on this node, but {gpus} GPU{'s' * (gpus > 1)}: "
+            f"start with --nproc_per_node={gpus}, or train with --device cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _initialize(place: Place, timeout: datetime.timedelta) -> None:
+    device_id = place.device if place.backend == "nccl" else None  # binds NCCL to the device; no guess at the first barrier
+    if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
+        dist.init_process_group(
+            place.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
+        return
+    try:
+        dist.init_process_group(place.backend, timeout=timeout, device_id=device_id)
+    except dist.DistNetworkError as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+            raise UsageError(
+                f"MASTER_PORT {port} is in use on {address}: set another, or let torchrun choose a free one"
+            ) from error
+        raise UsageError(f"no rendezvous at MASTER_ADDR {address}, MASTER_PORT {port}: {_first_line(error)}") from error
+    except dist.DistStoreError as error:  # the others did not come in time
+        raise UsageError(f"not all {place.world_size} ranks came within --timeout: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM unwind the stack as ``SystemExit``, so that workers, files and the group are closed.
+
+    A terminal's Ctrl-C reaches each rank twice: from the terminal, and from torchrun; the second must not interrupt the
+    unwinding. A second SIGTERM ends the process at once.
+    """
+
+    owner = os.getpid()
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != owner:  # a loader worker, forked with this handler: its rank ends it
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        logger.warning("stopped by %s", signal.Signals(number).name)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

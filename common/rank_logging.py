@@ -1,0 +1,85 @@
+"""Rank-aware logging and progress: who says what, and where it goes.
+
+Every line carries the rank, the host and the device. The console shows rank 0, and from the others only warnings and
+errors; each rank's own file in the run directory has everything, tracebacks included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common.process_group import Place
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes to stderr above a progress bar that may be drawn there, and leaves the traceback to Python's own report."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        without_traceback = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
+        tqdm.write(self.format(without_traceback), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
+    """Send this process's log records where they belong, for the length of the block.
+
+    :param folder: where ``rank<r>.log`` is appended to, with ``DEBUG`` and above; no file when None
+    """
+    formatter = logging.Formatter(
+        f"%(asctime)s %(levelname)-7s [rank {place.rank}/{place.world_size} {place.host} {place.device}] %(message)s"
+    )
+    handlers: list[logging.Handler] = [_ConsoleHandler(logging.INFO if place.is_main else logging.WARNING)]
+    if folder is not None:
+        handlers.append(logging.FileHandler(folder / f"rank{place.rank}.log", encoding="utf-8"))
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+class Progress:
+    """Rank 0's progress through ``total`` steps: a bar on a terminal, a log line every ten seconds elsewhere."""
+
+    def __init__(self, place: Place, title: str, total: int, initial: int = 0) -> None:
+        self._title, self._total, self._done = title, total, initial
+        self._silent = not place.is_main
+        self._last_line = time.monotonic()
+        terminal = place.is_main and sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=initial, desc=title, unit="step", leave=False) if terminal else None
+
+    def advance(self, steps: int, facts: str) -> None:
+        """``steps`` more are done; ``facts`` is what there is to say (loss, learning rate, images/s)."""
+        self._done += steps
+        if self._bar is not None:
+            self._bar.set_postfix_str(facts, refresh=False)
+            self._bar.update(steps)
+        elif not self._silent and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            logging.getLogger(__name__).info("%s: step %d of %d, %s", self._title, self._done, self._total, facts)
+            self._last_line = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

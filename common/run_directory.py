@@ -1,0 +1,54 @@
+"""A run's own directory: ``config.json``, ``metrics.jsonl``, per-rank logs, figures and checkpoints.
+
+Never overwritten unless it was asked for, and then only when it is a run's directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from common.cli import UsageError
+
+CONFIG_FILE = "config.json"
+LOG_FOLDER = "logs"
+
+
+def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Create a run's directory, or accept the one to resume. For rank 0, before anything is written.
+
+    :raises UsageError: when it exists (without ``resume`` or ``overwrite``), is not a run's, has nothing to resume, or
+        cannot be written
+    """
+    if resume and overwrite:
+        raise UsageError("--resume continues the run in its directory and --overwrite deletes it: give one of them")
+    try:
+        exists = folder.is_dir() and any(folder.iterdir())
+        is_run = (folder / CONFIG_FILE).is_file()
+        if resume and not is_run:
+            raise UsageError(f"--resume: {folder} holds no run; start it without --resume, or name its --run-dir")
+        if exists and not is_run:
+            raise UsageError(f"--run-dir {folder} holds something that is not a run: give another, or an empty one")
+        if exists and not (resume or overwrite):
+            raise UsageError(
+                f"--run-dir {folder} holds a run: give --resume to continue it, --overwrite to delete it, or another --run-dir"
+            )
+        if exists and overwrite:
+            shutil.rmtree(folder)
+        (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{uuid.uuid4().hex}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror} ({error.filename})") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically: a reader finds the old file or the new one, never a part."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    scratch.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(scratch, path)

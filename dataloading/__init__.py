@@ -1,0 +1,1 @@
+"""One process, many loader workers: from JPEG files to batches, and why loading is slow."""

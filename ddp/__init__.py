@@ -1,0 +1,1 @@
+"""One process per device: DistributedDataParallel and everything around it that a real job needs."""

@@ -1,0 +1,179 @@
+"""What the trainer's step costs on top of the mathematics (``python -m ddp.bench overhead``).
+
+Three loops take turns, a few steps each:
+
+- ``bare``: forward, loss, backward, optimizer, on one batch that lies ready on the device. No DDP.
+- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds what DDP costs by itself; with several,
+  the gradients' way across.
+- ``trainer``: ``ddp.train``'s own step: fetching, augmenting and moving each batch, seeding, schedule, metrics.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import datasets
+from common.cli import UsageError, option, parse
+from common.datasets import Batch
+from common.machine import describe_machine
+from common.models import MODELS
+from common.plotting import plot_ratios
+from common.precision import PRECISIONS
+from common.process_group import BACKENDS, DEVICES, Place, process_group
+from common.rank_logging import Progress, rank_logging
+from common.run_directory import write_json
+from common.timing import Spread, interleave, paired_ratio
+from ddp.config import RECIPES, TrainConfig, micro_batch_size
+from ddp.optimization import build_optimizer
+from ddp.report import Window
+from ddp.train import Job, build_job, memory_format, train_step
+
+LIMIT = 1.05
+
+
+@dataclass(frozen=True)
+class OverheadConfig:
+    """Settings of ``ddp.bench overhead``."""
+
+    model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
+    batch_size: int = option(144, "samples per step, over all ranks", minimum=1)
+    precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
+    workers: int = option(0, "loader processes per rank, as in ddp.train", minimum=0)
+    rounds: int = option(20, "rounds that count", minimum=2)
+    steps: int = option(10, "steps of each loop in a round", minimum=1)
+    device: str = option("auto", "as in ddp.train", choices=DEVICES)
+    backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
+    threads: int = option(0, "as in ddp.train", minimum=0)
+    output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG")
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse(OverheadConfig, "ddp.bench overhead", __doc__, argv)
+    with process_group(config.device, config.backend, threads=config.threads) as place, rank_logging(place):
+        with place.together():
+            micro_batch_size(config.batch_size, place.world_size, 1)
+            try:
+                config.output.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+        seconds = measure(config, place)
+        if place.is_main:
+            print(report(config, place, seconds))
+
+
+def measure(config: OverheadConfig, place: Place) -> dict[str, list[float]]:
+    """Seconds per step of each loop, one median-able number per round."""
+    train_config = TrainConfig(
+        model=config.model,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        workers=config.workers,
+        epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+    ).resolved()
+    data = datasets.load("glyphs", augmentation=train_config.augmentation)
+    job = build_job(train_config, place, data)
+    candidates = {
+        "bare": _timed(config, place, _bare_loop(job, wrap=False)),
+        "bare, DDP": _timed(config, place, _bare_loop(job, wrap=True)),
+        "trainer": _timed(config, place, _trainer_loop(job)),
+    }
+    with Progress(place, "bench", config.rounds + 2) as progress:
+        return interleave(
+            candidates, config.rounds, warmup=2, after_round=lambda done: progress.advance(1, f"round {done}")
+        )
+
+
+def report(config: OverheadConfig, place: Place, seconds: dict[str, list[float]]) -> str:
+    """Write the JSON and the PNG, and say what they say."""
+    against = "bare" if place.world_size == 1 else "bare, DDP"
+    ratios = {
+        name: [a / b for a, b in zip(seconds[name], seconds[against], strict=True)] for name in seconds if name != against
+    }
+    write_json(
+        config.output / "overhead.json",
+        {"machine": describe_machine(), "world_size": place.world_size, "seconds_per_step": seconds, "against": against},
+    )
+    title = f"{config.model}, {place.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
+    plot_ratios(config.output / "overhead.png", ratios, LIMIT, title, f"time per step, as a multiple of '{against}'")
+    lines = [f"{title}; {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
+    lines += [f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()]
+    lines += [f"{name:>10} / {against}: {paired_ratio(seconds[name], seconds[against]):.3f}" for name in ratios]
+    return "\n".join([*lines, f"results in {config.output}: overhead.json, overhead.png"])
+
+
+def _timed(config: OverheadConfig, place: Place, step: Callable[[], None]) -> Callable[[], float]:
+    """Run ``config.steps`` steps from a common start, and give the seconds of one."""
+
+    def run() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(config.steps):
+            step()
+        if place.device.type == "cuda":
+            torch.cuda.synchronize(place.device)
+        return (time.perf_counter() - began) / config.steps
+
+    return run
+
+
+def _bare_loop(job: Job, wrap: bool) -> Callable[[], None]:
+    """The mathematics of one step, on its own copy of the model and one batch that lies ready."""
+    network = copy.deepcopy(job.network)
+    model: nn.Module = network
+    if wrap:
+        model = DistributedDataParallel(
+            network,
+            device_ids=[job.place.device] if job.place.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        model.broadcast_buffers = False
+    optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)
+    images, labels = _first_batch(job)
+    precision = job.precision
+
+    def step() -> None:
+        with precision.autocast():
+            loss = F.cross_entropy(model(images).float(), labels)
+        precision.scaler.scale(loss).backward()
+        precision.scaler.step(optimizer)
+        precision.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _first_batch(job: Job) -> tuple[Tensor, Tensor]:
+    batch: Batch = next(iter(job.loader))
+    images = job.data.to_input(batch.images.to(job.place.device), memory_format(job.config))
+    return images, batch.labels.to(job.place.device)
+
+
+def _trainer_loop(job: Job) -> Callable[[], None]:
+    """``ddp.train``'s step, over epoch after epoch, with the reduction of its metrics every ``log_every`` steps."""
+
+    def batches():  # type: ignore[no-untyped-def]
+        epoch = 0
+        while True:
+            job.sampler.set_epoch(epoch)
+            yield from job.loader
+            epoch += 1
+
+    job.model.train()
+    stream, window = batches(), Window(job.place.device)  # type: ignore[no-untyped-call]
+
+    def step() -> None:
+        train_step(job, stream, window)
+        if job.step % job.config.log_every == 0:
+            window.reduce(job.place)
+
+    return step

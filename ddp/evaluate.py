@@ -1,0 +1,147 @@
+"""Exact evaluation: every test sample counts once, at every world size.
+
+    torchrun --nproc_per_node=2 -m ddp.evaluate --run-dir runs/glyphs-fashion-cnn
+
+``DistributedSampler`` pads the last batch with repeated samples, which count twice (pytorch#25162). Here the ranks divide
+the test set without padding; some may have a batch more than others, which is why the plain module is called, not its DDP
+wrapper, and why the counts cross the network once, at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from common import datasets
+from common.cli import command, option, parse
+from common.datasets import ImageData, keep_batch
+from common.models import build_model
+from common.precision import PRECISIONS, Precision
+from common.process_group import BACKENDS, DEVICES, Place, process_group
+from common.rank_logging import rank_logging
+from ddp import checkpoint
+from ddp.sampler import ShardSampler
+
+BATCH_SIZE = 500  # per rank; without gradients there is room for more than in training
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's result on a test set.
+
+    :param loss: mean cross-entropy per sample, without label smoothing
+    :param confusion: int64 ``[classes, classes]``, counts: rows are true classes, columns predicted ones
+    """
+
+    loss: float
+    confusion: npt.NDArray[np.int64]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of all samples that were recognized."""
+        return float(self.confusion.trace() / self.confusion.sum())
+
+    @property
+    def class_accuracy(self) -> npt.NDArray[np.float64]:
+        """Share of each class's samples that were recognized; nan for a class without samples."""
+        samples = self.confusion.sum(axis=1)
+        return np.divide(self.confusion.diagonal(), samples, out=np.full(len(samples), np.nan), where=samples > 0)
+
+    def as_dict(self, classes: tuple[str, ...]) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "samples": int(self.confusion.sum()),
+            "class_accuracy": dict(zip(classes, self.class_accuracy.tolist(), strict=True)),
+            "confusion": self.confusion.tolist(),
+        }
+
+
+@torch.inference_mode()
+def evaluate(network: nn.Module, data: ImageData, place: Place, precision: Precision) -> Evaluation:
+    """Evaluate on the test set, its samples divided over the ranks.
+
+    :param network: the plain module, its parameters and buffers the same on every rank; left in the mode it was in
+    :returns: the same on every rank
+    """
+    classes = len(data.classes)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=place.device)
+    loss = torch.zeros((), dtype=torch.float64, device=place.device)
+    shard = ShardSampler(len(data.test), BATCH_SIZE, place.world_size, place.rank)
+
+    was_training = network.training
+    network.eval()
+    for images, labels in DataLoader(data.test, batch_sampler=shard, collate_fn=keep_batch):
+        labels = labels.to(place.device)
+        with precision.autocast():
+            logits = network(data.to_input(images.to(place.device)))
+        loss += F.cross_entropy(logits.float(), labels, reduction="sum")
+        confusion += torch.bincount(labels * classes + logits.argmax(1), minlength=classes**2).view(classes, classes)
+    network.train(was_training)
+
+    place.sum_over_ranks(loss)  # the only communication: two small sums
+    place.sum_over_ranks(confusion)
+    return Evaluation(loss.item() / len(data.test), confusion.cpu().numpy())
+
+
+@torch.inference_mode()
+def predict(network: nn.Module, data: ImageData, place: Place, samples: npt.NDArray[np.int64]) -> list[int]:
+    """The predicted classes of some test samples, on this rank alone."""
+    was_training = network.training
+    network.eval()
+    images = torch.from_numpy(data.test.images[samples]).to(place.device)
+    predictions: list[int] = network(data.to_input(images)).argmax(1).tolist()
+    network.train(was_training)
+    return predictions
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Settings of ``ddp.evaluate``; the model and the data set are those of the run."""
+
+    run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run whose newest checkpoint is evaluated")
+    data_dir: Path | None = option(None, "folder of fashion-mnist (default: ./data, or Debian's)")
+    test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
+    precision: str = option("fp32", "bf16 and fp16 are automatic mixed precision", choices=PRECISIONS)
+    device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
+    backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
+
+
+@command
+def main() -> None:
+    config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
+    with process_group(config.device, config.backend) as place, rank_logging(place):
+        loaded = checkpoint.load_together(config.run_dir, place)
+        with place.together():
+            data = datasets.load(loaded["config"]["dataset"], config.data_dir, test_samples=config.test_samples)
+        network = build_model(loaded["config"]["model"], data.shape, len(data.classes))
+        network.load_state_dict(loaded["model"])
+        result = evaluate(network.to(place.device), data, place, Precision(config.precision, place.device))
+        if place.is_main:
+            print(table(result, data.classes))
+
+
+def table(result: Evaluation, classes: tuple[str, ...]) -> str:
+    """The confusion matrix as text, with each class's accuracy."""
+    width = max(len(name) for name in classes)
+    column = max(width, len(str(result.confusion.max()))) + 1
+    lines = [" " * (width + 11) + "".join(f"{name:>{column}}" for name in classes) + "   <- predicted"]
+    for name, share, counts in zip(classes, result.class_accuracy, result.confusion, strict=True):
+        lines.append(f"{name:>{width}} {100 * share:7.2f} % " + "".join(f"{count:>{column}}" for count in counts))
+    lines.append(
+        f"accuracy {100 * result.accuracy:.2f} %: {result.confusion.trace()} of {result.confusion.sum()} samples, "
+        f"loss {result.loss:.4f}"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The optimizer, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def build_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, momentum: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """``sgd`` (Nesterov when there is momentum), ``adam`` or ``adamw``; each step sets its learning rate.
+
+    The fused kernels update all parameters in one pass; torch has them for floating-point parameters on the CPU and CUDA.
+    """
+    if name == "sgd":
+        nesterov = momentum > 0
+        return torch.optim.SGD(
+            parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=True
+        )
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    return kind(parameters, lr=0.0, weight_decay=weight_decay, fused=True)
+
+
+def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
+    """The rate of optimizer step ``step``, counted from 0.
+
+    ``constant`` and ``cosine`` rise linearly over ``warmup_steps`` and reach the peak with the first step after them;
+    ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) then falls to 0 at ``total_steps``. ``one-cycle`` (Smith and Topin,
+    arXiv 1708.07120; torch.optim.lr_scheduler.OneCycleLR) rises along a cosine from a 25th of the peak and falls to a
+    10,000th of where it began, at the last step.
+
+    Being a function of the step alone, it has no state to save, and a step that GradScaler skips does not disturb it.
+    """
+    if schedule == "one-cycle":
+        initial, final = peak / 25, peak / 25 / 1e4
+        top, last = warmup_steps - 1, total_steps - 1
+        if step <= top:
+            return _anneal(initial, peak, step / top if top else 1.0)
+        return _anneal(peak, final, (step - top) / (last - top))
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if schedule == "cosine":
+        return _anneal(peak, 0.0, (step - warmup_steps) / (total_steps - warmup_steps))
+    return peak
+
+
+def _anneal(start: float, end: float, share: float) -> float:
+    """From ``start`` to ``end`` along half a cosine."""
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

@@ -1,0 +1,67 @@
+"""Which samples each rank takes: torch's ``DistributedSampler``, extended to hand out whole micro-batches.
+
+``DistributedSampler`` shuffles the indices the same way on every rank, by (seed, epoch), and gives rank r of W every W-th
+of them, from the r-th on. So the ranks' n-th micro-batches together are a contiguous piece of the shuffled order, and the
+optimizer's steps see the same global batches at every world size and with every number of micro-steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.utils.data import Dataset, DistributedSampler
+
+from common.datasets import BatchKey
+from common.randomness import derive_seed
+
+
+class MicroBatchSampler(DistributedSampler[BatchKey]):
+    """A batch sampler (``DataLoader(batch_sampler=...)``) for training: every micro-batch is full, on every rank.
+
+    The tail that does not fill a global batch is left out; it is another one in each epoch. ``set_epoch`` must be called
+    before each epoch: it changes the order and, through :class:`BatchKey`, the augmentation.
+
+    :param batch_size: samples per optimizer step, over all ranks and micro-steps; divisible by both
+    :param micro_steps: micro-batches that each rank contributes to an optimizer step
+    :param seed: another seed is another sequence of orders (``DistributedSampler`` adds the epoch to the seed, so that
+        its seed 0 in epoch 1 is its seed 1 in epoch 0; hashing the seed first keeps runs apart)
+    """
+
+    def __init__(
+        self, dataset: Dataset[object], batch_size: int, micro_steps: int, num_replicas: int, rank: int, seed: int
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=True, seed=derive_seed(seed, "shuffle"), drop_last=True)
+        self.micro_batch_size, remainder = divmod(batch_size, num_replicas * micro_steps)
+        if remainder:
+            raise ValueError(f"{batch_size=} does not divide over {num_replicas=} times {micro_steps=}")
+        self.micro_steps = micro_steps
+        self.steps_per_epoch = len(dataset) // batch_size  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        indices = np.fromiter(super().__iter__(), np.int64, self.num_samples)
+        for micro_batch in range(len(self)):
+            start = micro_batch * self.micro_batch_size
+            yield BatchKey(self.epoch, indices[start : start + self.micro_batch_size])
+
+    def __len__(self) -> int:
+        """Micro-batches per epoch and rank."""
+        return self.steps_per_epoch * self.micro_steps
+
+
+class ShardSampler:
+    """A batch sampler for evaluation: every sample on exactly one rank, none padded, none dropped.
+
+    Ranks may get one batch more or less than others, which is harmless as long as no collective runs per batch.
+    """
+
+    def __init__(self, samples: int, batch_size: int, num_replicas: int, rank: int) -> None:
+        self._indices = np.arange(rank, samples, num_replicas)
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        for start in range(0, len(self._indices), self._batch_size):
+            yield BatchKey(0, self._indices[start : start + self._batch_size])
+
+    def __len__(self) -> int:
+        return -(-len(self._indices) // self._batch_size)

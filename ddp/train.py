@@ -1,0 +1,318 @@
+"""Train a network on every device at once, with nothing but torch.distributed between you and the mechanism.
+
+    torchrun --nproc_per_node=2 -m ddp.train
+
+One process per device runs this file from top to bottom. All hold the same weights; each takes its own part of every
+batch, DistributedDataParallel averages the gradients while the backward pass is still running, and so all take the same
+step. Read it beside ddp/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
+from torch.utils.data import DataLoader
+
+from common import datasets, fashion_mnist
+from common.cli import UsageError, command, parse
+from common.datasets import Batch, ImageData, keep_batch
+from common.machine import describe_machine
+from common.metrics import MetricsWriter, check_tensorboard
+from common.models import build_model
+from common.precision import Precision, clip_gradients
+from common.process_group import Place, process_group
+from common.profiling import profile_steps
+from common.randomness import derive_seed, seed_torch
+from common.rank_logging import Progress, rank_logging
+from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_json
+from ddp import checkpoint
+from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
+from ddp.config import TrainConfig, micro_batch_size
+from ddp.evaluate import evaluate
+from ddp.optimization import build_optimizer, learning_rate
+from ddp.report import Window, WindowTotals, finish
+from ddp.sampler import MicroBatchSampler
+
+logger = logging.getLogger("ddp.train")
+
+
+@command
+def main() -> None:
+    config = parse(TrainConfig, "ddp.train", __doc__).resolved()
+    # From here on there are as many of us as torchrun started. The process group is how we find each other.
+    with process_group(config.device, config.backend, config.timeout, config.threads) as place:
+        train(config, place)
+
+
+def train(config: TrainConfig, place: Place) -> None:
+    """The whole run: what every rank does, from an empty directory to the figures."""
+    assert config.run_dir is not None and config.epochs is not None
+    with place.together():  # what one rank finds wrong ends all
+        micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
+        if config.tensorboard:
+            check_tensorboard()
+        if place.is_main:
+            prepare(config.run_dir, resume=config.resume, overwrite=config.overwrite)
+
+    with rank_logging(place, config.run_dir / LOG_FOLDER):
+        job = build_job(config, place, load_data(config, place))
+        first_epoch = resume(job) if config.resume else 0
+        if place.is_main:
+            write_json(config.run_dir / CONFIG_FILE, description(job))
+        logger.info(
+            "%s on %s: %d ranks x %d micro-steps x %d samples, %s, %s",
+            config.model, config.dataset, place.world_size, config.micro_steps, job.sampler.micro_batch_size,
+            config.precision, place.backend,
+        )  # fmt: skip
+
+        with contextlib.ExitStack() as stack:
+            metrics = None
+            if place.is_main:
+                after_step = job.step if config.resume else None
+                metrics = stack.enter_context(
+                    MetricsWriter(config.run_dir, after_step=after_step, tensorboard=config.tensorboard)
+                )
+            progress = stack.enter_context(Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step))
+            profiled = stack.enter_context(
+                profile_steps(place, config.run_dir / "profile" if config.profile else None)
+            )
+
+            result = None
+            for epoch in range(first_epoch, config.epochs):
+                totals = train_epoch(job, epoch, metrics, progress, profiled)
+                average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
+                result = evaluate(job.network, job.data, place, job.precision)
+                if metrics is not None:
+                    metrics.write(
+                        "epoch", job.step, epoch=epoch, train_loss=totals.loss, train_accuracy=totals.accuracy,
+                        test_loss=result.loss, test_accuracy=result.accuracy, seconds=totals.seconds,
+                        images_per_s=totals.images_per_s, data_wait=totals.data_wait,
+                    )  # fmt: skip
+                    checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
+                logger.info(
+                    "epoch %d of %d: train loss %.4f, test loss %.4f, test accuracy %.2f %%, %s images/s",
+                    epoch + 1, config.epochs, totals.loss, result.loss, 100 * result.accuracy,
+                    f"{totals.images_per_s:,.0f}",
+                )  # fmt: skip
+
+        result = result or evaluate(job.network, job.data, place, job.precision)  # resumed when all was done
+        if place.is_main:
+            title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
+            print(finish(config.run_dir, title, job.network, job.data, place, result, config.workers), flush=True)
+        with place.together():  # nobody leaves while rank 0 still writes
+            pass
+
+
+@dataclasses.dataclass
+class Job:
+    """What a training step needs. ``network`` is the plain module; ``model`` is the same, wrapped by DDP."""
+
+    config: TrainConfig
+    place: Place
+    data: ImageData
+    network: nn.Module
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    sampler: MicroBatchSampler
+    loader: DataLoader[Batch]
+    step: int = 0  # optimizer steps done, over all epochs
+
+
+def load_data(config: TrainConfig, place: Place) -> ImageData:
+    """Every rank holds the data set; one process per node fetches it from the network, while the others wait."""
+    folder = config.data_dir or fashion_mnist.default_folder()
+    with place.together():
+        if config.download and place.local_rank == 0:
+            fashion_mnist.download(folder)
+    with place.together():
+        data = datasets.load(
+            config.dataset,
+            folder,
+            train_samples=config.train_samples,
+            test_samples=config.test_samples,
+            augmentation=config.augmentation,
+            seed=config.seed,
+        )
+        if len(data.train) < config.batch_size:
+            raise UsageError(f"--batch-size {config.batch_size} is more than the {len(data.train)} training samples")
+    return data
+
+
+def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
+    """Model, optimizer, sampler and loader, the same on every rank but for the samples it takes."""
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    network = build_model(config.model, data.shape, len(data.classes), config.dropout)
+    if config.sync_batchnorm:
+        network = convert_sync_batchnorm(network, place.device)
+    network = network.to(place.device, memory_format=memory_format(config))  # type: ignore[call-overload]
+    model = DistributedDataParallel(
+        network,
+        device_ids=[place.device] if place.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # .grad is a view into the bucket that travels: no copy, and no second buffer
+    )
+    # Rank 0's running statistics need not be sent before each forward pass: they are averaged when they are needed. (Set
+    # here, because the constructor's argument has another name since torch 2.15.)
+    model.broadcast_buffers = False
+    if config.compile:
+        model.compile()
+
+    sampler = MicroBatchSampler(
+        data.train, config.batch_size, config.micro_steps, place.world_size, place.rank, config.seed
+    )
+    loader = DataLoader(
+        data.train,
+        batch_sampler=sampler,
+        collate_fn=keep_batch,
+        num_workers=config.workers,
+        persistent_workers=config.persistent_workers and config.workers > 0,
+        pin_memory=place.device.type == "cuda",
+    )
+    assert config.weight_decay is not None
+    optimizer = build_optimizer(
+        config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    return Job(config, place, data, network, model, optimizer, Precision(config.precision, place.device), sampler, loader)
+
+
+def train_epoch(
+    job: Job,
+    epoch: int,
+    metrics: MetricsWriter | None = None,
+    progress: Progress | None = None,
+    step_done: Callable[[], None] = lambda: None,
+) -> WindowTotals:
+    """One pass over the training set; every ``log_every`` steps the ranks add up what they saw."""
+    job.sampler.set_epoch(epoch)  # another order, and other augmentations; without it every epoch repeats the first
+    job.model.train()
+    batches = iter(job.loader)
+    window, windows = Window(job.place.device), []
+    steps_before = job.step
+    for remaining in reversed(range(job.sampler.steps_per_epoch)):
+        train_step(job, batches, window)
+        step_done()
+        if job.step % job.config.log_every == 0 or remaining == 0:
+            totals = window.reduce(job.place)
+            windows.append(totals)
+            rate = job.optimizer.param_groups[0]["lr"]
+            if metrics is not None:
+                metrics.write(
+                    "step", job.step, epoch=epoch, loss=totals.loss, accuracy=totals.accuracy, learning_rate=rate,
+                    images_per_s=totals.images_per_s, data_wait=totals.data_wait,
+                    loss_scale=job.precision.scaler.get_scale(),
+                )  # fmt: skip
+            if progress is not None:
+                progress.advance(
+                    job.step - steps_before, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s"
+                )
+            steps_before = job.step
+    return WindowTotals.merge(windows)
+
+
+def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
+    """One optimizer step on one global batch: this rank's micro-batches of it, forward and backward, then the update."""
+    config, device, scaler = job.config, job.place.device, job.precision.scaler
+    for micro_step in range(config.micro_steps):
+        with record_function("data"), window.waiting():
+            images, labels = next(batches)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.place.rank)
+
+        # DDP decides in forward whether the backward pass that follows will synchronize, so no_sync must cover both. Only
+        # the last micro-step's backward averages over the ranks, and what it averages is the sum of all.
+        synchronize = micro_step == config.micro_steps - 1
+        with contextlib.nullcontext() if synchronize else job.model.no_sync():
+            with record_function("forward"), job.precision.autocast():
+                logits = job.model(job.data.to_input(images, memory_format(config)))
+                loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
+            with record_function("backward"):
+                scaler.scale(loss / config.micro_steps).backward()
+        window.add(loss, logits, labels)
+
+    with record_function("optimizer"):
+        if config.clip_norm is not None:
+            scaler.unscale_(job.optimizer)  # first: the norm of scaled gradients means nothing
+            clip_gradients(job.network.parameters(), config.clip_norm)
+        for group in job.optimizer.param_groups:
+            group["lr"] = scheduled_rate(job)
+        scaler.step(job.optimizer)  # skipped if a gradient is inf or nan: on all ranks alike, since they share gradients
+        scaler.update()
+        job.optimizer.zero_grad(set_to_none=True)
+    job.step += 1
+
+
+def scheduled_rate(job: Job) -> float:
+    """The learning rate of the step that comes next."""
+    config, steps_per_epoch = job.config, job.sampler.steps_per_epoch
+    assert config.lr is not None and config.epochs is not None and config.warmup_epochs is not None
+    return learning_rate(
+        job.step,
+        schedule=config.schedule,
+        peak=config.lr,
+        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
+        total_steps=config.epochs * steps_per_epoch,
+    )
+
+
+def memory_format(config: TrainConfig) -> torch.memory_format:
+    return torch.channels_last if config.channels_last else torch.contiguous_format
+
+
+def snapshot(job: Job, epochs_done: int) -> checkpoint.Checkpoint:
+    """All that a run needs to continue bit for bit; the rest follows from these integers and the seed."""
+    return {
+        "format": checkpoint.FORMAT,
+        "epoch": epochs_done,
+        "step": job.step,
+        "model": job.network.state_dict(),  # of the plain module: no "module." in its keys
+        "optimizer": job.optimizer.state_dict(),
+        "scaler": job.precision.scaler.state_dict(),
+        "config": plain_config(job.config),
+    }
+
+
+def resume(job: Job) -> int:
+    """Put the newest checkpoint into the job; returns the epochs that are done."""
+    assert job.config.run_dir is not None
+    loaded = checkpoint.load_together(job.config.run_dir, job.place)
+    for difference in checkpoint.check_identity(loaded, plain_config(job.config)):
+        logger.info("resuming with other settings: %s", difference)
+    job.network.load_state_dict(loaded["model"])
+    job.optimizer.load_state_dict(loaded["optimizer"])
+    job.precision.scaler.load_state_dict(loaded["scaler"])
+    job.step = loaded["step"]
+    logger.info("resuming after epoch %d, step %d", loaded["epoch"], loaded["step"])
+    return loaded["epoch"]
+
+
+def description(job: Job) -> dict[str, Any]:
+    """What ``config.json`` says of the run."""
+    return {
+        "config": plain_config(job.config),
+        "world_size": job.place.world_size,
+        "backend": job.place.backend,
+        "device": str(job.place.device),
+        "dataset_fingerprint": job.data.fingerprint,
+        "parameters": sum(p.numel() for p in job.network.parameters()),
+        "machine": describe_machine(),
+    }
+
+
+def plain_config(config: TrainConfig) -> dict[str, Any]:
+    """The settings as JSON has them."""
+    settings = dataclasses.asdict(config)
+    return {name: value if isinstance(value, int | float | None) else str(value) for name, value in settings.items()}
+
+
+if __name__ == "__main__":
+    main()
