@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import operator
 import os
 import sys
 import time
@@ -71,12 +72,15 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 
-def parse(config_type: type[Config], program: str, description: str | None, argv: Sequence[str] | None = None) -> Config:
+def parse(
+    config_type: type[Config], program: str, description: str | None, argv: Sequence[str] | None = None
+) -> Config:
     """Read the command line into ``config_type``, a dataclass whose fields were made with :func:`option`.
 
     :param program: the module as it is run, ``"ddp.train"``
     :param argv: the arguments; ``sys.argv[1:]`` when None
-    :raises UsageError: for an unknown flag, an unreadable value, or one that is out of its range
+    :raises UsageError: for an unknown flag, an unreadable value, one that is out of its range, or whatever
+        ``config_type.__post_init__`` finds wrong with them together
     """
     parser = _Parser(
         prog=f"python -m {program}",
@@ -94,30 +98,27 @@ def parse(config_type: type[Config], program: str, description: str | None, argv
             settings |= {"type": kind, "choices": field.metadata["choices"]}
             settings["metavar"] = None if field.metadata["choices"] else kind.__name__.upper()
         parser.add_argument(flag_of(field.name), **settings)
-    config = config_type(**vars(parser.parse_args(argv)))
-    check_ranges(config)
-    return config
+    values = vars(parser.parse_args(argv))
+    for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
+        if isinstance(values[field.name], int | float) and not isinstance(values[field.name], bool):
+            _check_range(field, values[field.name])
+    return config_type(**values)
 
 
-def check_ranges(config: Any) -> None:
-    """Refuse a number outside the range that its :func:`option` declares.
-
-    :raises UsageError: naming the flag, the value and the range
-    """
-    for field in dataclasses.fields(config):
-        value, limits = getattr(config, field.name), field.metadata
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        allowed = {
-            "at least {}": (limits["minimum"], lambda limit: value >= limit),
-            "at most {}": (limits["maximum"], lambda limit: value <= limit),
-            "above {}": (limits["above"], lambda limit: value > limit),
-            "below {}": (limits["below"], lambda limit: value < limit),
-        }
-        wanted = [text.format(limit) for text, (limit, _) in allowed.items() if limit is not None]
-        inside = all(holds(limit) for limit, holds in allowed.values() if limit is not None)  # type: ignore[no-untyped-call]
-        if not (inside and math.isfinite(value)):
-            raise UsageError(f"{flag_of(field.name)} {value} is out of range: give {' and '.join(wanted) or 'a number'}")
+def _check_range(field: dataclasses.Field[Any], value: float) -> None:
+    """:raises UsageError: naming the flag, the value and the range"""
+    limits = field.metadata
+    tests: list[tuple[str, Callable[[float, float], bool]]] = [
+        ("minimum", operator.ge),
+        ("maximum", operator.le),
+        ("above", operator.gt),
+        ("below", operator.lt),
+    ]
+    words = {"minimum": "at least", "maximum": "at most", "above": "above", "below": "below"}
+    wanted = [(words[name], limits[name], holds) for name, holds in tests if limits[name] is not None]
+    if not (math.isfinite(value) and all(holds(value, limit) for _, limit, holds in wanted)):
+        allowed = " and ".join(f"{word} {limit}" for word, limit, _ in wanted) or "a finite number"
+        raise UsageError(f"{flag_of(field.name)} {value} is out of range: it must be {allowed}")
 
 
 def command(main: Callable[[], None]) -> Callable[[], None]:

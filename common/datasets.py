@@ -94,11 +94,13 @@ class ImageData:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width."""
-        return self.train.images.shape[1:]  # type: ignore[return-value]
+        return self.train.images.shape[1:]
 
     def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """uint8 images as a model wants them: float32 of mean 0 and standard deviation 1, on the device they are on."""
-        return images.to(torch.float32, memory_format=memory_format).mul_(1 / (255 * self.std)).sub_(self.mean / self.std)
+        return (
+            images.to(torch.float32, memory_format=memory_format).mul_(1 / (255 * self.std)).sub_(self.mean / self.std)
+        )
 
 
 def load(

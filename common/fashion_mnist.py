@@ -87,9 +87,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{path} is damaged or truncated ({reason}): fetch it again") from error
     if array.shape != shape or array.dtype != np.uint8:
-        raise UsageError(
-            f"{path} holds {array.dtype} {list(array.shape)}, where Fashion-MNIST has uint8 {list(shape)}"
-        )
+        raise UsageError(f"{path} holds {array.dtype} {list(array.shape)}, where Fashion-MNIST has uint8 {list(shape)}")
     return array
 
 

@@ -46,8 +46,8 @@ def render(split: str, count: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8]
     ink = np.empty((count, SIDE, SIDE), np.float32)
     clutter = np.empty_like(ink)
     for i in range(count):
-        ink[i] = _draw_character(labels[i], strokes[i, 0], geometry[i])
-        clutter[i] = _draw_clutter(neighbours[i], strokes[i, 1], neighbour_geometry[i], lines[i])
+        ink[i] = np.asarray(_draw_character(labels[i], strokes[i, 0], geometry[i]))
+        clutter[i] = np.asarray(_draw_clutter(neighbours[i], strokes[i, 1], neighbour_geometry[i], lines[i]))
 
     paper, contrast, clutter_strength, noise_strength = np.moveaxis(uniform(4, *key, "tone"), 1, 0)[..., None, None]
     paper = 20 + 60 * paper
@@ -111,9 +111,7 @@ def _master(label: int, stroke: int) -> Image.Image:
     image = Image.new("L", (_MASTER_SIDE, _MASTER_SIDE))
     font = ImageFont.load_default(_MASTER_FONT_SIZE)
     centre = _MASTER_SIDE / 2, _MASTER_SIDE / 2
-    ImageDraw.Draw(image).text(
-        centre, CLASSES[label], fill=255, font=font, anchor="mm", stroke_width=stroke
-    )
+    ImageDraw.Draw(image).text(centre, CLASSES[label], fill=255, font=font, anchor="mm", stroke_width=stroke)
     return image
 
 
@@ -126,4 +124,5 @@ def _noise(seed: int, split: str, samples: npt.NDArray[np.int64]) -> npt.NDArray
     bits = hash64(seed, f"glyphs-{split}-noise", samples[:, None, None], pixels)
     total = bits.view(np.uint8).reshape(*bits.shape, 8).sum(axis=-1, dtype=np.float32)
     standard_deviation = math.sqrt(8 * (256**2 - 1) / 12)
-    return (total - np.float32(8 * 127.5)) / np.float32(standard_deviation)
+    centred: npt.NDArray[np.float32] = total - np.float32(8 * 127.5)
+    return centred / np.float32(standard_deviation)

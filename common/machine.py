@@ -47,7 +47,9 @@ def describe_machine() -> dict[str, object]:
     """The machine and the versions, for the JSON beside every result."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     return {
         "host": platform.node(),
         "system": platform.platform(),

@@ -33,7 +33,7 @@ class MetricsWriter:
         scratch = path.with_suffix(".scratch")
         scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         os.replace(scratch, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # line-buffered
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = _summary_writer(folder / "tensorboard", after_step) if tensorboard else None
 
     def write(self, kind: str, step: int, **values: Any) -> None:

@@ -90,7 +90,7 @@ def plot_ratios(path: Path, ratios: dict[str, list[float]], limit: float, title:
     """Paired ratios, one dot per round and candidate, with the median and a line at the allowed limit."""
     figure, axes = _figure(1, 1, (8, 1.6 + 0.6 * len(ratios)), title)
     plot = axes[0, 0]
-    for position, (name, values) in enumerate(ratios.items()):
+    for position, values in enumerate(ratios.values()):
         jitter = np.linspace(-0.18, 0.18, len(values))
         plot.plot(values, position + jitter, "o", color=COLORS[position], alpha=0.45, markersize=4)
         median = float(np.median(values))
@@ -118,7 +118,9 @@ def _figure(rows: int, columns: int, size: tuple[float, float], title: str) -> t
 def _line(plot: Axes, records: Sequence[Record], name: str, color: int, label: str = "", marker: str = "") -> None:
     points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
     if points:
-        plot.plot(*zip(*points, strict=True), color=COLORS[color], label=label, marker=marker, markersize=4, linewidth=1.4)
+        plot.plot(
+            *zip(*points, strict=True), color=COLORS[color], label=label, marker=marker, markersize=4, linewidth=1.4
+        )
 
 
 def _label(plot: Axes, y_title: str, legend: bool = False) -> None:

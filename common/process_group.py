@@ -70,9 +70,9 @@ class Place:
         dist.all_gather_object(mistakes, mistake)
         for rank, text in enumerate(mistakes):
             if text is not None:
-                error = UsageError(text if rank == 0 else f"[rank {rank}] {text}")
-                error.seen_by_all = True
-                raise error
+                shared = UsageError(text if rank == 0 else f"[rank {rank}] {text}")
+                shared.seen_by_all = True
+                raise shared
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor of any shape, in place, by sum; returns it."""
@@ -162,10 +162,17 @@ def _choose_device(device: str, backend: str, local_rank: int, local_world_size:
 
 
 def _initialize(place: Place, timeout: datetime.timedelta) -> None:
-    device_id = place.device if place.backend == "nccl" else None  # binds NCCL to the device; no guess at the first barrier
+    device_id = (
+        place.device if place.backend == "nccl" else None
+    )  # binds NCCL to the device; no guess at the first barrier
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         dist.init_process_group(
-            place.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+            place.backend,
+            store=dist.HashStore()  # type: ignore[attr-defined],
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+            device_id=device_id,
         )
         return
     try:

@@ -35,7 +35,7 @@ def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
             raise UsageError(f"--run-dir {folder} holds something that is not a run: give another, or an empty one")
         if exists and not (resume or overwrite):
             raise UsageError(
-                f"--run-dir {folder} holds a run: give --resume to continue it, --overwrite to delete it, or another --run-dir"
+                f"--run-dir {folder} holds a run: give --resume to continue it, --overwrite to delete it, or another folder"
             )
         if exists and overwrite:
             shutil.rmtree(folder)

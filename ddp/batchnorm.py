@@ -46,7 +46,9 @@ class _SynchronizedNormalization(torch.autograd.Function):
     """y = (x - mean) * invstd * weight + bias, with mean and variance over all ranks; the derivative likewise."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [axis for axis in range(x.dim()) if axis != 1]
         count = x.numel() // x.shape[1]
         variance, mean = torch.var_mean(x, axes, correction=0)
@@ -116,15 +118,14 @@ class SyncBatchNorm(_BatchNorm):
                 share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
                 self.running_mean.lerp_(mean, share)  # type: ignore[union-attr]
                 self.running_var.lerp_(variance * total / (total - 1), share)  # type: ignore[union-attr]
-        return output.to(input.dtype)
+        normalized: Tensor = output.to(input.dtype)
+        return normalized
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
         """Replace every BatchNorm below ``module``, keeping parameters, buffers and ``state_dict`` keys."""
         if isinstance(module, _BatchNorm):
-            converted = cls(
-                module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
-            )
+            converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             converted.load_state_dict(module.state_dict())
             return converted.train(module.training)
         for name, child in module.named_children():

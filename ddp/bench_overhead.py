@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from common.process_group import BACKENDS, DEVICES, Place, process_group
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import write_json
 from common.timing import Spread, interleave, paired_ratio
-from ddp.config import RECIPES, TrainConfig, micro_batch_size
+from ddp.config import TrainConfig, micro_batch_size
 from ddp.optimization import build_optimizer
 from ddp.report import Window
 from ddp.train import Job, build_job, memory_format, train_step
@@ -79,7 +79,7 @@ def measure(config: OverheadConfig, place: Place) -> dict[str, list[float]]:
         precision=config.precision,
         workers=config.workers,
         epochs=10**6,  # the schedule needs an end; this run is stopped long before it
-    ).resolved()
+    )
     data = datasets.load("glyphs", augmentation=train_config.augmentation)
     job = build_job(train_config, place, data)
     candidates = {
@@ -97,16 +97,25 @@ def report(config: OverheadConfig, place: Place, seconds: dict[str, list[float]]
     """Write the JSON and the PNG, and say what they say."""
     against = "bare" if place.world_size == 1 else "bare, DDP"
     ratios = {
-        name: [a / b for a, b in zip(seconds[name], seconds[against], strict=True)] for name in seconds if name != against
+        name: [a / b for a, b in zip(seconds[name], seconds[against], strict=True)]
+        for name in seconds
+        if name != against
     }
     write_json(
         config.output / "overhead.json",
-        {"machine": describe_machine(), "world_size": place.world_size, "seconds_per_step": seconds, "against": against},
+        {
+            "machine": describe_machine(),
+            "world_size": place.world_size,
+            "seconds_per_step": seconds,
+            "against": against,
+        },
     )
     title = f"{config.model}, {place.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
     plot_ratios(config.output / "overhead.png", ratios, LIMIT, title, f"time per step, as a multiple of '{against}'")
     lines = [f"{title}; {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
-    lines += [f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()]
+    lines += [
+        f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()
+    ]
     lines += [f"{name:>10} / {against}: {paired_ratio(seconds[name], seconds[against]):.3f}" for name in ratios]
     return "\n".join([*lines, f"results in {config.output}: overhead.json, overhead.png"])
 
@@ -161,7 +170,7 @@ def _first_batch(job: Job) -> tuple[Tensor, Tensor]:
 def _trainer_loop(job: Job) -> Callable[[], None]:
     """``ddp.train``'s step, over epoch after epoch, with the reduction of its metrics every ``log_every`` steps."""
 
-    def batches():  # type: ignore[no-untyped-def]
+    def batches() -> Iterator[Batch]:
         epoch = 0
         while True:
             job.sampler.set_epoch(epoch)
@@ -169,7 +178,7 @@ def _trainer_loop(job: Job) -> Callable[[], None]:
             epoch += 1
 
     job.model.train()
-    stream, window = batches(), Window(job.place.device)  # type: ignore[no-untyped-call]
+    stream, window = batches(), Window(job.place.device)
 
     def step() -> None:
         train_step(job, stream, window)

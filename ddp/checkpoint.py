@@ -83,7 +83,9 @@ def load(run_dir: Path) -> Checkpoint:
     if not isinstance(checkpoint, dict) or set(checkpoint) != set(Checkpoint.__annotations__):
         raise UsageError(f"{path} is not a checkpoint of ddp.train: remove it, or start again with --overwrite")
     if checkpoint["format"] != FORMAT:
-        raise UsageError(f"{path} has format {checkpoint['format']}, this version reads {FORMAT}: use the one that wrote it")
+        raise UsageError(
+            f"{path} has format {checkpoint['format']}, this version reads {FORMAT}: use the one that wrote it"
+        )
     return checkpoint
 
 

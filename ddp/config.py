@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import fashion_mnist
 from common.augmentation import Augmentation
-from common.cli import UsageError, flag_of, option
+from common.cli import UsageError, option
 from common.datasets import DATASETS
 from common.models import MODELS
 from common.precision import PRECISIONS
@@ -29,12 +29,18 @@ ONE_CYCLE_WARMUP = 0.3  # share of the run, as in torch.optim.lr_scheduler.OneCy
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run's settings. Fields that are None on the command line are filled in by :meth:`resolved`."""
+    """One run's settings.
+
+    A field whose option is None follows from the data set, the optimizer or the schedule, and is filled in on construction.
+
+    :raises UsageError: for settings that contradict each other
+    """
 
     # What is learned, and from what
     dataset: str = option("glyphs", "what to train on", choices=DATASETS)
-    data_dir: Path | None = option(
-        None, "folder of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's)"
+    data_dir: Path = option(
+        None,
+        "folder of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's)",
     )
     download: bool = option(False, "let one process per node download fashion-mnist to --data-dir first")
     train_samples: int | None = option(None, "train on the first so many samples only", minimum=1)
@@ -44,23 +50,27 @@ class TrainConfig:
     dropout: float = option(0.25, "dropout probability of fashion-cnn and mlp", minimum=0, below=1)
 
     # The optimization
-    epochs: int | None = option(None, "passes over the training set (default: 8 on glyphs, 10 on fashion-mnist)", minimum=1)
+    epochs: int = option(None, "passes over the training set (default: 8 on glyphs, 10 on fashion-mnist)", minimum=1)
     batch_size: int = option(144, "samples per optimizer step, over all ranks and micro-steps", minimum=1)
     micro_steps: int = option(1, "forward-backward passes per optimizer step (gradient accumulation)", minimum=1)
     optimizer: str = option("sgd", "sgd is with Nesterov momentum", choices=OPTIMIZERS)
-    lr: float | None = option(None, "peak learning rate (default: 0.1 for sgd, 0.002 for adam and adamw)", above=0)
+    lr: float = option(None, "peak learning rate (default: 0.1 for sgd, 0.002 for adam and adamw)", above=0)
     momentum: float = option(0.9, "of sgd", minimum=0, below=1)
-    weight_decay: float | None = option(None, "default: 5e-4 for sgd, 0 for adam, 0.05 for adamw", minimum=0)
+    weight_decay: float = option(None, "default: 5e-4 for sgd, 0 for adam, 0.05 for adamw", minimum=0)
     schedule: str = option("cosine", "of the learning rate, per step", choices=SCHEDULES)
-    warmup_epochs: float | None = option(
-        None, "rise of the learning rate from 0, in epochs (default: 1, at most a fifth of the run; one-cycle: 30 % of it)", minimum=0
+    warmup_epochs: float = option(
+        None,
+        "rise of the learning rate from 0, in epochs (default: 1, at most a fifth of the run; one-cycle: 30 % of it)",
+        minimum=0,
     )
     label_smoothing: float = option(0.0, "share of the target spread over all classes", minimum=0, below=1)
     clip_norm: float | None = option(None, "clip the gradients' total norm to this (default: no clipping)", above=0)
     seed: int = option(0, "of the weights, the shuffling, the augmentation and the dropout", minimum=0)
 
     # How it is computed
-    precision: str = option("fp32", "bf16 and fp16 are automatic mixed precision; fp16 with GradScaler", choices=PRECISIONS)
+    precision: str = option(
+        "fp32", "bf16 and fp16 are automatic mixed precision; fp16 with GradScaler", choices=PRECISIONS
+    )
     sync_batchnorm: bool = option(False, "normalize by the statistics of the global batch instead of each rank's")
     compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
     channels_last: bool = option(True, "keep images as NHWC, which convolutions prefer")
@@ -74,7 +84,7 @@ class TrainConfig:
     persistent_workers: bool = option(True, "keep the loader processes from epoch to epoch")
 
     # What is left behind
-    run_dir: Path | None = option(None, "directory of this run's results (default: runs/DATASET-MODEL)")
+    run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)")
     overwrite: bool = option(False, "delete the run that is in the run directory")
     resume: bool = option(False, "continue the run that is in the run directory, bit for bit")
     keep_last: int = option(2, "checkpoints to keep", minimum=1)
@@ -82,29 +92,22 @@ class TrainConfig:
     tensorboard: bool = option(False, "write TensorBoard files too (needs the extra 'tensorboard')")
     profile: bool = option(False, "record a few steps of each rank with torch.profiler, for Perfetto")
 
-    def resolved(self) -> TrainConfig:
-        """The same with every default filled in that depends on the data set, the optimizer or the schedule.
+    def __post_init__(self) -> None:
+        if self.dataset == "glyphs" and (self.download or self.data_dir is not None):
+            raise UsageError("--data-dir and --download are for fashion-mnist: glyphs are rendered, not read")
+        self._default("data_dir", fashion_mnist.default_folder())
+        self._default("run_dir", Path("runs", f"{self.dataset}-{self.model}"))
+        self._default("epochs", RECIPES[self.dataset]["epochs"])
+        self._default("lr", LEARNING_RATES[self.optimizer])
+        self._default("weight_decay", WEIGHT_DECAYS[self.optimizer])
+        one_cycle = self.schedule == "one-cycle"
+        self._default("warmup_epochs", ONE_CYCLE_WARMUP * self.epochs if one_cycle else min(1.0, self.epochs / 5))
+        if self.warmup_epochs > self.epochs:
+            raise UsageError(f"--warmup-epochs {self.warmup_epochs:g} is longer than --epochs {self.epochs}")
 
-        :raises UsageError: for settings that contradict each other
-        """
-        if self.dataset == "glyphs":
-            for name in ("data_dir", "download"):
-                if getattr(self, name):
-                    raise UsageError(f"{flag_of(name)} is for fashion-mnist; glyphs are rendered, not read")
-        epochs = self.epochs or RECIPES[self.dataset]["epochs"]
-        warmup = epochs * ONE_CYCLE_WARMUP if self.schedule == "one-cycle" else min(1.0, epochs / 5)
-        if self.warmup_epochs is not None:
-            warmup = self.warmup_epochs
-        if warmup > epochs:
-            raise UsageError(f"--warmup-epochs {warmup:g} is longer than the run of --epochs {epochs}")
-        return dataclasses.replace(
-            self,
-            epochs=epochs,
-            lr=self.lr if self.lr is not None else LEARNING_RATES[self.optimizer],
-            weight_decay=self.weight_decay if self.weight_decay is not None else WEIGHT_DECAYS[self.optimizer],
-            warmup_epochs=warmup,
-            run_dir=self.run_dir or Path("runs", f"{self.dataset}-{self.model}"),
-        )
+    def _default(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)  # the one moment at which a frozen dataclass may still be completed
 
     @property
     def augmentation(self) -> Augmentation:

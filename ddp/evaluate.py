@@ -52,7 +52,9 @@ class Evaluation:
     def class_accuracy(self) -> npt.NDArray[np.float64]:
         """Share of each class's samples that were recognized; nan for a class without samples."""
         samples = self.confusion.sum(axis=1)
-        return np.divide(self.confusion.diagonal(), samples, out=np.full(len(samples), np.nan), where=samples > 0)
+        shares = np.full(len(samples), np.nan)
+        np.divide(self.confusion.diagonal(), samples, out=shares, where=samples > 0)
+        return shares
 
     def as_dict(self, classes: tuple[str, ...]) -> dict[str, object]:
         """For JSON."""
@@ -79,7 +81,8 @@ def evaluate(network: nn.Module, data: ImageData, place: Place, precision: Preci
 
     was_training = network.training
     network.eval()
-    for images, labels in DataLoader(data.test, batch_sampler=shard, collate_fn=keep_batch):
+    batches = DataLoader(data.test, batch_sampler=shard, collate_fn=keep_batch)  # type: ignore[arg-type]
+    for images, labels in batches:
         labels = labels.to(place.device)
         with precision.autocast():
             logits = network(data.to_input(images.to(place.device)))

@@ -21,8 +21,8 @@ def build_optimizer(
         return torch.optim.SGD(
             parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=True
         )
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    return kind(parameters, lr=0.0, weight_decay=weight_decay, fused=True)
+    adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    return adam(parameters, lr=0.0, weight_decay=weight_decay, fused=True)
 
 
 def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:

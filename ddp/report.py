@@ -117,7 +117,9 @@ def finish(
     plot_curves(run_dir / "curves.png", records, title)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
     predictions = predict(network, data, place, shown)
-    plot_samples(run_dir / "samples.png", test.images[shown], test.labels[shown].tolist(), predictions, data.classes, title)
+    plot_samples(
+        run_dir / "samples.png", test.images[shown], test.labels[shown].tolist(), predictions, data.classes, title
+    )
     return (
         f"test accuracy {100 * result.accuracy:.2f} % after {totals['epochs']} epochs "
         f"({result.confusion.trace()} of {result.confusion.sum()} samples)\n"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,7 +47,7 @@ logger = logging.getLogger("ddp.train")
 
 @command
 def main() -> None:
-    config = parse(TrainConfig, "ddp.train", __doc__).resolved()
+    config = parse(TrainConfig, "ddp.train", __doc__)
     # From here on there are as many of us as torchrun started. The process group is how we find each other.
     with process_group(config.device, config.backend, config.timeout, config.threads) as place:
         train(config, place)
@@ -56,7 +55,6 @@ def main() -> None:
 
 def train(config: TrainConfig, place: Place) -> None:
     """The whole run: what every rank does, from an empty directory to the figures."""
-    assert config.run_dir is not None and config.epochs is not None
     with place.together():  # what one rank finds wrong ends all
         micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
         if config.tensorboard:
@@ -82,10 +80,10 @@ def train(config: TrainConfig, place: Place) -> None:
                 metrics = stack.enter_context(
                     MetricsWriter(config.run_dir, after_step=after_step, tensorboard=config.tensorboard)
                 )
-            progress = stack.enter_context(Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step))
-            profiled = stack.enter_context(
-                profile_steps(place, config.run_dir / "profile" if config.profile else None)
+            progress = stack.enter_context(
+                Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step)
             )
+            profiled = stack.enter_context(profile_steps(place, config.run_dir / "profile" if config.profile else None))
 
             result = None
             for epoch in range(first_epoch, config.epochs):
@@ -131,14 +129,13 @@ class Job:
 
 def load_data(config: TrainConfig, place: Place) -> ImageData:
     """Every rank holds the data set; one process per node fetches it from the network, while the others wait."""
-    folder = config.data_dir or fashion_mnist.default_folder()
     with place.together():
         if config.download and place.local_rank == 0:
-            fashion_mnist.download(folder)
+            fashion_mnist.download(config.data_dir)
     with place.together():
         data = datasets.load(
             config.dataset,
-            folder,
+            config.data_dir,
             train_samples=config.train_samples,
             test_samples=config.test_samples,
             augmentation=config.augmentation,
@@ -172,17 +169,18 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     )
     loader = DataLoader(
         data.train,
-        batch_sampler=sampler,
-        collate_fn=keep_batch,
+        batch_sampler=sampler,  # type: ignore[arg-type]  # torch expects lists of indices, but passes on what it gets
+        collate_fn=keep_batch,  # type: ignore[arg-type]
         num_workers=config.workers,
         persistent_workers=config.persistent_workers and config.workers > 0,
         pin_memory=place.device.type == "cuda",
     )
-    assert config.weight_decay is not None
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
-    return Job(config, place, data, network, model, optimizer, Precision(config.precision, place.device), sampler, loader)
+    return Job(
+        config, place, data, network, model, optimizer, Precision(config.precision, place.device), sampler, loader
+    )
 
 
 def train_epoch(
@@ -213,7 +211,8 @@ def train_epoch(
                 )  # fmt: skip
             if progress is not None:
                 progress.advance(
-                    job.step - steps_before, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s"
+                    job.step - steps_before,
+                    f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s",
                 )
             steps_before = job.step
     return WindowTotals.merge(windows)
@@ -245,7 +244,9 @@ def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
             clip_gradients(job.network.parameters(), config.clip_norm)
         for group in job.optimizer.param_groups:
             group["lr"] = scheduled_rate(job)
-        scaler.step(job.optimizer)  # skipped if a gradient is inf or nan: on all ranks alike, since they share gradients
+        scaler.step(
+            job.optimizer
+        )  # skipped if a gradient is inf or nan: on all ranks alike, since they share gradients
         scaler.update()
         job.optimizer.zero_grad(set_to_none=True)
     job.step += 1
@@ -254,7 +255,6 @@ def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
 def scheduled_rate(job: Job) -> float:
     """The learning rate of the step that comes next."""
     config, steps_per_epoch = job.config, job.sampler.steps_per_epoch
-    assert config.lr is not None and config.epochs is not None and config.warmup_epochs is not None
     return learning_rate(
         job.step,
         schedule=config.schedule,
@@ -283,7 +283,6 @@ def snapshot(job: Job, epochs_done: int) -> checkpoint.Checkpoint:
 
 def resume(job: Job) -> int:
     """Put the newest checkpoint into the job; returns the epochs that are done."""
-    assert job.config.run_dir is not None
     loaded = checkpoint.load_together(job.config.run_dir, job.place)
     for difference in checkpoint.check_identity(loaded, plain_config(job.config)):
         logger.info("resuming with other settings: %s", difference)

@@ -1,0 +1,166 @@
+"""Real ranks for tests: processes with a process group of their own, and commands as a user types them.
+
+Ranks are forked from a server process that has imported torch but never used it, so a job of four starts in a fraction of
+a second. They find each other as torchrun's workers do, through a store that this process holds. Whatever happens, nothing
+that a test starts outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).parent.parent
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["ddp.train"])
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call ``function(*arguments)`` on every rank of a new job, and return what each returned, in rank order.
+
+    :param function: importable by name; it makes its process group itself, as a command does
+    :raises AssertionError: with the rank's traceback if one failed, or naming the ranks that did not end in time
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(world_size):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
+        }
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(sender, environment, function, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(pipes, timeout_s)
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) < len(pipes):
+        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
+        late = [rank for rank in range(len(pipes)) if rank not in results]
+        assert ready, f"ranks {late} did not end within {timeout_s} s"
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                failure, results[rank] = pickle.loads(pipes[rank].recv_bytes())
+            except EOFError:
+                raise AssertionError(f"rank {rank} ended without a result") from None
+            assert failure is None, f"rank {rank} failed:\n{failure}"
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(sender: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
+    os.environ.update(environment)
+    try:
+        message = None, function(*arguments)
+    except BaseException:
+        message = traceback.format_exc(), None
+    sender.send_bytes(pickle.dumps(message))
+
+
+def run_command(
+    *arguments: str, timeout_s: float = 120.0, env: dict[str, str] | None = None, cwd: Path = REPOSITORY
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m ARGUMENTS`` as a user would, outside any job, and wait for it."""
+    with start_command(*arguments, env=env, cwd=cwd) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            out, err = process.communicate()
+            raise AssertionError(f"{arguments} did not end within {timeout_s} s:\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def run_torchrun(
+    ranks: int, *arguments: str, timeout_s: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``torchrun --nproc_per_node=RANKS -m ARGUMENTS``."""
+    flags = ("torch.distributed.run", f"--nproc_per_node={ranks}", "-m")
+    return run_command(*flags, *arguments, timeout_s=timeout_s, env=env)
+
+
+@contextlib.contextmanager
+def start_command(
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path = REPOSITORY
+) -> Iterator[subprocess.Popen[str]]:
+    """``python -m ARGUMENTS`` in a session of its own; killed, with all its children, at the end of the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=cwd,
+        env=clean_environment() | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill_tree(process.pid)
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what a surrounding job may have set."""
+    from common.process_group import TORCHRUN_VARIABLES
+
+    return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and everything below it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+
+
+def error_lines(stderr: str) -> list[str]:
+    """The lines in which a command says what a person did wrong."""
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+def ranks_below(pid: int, words: Sequence[str] = ("ddp.train",)) -> list[psutil.Process]:
+    """The processes below ``pid`` whose command line has all ``words``."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if all(any(word in part for part in process.cmdline()) for word in words):
+                found.append(process)
+    return found

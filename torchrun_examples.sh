@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Every way to launch the main job, by name.
+#
+#   ./torchrun_examples.sh                  lists the examples
+#   ./torchrun_examples.sh NAME [FLAGS...]  prints one's exact command and runs it; FLAGS go to ddp.train
+#   ./torchrun_examples.sh all [FLAGS...]   runs all that this machine can run, and says what it skips and why
+set -euo pipefail
+cd "$(dirname "$0")"
+[ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"
+
+names=()
+declare -A shows needs commands
+
+# example NAME 'what it shows' 'what it needs: - or GPUS' 'command, with FLAGS where flags go'
+example() {
+    names+=("$1")
+    shows[$1]=$2 needs[$1]=$3 commands[$1]=$4
+}
+
+example one-process 'no torchrun: the same code as a group of one' - \
+    'python -m ddp.train FLAGS'
+example two-processes 'one node, two ranks: gradients averaged over gloo (or NCCL where there are GPUs for both)' - \
+    'torchrun --nproc_per_node=2 -m ddp.train FLAGS'
+example accumulation 'four micro-steps per optimizer step; gradients cross the network once' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --micro-steps 4 FLAGS'
+example bf16 'automatic mixed precision in bfloat16: autocast, no scaler' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --precision bf16 FLAGS'
+example fp16 'automatic mixed precision in float16: autocast, GradScaler, clipping after unscaling' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --precision fp16 --clip-norm 5 FLAGS'
+example syncbn 'BatchNorm over the global batch: the result no longer depends on the number of ranks' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --sync-batchnorm FLAGS'
+example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.dev' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --profile --epochs 1 FLAGS'
+example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes would; here both on localhost' - \
+    "trap 'kill \$(jobs -p) 2>/dev/null' EXIT
+torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS &
+torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS &
+wait -n && wait -n"
+example two-gpus 'one rank per GPU, over NCCL' 2 \
+    'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
+
+gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true; }
+
+# Why an example cannot run here; nothing when it can.
+obstacle() {
+    [ "${needs[$1]}" = - ] || [ "$(gpus)" -ge "${needs[$1]}" ] || echo "needs ${needs[$1]} GPUs, this machine has $(gpus)"
+}
+
+free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
+
+run() {
+    local name=$1 flags command
+    shift
+    printf -v flags '%q ' --run-dir "runs/examples/$name" --overwrite "$@"
+    command=${commands[$name]//FLAGS/${flags% }}
+    [[ $command != *PORT* ]] || command=${command//PORT/$(free_port)}
+    printf '\n# %s: %s\n%s\n' "$name" "${shows[$name]}" "$command"
+    bash -c "$command"
+}
+
+case ${1:-} in
+'' | -h | --help)
+    sed -n '2,6s/^# \{0,1\}//p' "$0"
+    printf '\n'
+    for name in "${names[@]}"; do printf '  %-14s %s\n' "$name" "${shows[$name]}"; done
+    ;;
+all)
+    shift
+    failed=()
+    for name in "${names[@]}"; do
+        reason=$(obstacle "$name")
+        if [ -n "$reason" ]; then
+            printf '\n# %s: skipped, %s\n' "$name" "$reason"
+        else
+            run "$name" "$@" || failed+=("$name")
+        fi
+    done
+    [ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }
+    ;;
+*)
+    name=$1
+    shift
+    [ -n "${commands[$name]:-}" ] || { echo "error: no example '$name'; ./torchrun_examples.sh lists them" >&2; exit 2; }
+    reason=$(obstacle "$name")
+    [ -z "$reason" ] || { echo "error: $name $reason" >&2; exit 2; }
+    run "$name" "$@"
+    ;;
+esac
