@@ -162,13 +162,12 @@ def _choose_device(device: str, backend: str, local_rank: int, local_world_size:
 
 
 def _initialize(place: Place, timeout: datetime.timedelta) -> None:
-    device_id = (
-        place.device if place.backend == "nccl" else None
-    )  # binds NCCL to the device; no guess at the first barrier
+    # Bound to the device, NCCL need not guess it at the first barrier.
+    device_id = place.device if place.backend == "nccl" else None
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         dist.init_process_group(
             place.backend,
-            store=dist.HashStore()  # type: ignore[attr-defined],
+            store=dist.HashStore(),  # type: ignore[attr-defined]
             rank=0,
             world_size=1,
             timeout=timeout,
