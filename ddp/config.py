@@ -93,9 +93,10 @@ class TrainConfig:
     profile: bool = option(False, "record a few steps of each rank with torch.profiler, for Perfetto")
 
     def __post_init__(self) -> None:
-        if self.dataset == "glyphs" and (self.download or self.data_dir is not None):
-            raise UsageError("--data-dir and --download are for fashion-mnist: glyphs are rendered, not read")
-        self._default("data_dir", fashion_mnist.default_folder())
+        if self.dataset == "fashion-mnist":
+            self._default("data_dir", fashion_mnist.default_folder())
+        elif self.download or self.data_dir is not None:
+            raise UsageError(f"--data-dir and --download are for fashion-mnist: {self.dataset} are rendered, not read")
         self._default("run_dir", Path("runs", f"{self.dataset}-{self.model}"))
         self._default("epochs", RECIPES[self.dataset]["epochs"])
         self._default("lr", LEARNING_RATES[self.optimizer])

@@ -178,9 +178,27 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
-    return Job(
-        config, place, data, network, model, optimizer, Precision(config.precision, place.device), sampler, loader
-    )
+    precision = Precision(config.precision, place.device)
+    job = Job(config, place, data, network, model, optimizer, precision, sampler, loader)
+    settle_buckets(job)
+    return job
+
+
+def settle_buckets(job: Job) -> None:
+    """One backward pass that is thrown away, so that DDP's buckets are final before the first step.
+
+    DDP regroups its buckets after the first backward pass, in the order in which gradients became ready. With three ranks
+    or more, the order in which a gradient is summed over the ranks depends on its place in the bucket; a resumed run, whose
+    first step is not the first, would otherwise differ in the last bit.
+    """
+    buffers = [buffer.clone() for buffer in job.network.buffers()]
+    images = torch.zeros(job.sampler.micro_batch_size, *job.data.shape, dtype=torch.uint8, device=job.place.device)
+    with job.precision.autocast():
+        logits = job.model(job.data.to_input(images, memory_format(job.config)))
+    logits.float().sum().backward()
+    job.optimizer.zero_grad(set_to_none=True)
+    for buffer, before in zip(job.network.buffers(), buffers, strict=True):
+        buffer.copy_(before)
 
 
 def train_epoch(

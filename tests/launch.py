@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -36,7 +36,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     :param function: importable by name; it makes its process group itself, as a command does
     :raises AssertionError: with the rank's traceback if one failed, or naming the ranks that did not end in time
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):
         environment = {
@@ -84,10 +84,10 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
 def _rank(sender: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
     os.environ.update(environment)
     try:
-        message = None, function(*arguments)
+        result, failure = function(*arguments), None
     except BaseException:
-        message = traceback.format_exc(), None
-    sender.send_bytes(pickle.dumps(message))
+        result, failure = None, traceback.format_exc()
+    sender.send_bytes(pickle.dumps((failure, result)))
 
 
 def run_command(

@@ -1,0 +1,86 @@
+"""What the tests of ``ddp`` let each rank do: small real jobs on the glyphs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.metrics import read_metrics
+from common.process_group import process_group
+from ddp import checkpoint
+from ddp.batchnorm import average_running_statistics
+from ddp.config import TrainConfig
+from ddp.evaluate import evaluate
+from ddp.train import Job, build_job, load_data, train, train_epoch
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+# 20 steps per epoch of 144 samples, which divide over 1, 2, 3 and 4 ranks and over as many micro-steps.
+SMALL: dict[str, Any] = {"train_samples": 2880, "test_samples": 301, "epochs": 1, "lr": 0.05, "dropout": 0.0}
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank has after its epochs."""
+
+    parameters: Arrays
+    losses: list[float]
+    confusion: npt.NDArray[np.int64]
+
+
+def small(**settings: Any) -> TrainConfig:
+    """:data:`SMALL` with other settings."""
+    return TrainConfig(**(SMALL | settings))
+
+
+def parameters_of(job: Job) -> Arrays:
+    """A copy of the plain model's parameters and buffers."""
+    return {name: value.detach().cpu().numpy().copy() for name, value in job.network.state_dict().items()}
+
+
+def train_epochs(config: TrainConfig) -> Outcome:
+    """Train without a run directory."""
+    with process_group() as place:
+        job = build_job(config, place, load_data(config, place))
+        losses = [train_epoch(job, epoch).loss for epoch in range(config.epochs)]
+        average_running_statistics(job.network)
+        confusion = evaluate(job.network, job.data, place, job.precision).confusion
+        return Outcome(parameters_of(job), losses, confusion)
+
+
+def run_job(config: TrainConfig) -> None:
+    """The whole of ``ddp.train``."""
+    with process_group() as place:
+        train(config, place)
+
+
+def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """A finished run's tensors (weights, optimizer, scaler), flat, and its metrics without the timings."""
+    loaded = checkpoint.load(run_dir)
+    tensors = {f"model.{name}": value for name, value in loaded["model"].items()}
+    for index, state in loaded["optimizer"]["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+    tensors |= {f"scaler.{name}": torch.as_tensor(value) for name, value in loaded["scaler"].items()}
+    timings = ("seconds", "images_per_s", "data_wait")
+    records = [{k: v for k, v in record.items() if k not in timings} for record in read_metrics(run_dir)]
+    return tensors, records
+
+
+def assert_identical(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bit for bit, and the same names."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(np.asarray(actual[name]), np.asarray(value)), f"{name} differs"
+
+
+def assert_close(actual: Arrays, expected: Arrays, tolerance: float) -> None:
+    """Every array within ``tolerance`` of the other's largest magnitude."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = np.abs(actual[name] - value).max() / max(1.0, np.abs(value).max())
+        assert difference <= tolerance, f"{name} differs by {difference:.2e}"
