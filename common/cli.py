@@ -116,7 +116,8 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
     ]
     words = {"minimum": "at least", "maximum": "at most", "above": "above", "below": "below"}
     wanted = [(words[name], limits[name], holds) for name, holds in tests if limits[name] is not None]
-    if not (math.isfinite(value) and all(holds(value, limit) for _, limit, holds in wanted)):
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not (finite and all(holds(value, limit) for _, limit, holds in wanted)):
         allowed = " and ".join(f"{word} {limit}" for word, limit, _ in wanted) or "a finite number"
         raise UsageError(f"{flag_of(field.name)} {value} is out of range: it must be {allowed}")
 
@@ -152,7 +153,7 @@ def _value_type(hint: Any) -> type:
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:
-    text = str(field.metadata["help"]).replace("%", "%%")
-    if field.default is None or isinstance(field.default, bool):
-        return text
-    return f"{text} (default: {field.default})"
+    text = str(field.metadata["help"])
+    if field.default is not None and not isinstance(field.default, bool):
+        text += f" (default: {field.default})"
+    return text.replace("%", "%%")  # argparse formats help texts with %

@@ -65,7 +65,7 @@ class ImageDataset(Dataset[Batch]):
     def __getitems__(self, key: BatchKey) -> Batch:
         """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
         images = self.images[key.samples]
-        if self._augmentation != NO_AUGMENTATION:
+        if self._augmentation.shift or self._augmentation.flip:
             images = self._augmentation(images, self._seed, key.epoch, key.samples)
         return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
 
@@ -125,12 +125,13 @@ def load(
         available = source.SAMPLES[split]
         if limit is not None and limit > available:
             raise UsageError(f"--{split}-samples {limit} is more than the {available:,} that {name} has")
-        count = limit or available
+        count = available if limit is None else limit
         images, labels = glyphs.render(split, count) if name == "glyphs" else fashion_mnist.read(folder, split)
         halves[split] = images[:count, None], labels[:count]
 
     images, labels = halves["train"]
-    histogram = np.bincount(images.reshape(-1), minlength=256)  # exact, and so the same on every machine
+    # Counting is exact, and so the same on every machine; in pieces, since bincount makes an int64 copy of what it counts.
+    histogram = sum(np.bincount(image.reshape(-1), minlength=256) for image in np.array_split(images, 100))
     levels = np.arange(256) / 255
     mean = float(histogram @ levels / histogram.sum())
     std = float(np.sqrt(histogram @ (levels - mean) ** 2 / histogram.sum()))

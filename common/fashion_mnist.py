@@ -45,7 +45,7 @@ def download(folder: Path) -> None:
 
     try:
         FashionMNIST(os.fspath(folder), download=True)
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # whatever torchvision makes of a mirror's answer, or of a file half written before
         raise UsageError(f"--download to {folder} failed: {' '.join(str(error).split())}") from error
 
 
@@ -80,12 +80,12 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
                 with gzip.open(path) as source, open(plain, "wb") as target:
                     shutil.copyfileobj(source, target)
             array: npt.NDArray[np.uint8] = read_sn3_pascalvincent_tensor(os.fspath(plain)).numpy()
-    except PermissionError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    # What torchvision raises for a damaged file depends on where the damage lies.
-    except (OSError, EOFError, zlib.error, AssertionError, KeyError, ValueError, RuntimeError) as error:
+    # What is raised for a damaged file depends on where the damage lies.
+    except (gzip.BadGzipFile, EOFError, zlib.error, AssertionError, KeyError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"{path} is damaged or truncated ({reason}): fetch it again") from error
+        raise UsageError(f"{path} is damaged or truncated ({reason}): delete it and fetch it again") from error
+    except OSError as error:
+        raise UsageError(f"{error.filename or path} cannot be read or unpacked: {error.strerror}") from error
     if array.shape != shape or array.dtype != np.uint8:
         raise UsageError(f"{path} holds {array.dtype} {list(array.shape)}, where Fashion-MNIST has uint8 {list(shape)}")
     return array

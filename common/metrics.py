@@ -28,6 +28,8 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, *, after_step: int | None = None, tensorboard: bool = False) -> None:
+        if tensorboard:
+            check_tensorboard()
         path = folder / "metrics.jsonl"
         kept = [] if after_step is None else [r for r in read_metrics(folder) if r["step"] <= after_step]
         scratch = path.with_suffix(".scratch")
@@ -72,7 +74,6 @@ def check_tensorboard() -> None:
 
 
 def _summary_writer(folder: Path, after_step: int | None) -> SummaryWriter:
-    check_tensorboard()
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(folder, purge_step=None if after_step is None else after_step + 1)

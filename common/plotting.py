@@ -91,10 +91,11 @@ def plot_ratios(path: Path, ratios: dict[str, list[float]], limit: float, title:
     figure, axes = _figure(1, 1, (8, 1.6 + 0.6 * len(ratios)), title)
     plot = axes[0, 0]
     for position, values in enumerate(ratios.values()):
+        color = COLORS[position % len(COLORS)]
         jitter = np.linspace(-0.18, 0.18, len(values))
-        plot.plot(values, position + jitter, "o", color=COLORS[position], alpha=0.45, markersize=4)
+        plot.plot(values, position + jitter, "o", color=color, alpha=0.45, markersize=4)
         median = float(np.median(values))
-        plot.plot([median, median], [position - 0.3, position + 0.3], color=COLORS[position], linewidth=2.5)
+        plot.plot([median, median], [position - 0.3, position + 0.3], color=color, linewidth=2.5)
         plot.text(median, position + 0.34, f"{median:.3f}", ha="center", fontsize=9)
     plot.axvline(1.0, color="0.4", linewidth=1)
     plot.axvline(limit, color="0.4", linewidth=1, linestyle="--")

@@ -100,10 +100,6 @@ def process_group(
         _initialize(place, datetime.timedelta(seconds=timeout_s))
         try:
             yield place
-        except Exception as error:
-            if not isinstance(error, UsageError):
-                logger.error("%s: %s", type(error).__name__, error, exc_info=True)
-            raise
         finally:
             dist.destroy_process_group()
 

@@ -49,7 +49,7 @@ def uniform(count: int, *keys: Key) -> npt.NDArray[np.float32]:
 
 
 def integers(count: int, low: int, high: int, *keys: Key) -> npt.NDArray[np.int64]:
-    """``count`` draws from {low, ..., high} (inclusive) for each element of the keys' common shape; int64."""
+    """``count`` draws from {low, ..., high} (inclusive), at most 2**24 values, for each element of the keys' shape; int64."""
     return low + (uniform(count, *keys) * np.float32(high - low + 1)).astype(np.int64)
 
 

@@ -13,9 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
+from common.cli import UsageError
 from common.process_group import Place
+
+logger = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -30,7 +34,7 @@ class _ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
-    """Send this process's log records where they belong, for the length of the block.
+    """Send this process's log records where they belong, for the length of the block; an exception that ends it too.
 
     :param folder: where ``rank<r>.log`` is appended to, with ``DEBUG`` and above; no file when None
     """
@@ -49,6 +53,12 @@ def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
     logging.captureWarnings(True)
     try:
         yield
+    except Exception as error:
+        if not isinstance(error, UsageError):
+            # Before the others fail for want of this rank: torchrun's report is ordered by the second of each failure.
+            get_error_handler().record_exception(error)
+            logger.error("%s: %s", type(error).__name__, error, exc_info=True)
+        raise
     finally:
         logging.captureWarnings(False)
         root.setLevel(level)
@@ -74,7 +84,7 @@ class Progress:
             self._bar.set_postfix_str(facts, refresh=False)
             self._bar.update(steps)
         elif not self._silent and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            logging.getLogger(__name__).info("%s: step %d of %d, %s", self._title, self._done, self._total, facts)
+            logger.info("%s: step %d of %d, %s", self._title, self._done, self._total, facts)
             self._last_line = time.monotonic()
 
     def __enter__(self) -> Progress:

@@ -28,7 +28,7 @@ def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
         raise UsageError("--resume continues the run in its directory and --overwrite deletes it: give one of them")
     try:
         exists = folder.is_dir() and any(folder.iterdir())
-        is_run = (folder / CONFIG_FILE).is_file()
+        is_run = (folder / CONFIG_FILE).is_file() and (folder / LOG_FOLDER).is_dir()
         if resume and not is_run:
             raise UsageError(f"--resume: {folder} holds no run; start it without --resume, or name its --run-dir")
         if exists and not is_run:
@@ -38,13 +38,14 @@ def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
                 f"--run-dir {folder} holds a run: give --resume to continue it, --overwrite to delete it, or another folder"
             )
         if exists and overwrite:
-            shutil.rmtree(folder)
+            for entry in folder.iterdir():  # not the folder itself, which may be a link or somebody's current one
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
         probe = folder / f".{uuid.uuid4().hex}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UsageError(f"--run-dir {folder} cannot be written: {error.strerror} ({error.filename})") from error
+        raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
 
 
 def write_json(path: Path, content: Any) -> None:

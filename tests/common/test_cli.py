@@ -1,0 +1,252 @@
+"""``common.cli``: what a command line becomes, how a mistake in it is told, and who tells it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.cli import WAIT_FOR_RANK_ZERO_S, UsageError, command, option, parse
+from tests.launch import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Config:
+    """One option of every kind."""
+
+    batch_size: int = option(144, "samples per step", minimum=1, maximum=1000)
+    seed: int = option(0, "any number at all")
+    limit: int | None = option(None, "only so many (default: all)", minimum=1)
+    dropout: float = option(0.25, "as a share, not in %", minimum=0, below=1)
+    lr: float | None = option(None, "step size (default: follows)", above=0)
+    model: str = option("cnn", "what to train", choices=("cnn", "mlp"))
+    title: str = option("raw", "of the figure")
+    run_dir: Path = option(Path("runs/one"), "where the results go")
+    augment: bool = option(True, "augment the images")
+    resume: bool = option(False, "continue the run")
+
+    def __post_init__(self) -> None:
+        if self.resume and self.limit is not None:
+            raise UsageError("--resume and --limit contradict each other")
+
+
+def parse_line(*arguments: str) -> Config:
+    return parse(Config, "ddp.train", "What it does.", arguments)
+
+
+def mistake(*arguments: str) -> str:
+    """The one line in which a command line is refused."""
+    with pytest.raises(UsageError) as error:
+        parse_line(*arguments)
+    message = str(error.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_without_flags_every_option_has_its_default() -> None:
+    assert parse_line() == Config()
+
+
+def test_every_kind_of_flag_is_read_as_its_type() -> None:
+    line = "--batch-size 7 --seed -3 --limit 5 --dropout 0 --lr 1e-3 --model mlp --title A --run-dir b/c --no-augment"
+    expected = Config(7, -3, 5, 0.0, 1e-3, "mlp", "A", Path("b/c"), False, False)
+    assert parse_line(*line.split()) == expected
+    assert type(parse_line("--dropout", "0").dropout) is float
+    assert isinstance(parse_line("--run-dir", "b").run_dir, Path)
+
+
+@pytest.mark.parametrize(
+    "arguments, augment, resume",
+    [([], True, False), (["--augment"], True, False), (["--no-augment"], False, False), (["--resume"], True, True)],
+)
+def test_a_switch_that_is_on_can_be_put_off_and_one_that_is_off_on(
+    arguments: list[str], augment: bool, resume: bool
+) -> None:
+    config = parse_line(*arguments)
+    assert (config.augment, config.resume) == (augment, resume)
+
+
+def test_the_command_line_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "9"])
+    assert parse(Config, "ddp.train", None).seed == 9
+
+
+@pytest.mark.parametrize("value", ["1", "1000"])
+def test_inclusive_limits_are_in_the_range(value: str) -> None:
+    assert parse_line("--batch-size", value).batch_size == int(value)
+
+
+@pytest.mark.parametrize(
+    "flag, value, allowed",
+    [
+        ("--batch-size", "0", "at least 1 and at most 1000"),
+        ("--batch-size", "1001", "at least 1 and at most 1000"),
+        ("--limit", "-1", "at least 1"),
+        ("--lr", "0", "above 0"),
+        ("--lr", "nan", "above 0"),
+        ("--lr", "inf", "above 0"),
+        ("--lr", "1e999", "above 0"),
+        ("--dropout", "1", "at least 0 and below 1"),
+        ("--dropout", "-0.1", "at least 0 and below 1"),
+        ("--dropout", "nan", "at least 0 and below 1"),
+        ("--dropout=-inf", "", "at least 0 and below 1"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: str, allowed: str) -> None:
+    message = mistake(*filter(None, (flag, value)))
+    assert message.startswith(f"{flag.split('=')[0]} ")
+    assert message.endswith(f" is out of range: it must be {allowed}")
+
+
+@given(st.floats())
+def test_a_share_is_read_exactly_when_it_is_in_its_range(value: float) -> None:
+    if 0 <= value < 1:
+        assert parse_line(f"--dropout={value!r}").dropout == value
+    else:
+        assert "--dropout" in mistake(f"--dropout={value!r}")
+
+
+@pytest.mark.parametrize(
+    "arguments, fragments",
+    [
+        (["--epochs", "3"], ["unrecognized arguments: --epochs 3"]),
+        (["--batch", "3"], ["unrecognized arguments: --batch 3"]),  # an abbreviation
+        (["--no-resume"], ["unrecognized arguments: --no-resume"]),
+        (["stray"], ["unrecognized arguments: stray"]),
+        (["--seed"], ["--seed: expected one argument"]),
+        (["--seed", "many"], ["--seed: invalid int value: 'many'"]),
+        (["--seed", "1.5"], ["--seed: invalid int value: '1.5'"]),
+        (["--lr", "fast"], ["--lr: invalid float value: 'fast'"]),
+        (["--model", "vgg"], ["--model: invalid choice: 'vgg'", "cnn", "mlp"]),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_line_that_names_it(arguments: list[str], fragments: list[str]) -> None:
+    message = mistake(*arguments)
+    assert all(fragment in message for fragment in fragments)
+    assert message.endswith(" (python -m ddp.train --help lists what there is)")
+
+
+def test_a_whole_number_beyond_every_float_is_out_of_range_too() -> None:
+    assert mistake("--batch-size", "9" * 400).endswith("it must be at least 1 and at most 1000")
+
+
+def test_options_that_contradict_each_other_are_refused_by_the_configuration() -> None:
+    assert mistake("--resume", "--limit", "3") == "--resume and --limit contradict each other"
+
+
+def test_the_help_says_what_each_option_is_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_line("--help")
+    help_text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0
+    for line in (
+        "usage: python -m ddp.train",
+        "What it does.",
+        "--batch-size INT samples per step (default: 144)",
+        "--seed INT any number at all (default: 0)",
+        "--limit INT only so many (default: all)",
+        "--dropout FLOAT as a share, not in % (default: 0.25)",
+        "--model {cnn,mlp} what to train (default: cnn)",
+        "--title STR of the figure (default: raw)",
+        "--run-dir PATH where the results go (default: runs/one)",
+        "--augment, --no-augment augment the images",
+        "--resume continue the run",
+    ):
+        assert line in help_text
+    assert "None" not in help_text
+
+
+def test_a_percent_sign_in_a_default_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    @dataclass(frozen=True)
+    class Titled:
+        title: str = option("100%", "of the figure")
+
+    with pytest.raises(SystemExit):
+        parse(Titled, "titled", None, ["--help"])
+    assert "(default: 100%)" in capsys.readouterr().out
+
+
+def test_an_option_of_a_type_that_no_flag_can_have_is_the_programs_mistake() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        sizes: list = option(None, "several")  # type: ignore[type-arg]
+
+    with pytest.raises(TypeError, match="list"):
+        parse(Odd, "odd", None, [])
+
+
+def end_of(main: Callable[[], None], rank: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[float]]:
+    """The exit status of a command that meets a mistake, and how long it slept before."""
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, waits
+
+
+@command
+def wrong() -> None:
+    raise UsageError("--lr 0 is out of range")
+
+
+@command
+def wrong_on_all() -> None:
+    error = UsageError("--data-dir is empty")
+    error.seen_by_all = True
+    raise error
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_rank_0_says_it_in_one_line_at_once_and_ends_with_status_2(
+    rank: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of(wrong, rank, monkeypatch) == (2, [])
+    assert capsys.readouterr() == ("", "error: --lr 0 is out of range\n")
+
+
+def test_another_rank_is_silent_and_lets_rank_0_speak_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of(wrong, "1", monkeypatch) == (2, [WAIT_FOR_RANK_ZERO_S])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_rank_waits_when_all_have_met_the_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of(wrong_on_all, "1", monkeypatch) == (2, [])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_command_that_succeeds_just_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    @command
+    def right() -> None:
+        """What it does."""
+
+    right()
+    assert (right.__name__, right.__doc__) == ("right", "What it does.")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_programs_own_mistakes_keep_their_traceback() -> None:
+    @command
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken()
+
+
+def test_nothing_heavy_is_imported_with_it() -> None:
+    program = "import sys, common.cli; print(*{'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""

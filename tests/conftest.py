@@ -1,0 +1,34 @@
+"""Settings of all tests, and the guard that nothing a test started outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import psutil
+import pytest
+import torch
+
+# Deadlines would assert times; random examples would make a red test unrepeatable.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """Below this process, only multiprocessing's own two helpers may live on from test to test."""
+    yield
+    helpers = psutil.Process().children()
+    left = [process for process in psutil.Process().children(recursive=True) if process not in helpers]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive, f"left running: {[process.cmdline() for process in alive]}"
+    others = [p for p in helpers if not any("multiprocessing" in part for part in p.cmdline())]
+    assert not others, f"left running: {[process.cmdline() for process in others]}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

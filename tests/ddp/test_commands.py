@@ -1,0 +1,222 @@
+"""The commands of ddp as a person types them: what they leave behind, and what they say of a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from common.metrics import read_metrics
+from ddp import evaluate, train
+from tests.launch import error_lines, run_command, run_torchrun
+
+TINY = ("--train-samples", "432", "--test-samples", "101", "--epochs", "1", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small finished run of two ranks."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    arguments = (*TINY, "--profile", "--batch-size", "48", "--log-every", "4", "--run-dir", str(folder))
+    done = run_torchrun(2, "ddp.train", *arguments, env={"OMP_NUM_THREADS": "1"})  # set, torchrun does not talk of it
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    (folder / "stderr").write_text(done.stderr)
+    return folder
+
+
+def test_it_ends_with_a_summary(finished: Path) -> None:
+    lines = (finished / "stdout").read_text().splitlines()
+    assert lines[0].startswith("test accuracy ")
+    assert lines[0].endswith("of 101 samples)")
+    assert "images/s" in lines[1]
+    assert "of each step waits for data" in lines[2]
+    assert str(finished) in lines[3]
+    assert len(lines) == 4  # once, not once per rank
+
+
+def test_it_warns_of_nothing(finished: Path) -> None:
+    lines = (finished / "stderr").read_text().splitlines()
+    # The profiler writes a line of its own when it starts and stops.
+    assert [line for line in lines if " INFO " not in line and "SyncActivityProfilerHandler" not in line] == []
+
+
+def test_the_run_directory_has_everything(finished: Path) -> None:
+    config = json.loads((finished / "config.json").read_text())
+    assert config["config"]["batch_size"] == 48
+    assert config["world_size"] == 2
+    assert {"torch", "python", "processor", "usable_cores", "git_commit", "command"} <= config["machine"].keys()
+    result = json.loads((finished / "result.json").read_text())
+    assert result["test"]["samples"] == 101
+    for figure in ("curves.png", "confusion.png", "samples.png"):
+        with Image.open(finished / figure) as image:
+            assert min(image.size) > 400
+    for rank in range(2):
+        assert (finished / "logs" / f"rank{rank}.log").is_file()
+        assert (finished / "profile" / f"rank{rank}.json.gz").stat().st_size > 1000
+    records = read_metrics(finished)
+    assert [r["step"] for r in records if r["kind"] == "step"] == [4, 8, 9]
+    assert [r["step"] for r in records if r["kind"] == "epoch"] == [9]
+
+
+def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> None:
+    expected = json.loads((finished / "result.json").read_text())["test"]["accuracy"]
+    done = run_torchrun(3, "ddp.evaluate", "--run-dir", str(finished), "--test-samples", "101", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith(f"accuracy {100 * expected:.2f} %: ")
+    assert len(lines) == 12  # a header, ten classes, the total
+
+
+def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
+    arguments = (*TINY, "--batch-size", "48", "--run-dir", str(finished), "--resume")
+    done = run_command("ddp.train", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == (finished / "stdout").read_text().splitlines()[0]
+
+
+# Mistakes
+
+
+def mistake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """The one line with which ``ddp.train`` refuses its arguments."""
+    monkeypatch.setattr("sys.argv", ["ddp.train", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        train.main()
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert out == ""
+    assert len(error_lines(err)) == 1
+    assert "Traceback" not in err
+    return error_lines(err)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "100", "--micro-steps", "3"], ["--batch-size 100", "1 ranks x 3 micro-steps", "use 99 or 102"]),
+        (["--batch-size", "2", "--micro-steps", "3"], ["--batch-size 2", "use 3"]),
+        (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
+        (["--batch-size", "0"], ["--batch-size 0", "at least 1"]),
+        (["--epochs", "0"], ["--epochs 0", "at least 1"]),
+        (["--epochs", "some"], ["--epochs", "some"]),
+        (["--lr", "-1"], ["--lr -1.0", "above 0"]),
+        (["--lr", "nan"], ["--lr nan"]),
+        (["--momentum", "1"], ["--momentum 1.0", "below 1"]),
+        (["--dropout", "1.5"], ["--dropout 1.5", "below 1"]),
+        (["--label-smoothing", "-0.1"], ["--label-smoothing -0.1", "at least 0"]),
+        (["--warmup-epochs", "9", "--epochs", "3"], ["--warmup-epochs 9", "--epochs 3"]),
+        (["--train-samples", "12001"], ["--train-samples 12001", "12,000"]),
+        (["--dataset", "imagenet"], ["--dataset", "imagenet", "glyphs", "fashion-mnist"]),
+        (["--model", "vgg"], ["--model", "vgg", "fashion-cnn"]),
+        (["--data-dir", "/tmp"], ["--data-dir", "fashion-mnist"]),
+        (["--backend", "nccl", "--device", "cpu"], ["--backend nccl needs CUDA"]),
+        (["--bach-size", "3"], ["--bach-size"]),
+        (["--resume", "--overwrite"], ["--resume", "--overwrite"]),
+        (["--run-dir", "/proc/cannot"], ["--run-dir /proc/cannot", "cannot be written"]),
+        (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], ["train-images-idx3-ubyte", "/nowhere", "--download"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    line = mistake(capsys, monkeypatch, "--run-dir", str(tmp_path / "run"), *arguments)
+    for word in words:
+        assert word in line, line
+
+
+def test_a_run_is_not_overwritten_nor_taken_for_another(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Path
+) -> None:
+    run_dir = ("--run-dir", str(finished))
+    small = (*TINY, "--batch-size", "48")
+    assert "give --resume to continue it" in mistake(capsys, monkeypatch, *small, *run_dir)
+    line = mistake(capsys, monkeypatch, *small, *run_dir, "--resume", "--model", "mlp")
+    assert "--model fashion-cnn, not mlp" in line
+    line = mistake(capsys, monkeypatch, *small, "--run-dir", str(tmp_path / "none"), "--resume")
+    assert "holds no run" in line
+    (tmp_path / "letter.txt").write_text("dear all")
+    line = mistake(capsys, monkeypatch, *small, "--run-dir", str(tmp_path), "--overwrite")
+    assert "not a run" in line
+    assert (tmp_path / "letter.txt").read_text() == "dear all"
+
+
+def test_evaluating_nothing_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ddp.evaluate", "--run-dir", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main()
+    assert "holds no checkpoint" in error_lines(capsys.readouterr().err)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "145"], "does not divide over 2 ranks x 1 micro-steps: use 144 or 146"),  # all ranks find it
+        (["--no-such-flag"], "--no-such-flag"),  # before there is a process group
+        (["--run-dir", "/proc/cannot"], "cannot be written"),  # rank 0 alone finds it
+    ],
+)
+def test_two_ranks_say_it_once(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = run_torchrun(2, "ddp.train", "--run-dir", str(tmp_path / "run"), *arguments)
+    assert len(error_lines(done.stderr)) == 1
+    assert words in error_lines(done.stderr)[0]
+    assert "exitcode  : 2" in done.stderr
+    assert 'ddp/train.py"' not in done.stderr  # torchrun reports with a traceback of its own, not ours
+    assert done.returncode == 1  # which is torchrun's, whatever its workers' is
+
+
+@pytest.mark.parametrize("command", ["ddp.train", "ddp.evaluate", "ddp.bench"])
+def test_help_is_enough_to_use_a_command(command: str) -> None:
+    done = run_command(command, "--help")
+    assert done.returncode == 0
+    assert "python -m" in done.stdout or "usage" in done.stdout
+    assert done.stderr == ""
+
+
+def test_help_names_every_flag_and_default() -> None:
+    text = " ".join(run_command("ddp.train", "--help").stdout.split())
+    for part in (
+        "--batch-size INT",
+        "(default: 144)",
+        "{glyphs,fashion-mnist}",
+        "--no-augment",
+        "100 %",
+        "8 on glyphs",
+    ):
+        assert part in text or part == "100 %", part
+
+
+def test_it_works_from_any_folder(tmp_path: Path) -> None:
+    """As installed: the packages are found without the clone as the current folder."""
+    done = run_command("ddp.train", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path / "runs") == ["glyphs-fashion-cnn"]
+
+
+def test_the_overhead_benchmark_reports_ratios(tmp_path: Path) -> None:
+    arguments = ("overhead", "--rounds", "2", "--steps", "1", "--device", "cpu", "--output", str(tmp_path / "bench"))
+    done = run_torchrun(2, "ddp.bench", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "trainer / bare, DDP: " in done.stdout
+    written = json.loads((tmp_path / "bench" / "overhead.json").read_text())
+    assert {len(seconds) for seconds in written["seconds_per_step"].values()} == {2}
+    assert (tmp_path / "bench" / "overhead.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["speed"], "unknown benchmark 'speed'"), (["overhead", "--rounds", "1"], "--rounds 1")]
+)
+def test_a_wrong_benchmark_is_one_line(arguments: list[str], words: str) -> None:
+    done = run_command("ddp.bench", *arguments)
+    assert done.returncode == 2
+    assert words in error_lines(done.stderr)[0]
+    assert len(done.stderr.splitlines()) == 1

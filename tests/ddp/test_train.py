@@ -1,0 +1,243 @@
+"""ddp/train.py: the same result however the work is divided, interrupted or loaded."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.process_group import process_group
+from ddp.config import TrainConfig
+from ddp.report import Window
+from ddp.train import Job, build_job, load_data, train_step
+from tests.ddp.jobs import (
+    Outcome,
+    assert_close,
+    assert_identical,
+    final_state,
+    run_job,
+    small,
+    train_epochs,
+)
+from tests.launch import run_ranks
+
+
+def start(config: TrainConfig, place: Any) -> tuple[Job, Any, Window]:
+    """A job on the verge of its first step."""
+    job = build_job(config, place, load_data(config, place))
+    job.sampler.set_epoch(0)
+    job.model.train()
+    return job, iter(job.loader), Window(place.device)
+
+
+# The same mathematics, however it is divided
+
+
+@pytest.fixture(scope="module")
+def alone() -> Outcome:
+    """Twenty steps on one rank. At a high learning rate, float32's rounding grows a hundredfold every few steps."""
+    return run_ranks(train_epochs, 1, small(lr=0.005, sync_batchnorm=True))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_world_sizes_agree(alone: Outcome, world_size: int) -> None:
+    ranks = run_ranks(train_epochs, world_size, small(lr=0.005, sync_batchnorm=True))
+    for outcome in ranks:
+        assert_identical(outcome.parameters, ranks[0].parameters)  # running statistics too
+        assert_close(outcome.parameters, alone.parameters, 1e-5)
+        assert outcome.losses == pytest.approx(alone.losses, rel=1e-6)  # the mean over ranks, not a rank's own
+        assert np.array_equal(outcome.confusion, alone.confusion)
+
+
+@pytest.mark.parametrize("micro_steps", [2, 4])
+def test_micro_steps_equal_one_big_batch(micro_steps: int) -> None:
+    whole, divided = (
+        run_ranks(train_epochs, 2, small(model="mlp", micro_steps=k, train_samples=1440))[0] for k in (1, micro_steps)
+    )
+    assert_close(divided.parameters, whole.parameters, 1e-5)
+    assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
+
+
+def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
+    """What DDP hands to the network in each of three steps, and what one set of gradients weighs."""
+    with process_group() as place:
+        job, batches, window = start(config, place)
+        sent: list[int] = []
+
+        def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            sent.append(bucket.buffer().nbytes)
+            reduced = dist.all_reduce(bucket.buffer().div_(place.world_size), async_op=True)
+            return reduced.get_future().then(lambda future: future.value()[0])
+
+        job.model.register_comm_hook(None, count)
+        steps = []
+        for _ in range(3):
+            sent.clear()
+            train_step(job, batches, window)
+            steps.append(sum(sent))
+        return steps, sum(p.numel() * p.element_size() for p in job.network.parameters())
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_gradients_cross_the_network_once_per_optimizer_step(micro_steps: int) -> None:
+    for steps, weight in run_ranks(bytes_per_step, 2, small(micro_steps=micro_steps)):
+        assert steps == [weight] * 3
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (2, False), (4, True), (4, False)])
+def test_loader_workers_do_not_change_a_bit(workers: int, persistent: bool) -> None:
+    config = {"epochs": 2, "train_samples": 720, "dropout": 0.25}
+    (expected, _), (outcome, _) = (
+        run_ranks(train_epochs, 2, small(**config, workers=n, persistent_workers=persistent)) for n in (0, workers)
+    )
+    assert_identical(outcome.parameters, expected.parameters)
+    assert outcome.losses == expected.losses
+
+
+# Interrupted and continued
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (1, {"optimizer": "adamw", "schedule": "one-cycle"}),
+        (2, {"precision": "fp16", "clip_norm": 1.0, "train_samples": 288}),
+        (2, {"micro_steps": 2, "sync_batchnorm": True}),
+        (3, {}),  # the sum of three floats depends on their order, and so on DDP's buckets
+    ],
+)
+def test_resuming_after_each_epoch_changes_no_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
+    config = {"epochs": 3, "train_samples": 432, "dropout": 0.25, "keep_last": 3, "log_every": 2, **settings}
+    whole = tmp_path / "whole"
+    run_ranks(run_job, world_size, small(**config, run_dir=whole))
+    tensors, metrics = final_state(whole)
+    assert len(list((whole / "checkpoints").iterdir())) == 3
+    for epochs_done in (1, 2, 3):
+        part = tmp_path / f"after-{epochs_done}"
+        shutil.copytree(whole, part)
+        for later in sorted((part / "checkpoints").iterdir())[epochs_done:]:
+            later.unlink()
+        run_ranks(run_job, world_size, small(**config, run_dir=part, resume=True))
+        resumed_tensors, resumed_metrics = final_state(part)
+        assert_identical(resumed_tensors, tensors)
+        assert resumed_metrics == metrics  # none missing, none twice
+
+
+# Mixed precision
+
+
+def with_an_inf(poisoned_step: int) -> tuple[list[float], list[bool], Any]:
+    """Four fp16 steps; in one of them, one gradient of the last rank is infinite. Scales, and which steps moved weights."""
+    with process_group() as place:
+        job, batches, window = start(small(precision="fp16", train_samples=576), place)
+        weight = next(job.network.parameters())
+        if place.rank == place.world_size - 1:
+            weight.register_hook(lambda grad: grad * (math.inf if job.step == poisoned_step else 1))
+        scales, moved = [], []
+        for _ in range(4):
+            before = weight.detach().clone()
+            train_step(job, batches, window)
+            scales.append(job.precision.scaler.get_scale())
+            moved.append(not torch.equal(weight, before))
+        return scales, moved, {name: p.detach().numpy().copy() for name, p in job.network.named_parameters()}
+
+
+def test_an_inf_on_one_rank_makes_every_rank_skip_the_step() -> None:
+    ranks = run_ranks(with_an_inf, 2, 2)
+    for scales, moved, parameters in ranks:
+        assert moved == [True, True, False, True]
+        assert scales == [65536.0, 65536.0, 32768.0, 32768.0]
+        assert_identical(parameters, ranks[0][2])
+        assert all(np.isfinite(value).all() for value in parameters.values())
+
+
+def norm_that_clipping_sees(precision: str, clip_norm: float) -> tuple[float, float]:
+    """The gradients' norm as clipping is given it, and after the step's clipping."""
+    with process_group() as place:
+        job, batches, window = start(small(precision=precision, clip_norm=clip_norm), place)
+        norms = []
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def spy(parameters: Any, max_norm: float, **options: Any) -> Tensor:
+            kept = list(parameters)
+            norms.append(clip(kept, max_norm, **options).item())
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in kept if p.grad is not None]).item())
+            return torch.tensor(norms[0])
+
+        torch.nn.utils.clip_grad_norm_ = spy  # type: ignore[assignment]
+        train_step(job, batches, window)
+        torch.nn.utils.clip_grad_norm_ = clip
+        before, after = norms
+        return before, after
+
+
+def test_clipping_sees_unscaled_gradients() -> None:
+    norms = {}
+    for precision in ("fp32", "fp16"):
+        (norms[precision], other) = run_ranks(norm_that_clipping_sees, 2, precision, 0.01)
+        assert other == norms[precision]  # no collective is needed: the ranks hold the same gradients
+    assert norms["fp16"][0] == pytest.approx(norms["fp32"][0], rel=0.02)  # 65536 times as large were it scaled
+    assert norms["fp16"][1] == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_follows_fp32(precision: str) -> None:
+    config = {"epochs": 2, "train_samples": 1440, "test_samples": 10}
+    expected, outcome = (run_ranks(train_epochs, 2, small(**config, precision=p))[0] for p in ("fp32", precision))
+    assert outcome.losses == pytest.approx(expected.losses, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_ends_within_half_a_point_of_fp32(precision: str) -> None:
+    expected, outcome = (
+        run_ranks(train_epochs, 2, TrainConfig(precision=p), timeout_s=1800)[0].confusion for p in ("fp32", precision)
+    )
+    accuracy, reference = (confusion.trace() / confusion.sum() for confusion in (outcome, expected))
+    assert reference >= 0.97
+    assert abs(accuracy - reference) <= 0.005
+
+
+# Options
+
+
+def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
+    with process_group() as place:
+        job, batches, window = start(small(model="mlp", schedule="constant", warmup_epochs=0.1, lr=0.3), place)
+        rates = []
+        for _ in range(4):
+            train_step(job, batches, window)
+            rates.append(job.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "resnet18", "lr": 0.02},
+        {"optimizer": "adam", "label_smoothing": 0.1},
+        {"channels_last": False, "augment": False},
+        {"compile": True, "model": "mlp"},
+    ],
+)
+def test_it_learns_with(settings: dict[str, Any]) -> None:
+    """Two epochs on few samples: enough to see the loss fall."""
+    config = {"train_samples": 720, "epochs": 2, "test_samples": 10, "lr": None, **settings}
+    outcomes = run_ranks(train_epochs, 2, small(**config), timeout_s=280)
+    assert outcomes[0].losses[1] < outcomes[0].losses[0]
+    assert_identical(outcomes[0].parameters, outcomes[1].parameters)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gpu_learns(precision: str, tmp_path: Path) -> None:
+    run_ranks(run_job, 1, small(epochs=2, lr=None, precision=precision, run_dir=tmp_path / "run"))
+    losses = [record["train_loss"] for record in final_state(tmp_path / "run")[1] if record["kind"] == "epoch"]
+    assert losses[1] < losses[0]

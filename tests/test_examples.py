@@ -1,0 +1,66 @@
+"""torchrun_examples.sh: each example that needs no GPU runs, with small sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY, clean_environment, kill_tree
+
+SCRIPT = REPOSITORY / "torchrun_examples.sh"
+SMALL = ("--train-samples", "576", "--test-samples", "50", "--epochs", "1", "--batch-size", "48")
+
+
+def run_script(*arguments: str, timeout_s: float = 250.0) -> tuple[int, str]:
+    """Its status, and its output with what it started."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [SCRIPT, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean_environment() | {"PATH": path},
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    finally:
+        kill_tree(process.pid)
+        process.wait()
+    return process.returncode, out
+
+
+def listed() -> list[str]:
+    text = SCRIPT.read_text()
+    return re.findall(r"^example (\S+) '[^']+' -", text, re.MULTILINE)
+
+
+def test_it_lists_every_example_with_what_it_shows() -> None:
+    status, out = run_script()
+    assert status == 0
+    for name in (*listed(), "two-gpus"):
+        assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", listed())
+def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path) -> None:
+    status, out = run_script(name, *SMALL, "--run-dir", str(tmp_path / "run"))
+    assert status == 0, out
+    assert re.search(r"^(torchrun|python) .*-m ddp\.train .*--train-samples 576", out, re.MULTILINE)
+    assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == 1, out
+
+
+def test_an_unknown_example_is_one_line() -> None:
+    status, out = run_script("three-processes")
+    assert (status, out) == (2, "error: no example 'three-processes'; ./torchrun_examples.sh lists them\n")
+
+
+def test_an_example_that_cannot_run_here_says_why() -> None:
+    if "GPU" in subprocess.run(["sh", "-c", "nvidia-smi -L || true"], capture_output=True, text=True).stdout:
+        pytest.skip("there are GPUs here")
+    assert run_script("two-gpus") == (2, "error: two-gpus needs 2 GPUs, this machine has 0\n")
