@@ -131,7 +131,7 @@ def load(
 
     images, labels = halves["train"]
     # Counting is exact, and so the same on every machine; in pieces, since bincount makes an int64 copy of what it counts.
-    histogram = sum(np.bincount(image.reshape(-1), minlength=256) for image in np.array_split(images, 100))
+    histogram = np.sum([np.bincount(part.reshape(-1), minlength=256) for part in np.array_split(images, 100)], axis=0)
     levels = np.arange(256) / 255
     mean = float(histogram @ levels / histogram.sum())
     std = float(np.sqrt(histogram @ (levels - mean) ** 2 / histogram.sum()))

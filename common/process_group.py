@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import logging
 import os
 import signal
@@ -19,6 +20,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+# DDP imports this module when it is first constructed. Its functions have the default group, as it is then, for a default
+# argument, and would keep it and its threads alive past destroy_process_group: a gloo thread that gives back a tensor while
+# Python is shutting down aborts the process. Imported now, it finds no group.
+import torch.distributed.nn.functional
 
 from common.cli import UsageError
 from common.machine import usable_cores
@@ -101,6 +107,7 @@ def process_group(
         try:
             yield place
         finally:
+            gc.collect()  # a DDP module is part of a reference cycle, and the group's threads end with its last reference
             dist.destroy_process_group()
 
 

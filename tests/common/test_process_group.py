@@ -170,3 +170,17 @@ def _wait_for_training(folder: Any) -> None:
     while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size):
         time.sleep(0.1)
     assert metrics.stat().st_size, "training did not begin"
+
+
+def threads_after_leaving() -> list[str]:
+    with process_group() as place, place.together():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        del model
+    names = [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
+    return [name for name in names if "gloo" in name]
+
+
+def test_leaving_the_group_ends_its_threads() -> None:
+    """One that lived on could abort the process at its exit, after all was done."""
+    assert run_ranks(threads_after_leaving, 2) == [[], []]
