@@ -33,9 +33,9 @@ example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.de
     'torchrun --nproc_per_node=2 -m ddp.train --profile --epochs 1 FLAGS'
 example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes would; here both on localhost' - \
     "trap 'kill \$(jobs -p) 2>/dev/null' EXIT
-torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS &
-torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS &
-wait -n && wait -n"
+torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS & one=\$!
+torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS & two=\$!
+wait \$one && wait \$two"
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 

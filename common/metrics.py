@@ -23,11 +23,17 @@ class MetricsWriter:
 
     :param after_step: when a run is resumed from this step, the records beyond it are dropped, since they will be
         written again; None starts a new file
+    :param silent: write nothing: for all ranks but the one that speaks for them
     :param tensorboard: also write every number as a TensorBoard scalar, below ``tensorboard/``
     :raises UsageError: when TensorBoard is asked for and not installed
     """
 
-    def __init__(self, folder: Path, *, after_step: int | None = None, tensorboard: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, after_step: int | None = None, tensorboard: bool = False, silent: bool = False
+    ) -> None:
+        self._file = self._board = None
+        if silent:
+            return
         if tensorboard:
             check_tensorboard()
         path = folder / "metrics.jsonl"
@@ -40,14 +46,18 @@ class MetricsWriter:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one record; floats that are not finite become the strings JSON lacks (``"nan"``, ``"inf"``)."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **{k: _plain(v) for k, v in values.items()}}) + "\n")
+        if self._file is not None:
+            self._file.write(
+                json.dumps({"kind": kind, "step": step, **{k: _plain(v) for k, v in values.items()}}) + "\n"
+            )
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -43,6 +43,7 @@ def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
     )
     handlers: list[logging.Handler] = [_ConsoleHandler(logging.INFO if place.is_main else logging.WARNING)]
     if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)  # another node's disk may not have rank 0's folders
         handlers.append(logging.FileHandler(folder / f"rank{place.rank}.log", encoding="utf-8"))
     root = logging.getLogger()
     level = root.level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,11 @@ class TrainConfig:
         self._default("warmup_epochs", ONE_CYCLE_WARMUP * self.epochs if one_cycle else min(1.0, self.epochs / 5))
         if self.warmup_epochs > self.epochs:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs:g} is longer than --epochs {self.epochs}")
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON has them."""
+        settings = dataclasses.asdict(self)
+        return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:

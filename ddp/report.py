@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from common.datasets import ImageData
+from common.machine import describe_machine
 from common.metrics import read_metrics
 from common.plotting import plot_confusion, plot_curves, plot_samples
 from common.process_group import Place
 from common.run_directory import write_json
+from ddp.config import TrainConfig
 from ddp.evaluate import Evaluation, predict
 
 SAMPLES_SHOWN = 32
@@ -40,6 +42,16 @@ class WindowTotals:
     @property
     def images_per_s(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+    def as_record(self) -> dict[str, float]:
+        """For ``metrics.jsonl``."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "seconds": self.seconds,
+            "images_per_s": self.images_per_s,
+            "data_wait": self.data_wait,
+        }
 
     @classmethod
     def merge(cls, windows: list[WindowTotals]) -> WindowTotals:
@@ -95,6 +107,19 @@ def data_verdict(data_wait: float, workers: int) -> str:
         return f"compute-bound: {share}"
     advice = "try --workers 2" if workers == 0 else f"try more than --workers {workers}"
     return f"{'partly ' if data_wait < 0.3 else ''}data-bound: {share}; {advice}"
+
+
+def describe_run(config: TrainConfig, place: Place, data: ImageData, network: nn.Module) -> dict[str, Any]:
+    """What ``config.json`` says of the run."""
+    return {
+        "config": config.as_json(),
+        "world_size": place.world_size,
+        "backend": place.backend,
+        "device": str(place.device),
+        "dataset_fingerprint": data.fingerprint,
+        "parameters": sum(parameter.numel() for parameter in network.parameters()),
+        "machine": describe_machine(),
+    }
 
 
 def finish(

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,6 @@ from torch.utils.data import DataLoader
 from common import datasets, fashion_mnist
 from common.cli import UsageError, command, parse
 from common.datasets import Batch, ImageData, keep_batch
-from common.machine import describe_machine
 from common.metrics import MetricsWriter, check_tensorboard
 from common.models import build_model
 from common.precision import Precision, clip_gradients
@@ -39,7 +37,7 @@ from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.evaluate import evaluate
 from ddp.optimization import build_optimizer, learning_rate
-from ddp.report import Window, WindowTotals, finish
+from ddp.report import Window, WindowTotals, describe_run, finish
 from ddp.sampler import MicroBatchSampler
 
 logger = logging.getLogger("ddp.train")
@@ -59,56 +57,50 @@ def train(config: TrainConfig, place: Place) -> None:
         micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
         if config.tensorboard:
             check_tensorboard()
+    data = load_data(config, place)
+    with place.together():  # last of all checks, since it may delete the run that was there
         if place.is_main:
             prepare(config.run_dir, resume=config.resume, overwrite=config.overwrite)
 
     with rank_logging(place, config.run_dir / LOG_FOLDER):
-        job = build_job(config, place, load_data(config, place))
+        job = build_job(config, place, data)
         first_epoch = resume(job) if config.resume else 0
         if place.is_main:
-            write_json(config.run_dir / CONFIG_FILE, description(job))
+            write_json(config.run_dir / CONFIG_FILE, describe_run(config, place, data, job.network))
         logger.info(
-            "%s on %s: %d ranks x %d micro-steps x %d samples, %s, %s",
-            config.model, config.dataset, place.world_size, config.micro_steps, job.sampler.micro_batch_size,
-            config.precision, place.backend,
-        )  # fmt: skip
+            f"{config.model} on {config.dataset}: {place.world_size} ranks x {config.micro_steps} micro-steps x "
+            f"{job.sampler.micro_batch_size} samples, {config.precision}, {place.backend}"
+        )
 
-        with contextlib.ExitStack() as stack:
-            metrics = None
-            if place.is_main:
-                after_step = job.step if config.resume else None
-                metrics = stack.enter_context(
-                    MetricsWriter(config.run_dir, after_step=after_step, tensorboard=config.tensorboard)
-                )
-            progress = stack.enter_context(
-                Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step)
-            )
-            profiled = stack.enter_context(profile_steps(place, config.run_dir / "profile" if config.profile else None))
-
-            result = None
+        result = None
+        with (
+            MetricsWriter(
+                config.run_dir,
+                after_step=job.step if config.resume else None,
+                tensorboard=config.tensorboard,
+                silent=not place.is_main,
+            ) as metrics,
+            Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step) as progress,
+            profile_steps(place, config.run_dir / "profile" if config.profile else None) as step_done,
+        ):
             for epoch in range(first_epoch, config.epochs):
-                totals = train_epoch(job, epoch, metrics, progress, profiled)
+                totals = train_epoch(job, epoch, metrics, progress, step_done)
                 average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
-                result = evaluate(job.network, job.data, place, job.precision)
-                if metrics is not None:
-                    metrics.write(
-                        "epoch", job.step, epoch=epoch, train_loss=totals.loss, train_accuracy=totals.accuracy,
-                        test_loss=result.loss, test_accuracy=result.accuracy, seconds=totals.seconds,
-                        images_per_s=totals.images_per_s, data_wait=totals.data_wait,
-                    )  # fmt: skip
+                result = evaluate(job.network, data, place, job.precision)
+                tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
+                metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
+                if place.is_main:
                     checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
                 logger.info(
-                    "epoch %d of %d: train loss %.4f, test loss %.4f, test accuracy %.2f %%, %s images/s",
-                    epoch + 1, config.epochs, totals.loss, result.loss, 100 * result.accuracy,
-                    f"{totals.images_per_s:,.0f}",
-                )  # fmt: skip
+                    f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+                    f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+                )
 
-        result = result or evaluate(job.network, job.data, place, job.precision)  # resumed when all was done
-        if place.is_main:
-            title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
-            print(finish(config.run_dir, title, job.network, job.data, place, result, config.workers), flush=True)
-        with place.together():  # nobody leaves while rank 0 still writes
-            pass
+        result = result or evaluate(job.network, data, place, job.precision)  # resumed when all was done
+        with place.together():  # nobody leaves while rank 0 still draws
+            if place.is_main:
+                title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
+                print(finish(config.run_dir, title, job.network, data, place, result, config.workers), flush=True)
 
 
 @dataclasses.dataclass
@@ -222,11 +214,8 @@ def train_epoch(
             windows.append(totals)
             rate = job.optimizer.param_groups[0]["lr"]
             if metrics is not None:
-                metrics.write(
-                    "step", job.step, epoch=epoch, loss=totals.loss, accuracy=totals.accuracy, learning_rate=rate,
-                    images_per_s=totals.images_per_s, data_wait=totals.data_wait,
-                    loss_scale=job.precision.scaler.get_scale(),
-                )  # fmt: skip
+                scale = job.precision.scaler.get_scale()
+                metrics.write("step", job.step, epoch=epoch, learning_rate=rate, loss_scale=scale, **totals.as_record())
             if progress is not None:
                 progress.advance(
                     job.step - steps_before,
@@ -295,14 +284,14 @@ def snapshot(job: Job, epochs_done: int) -> checkpoint.Checkpoint:
         "model": job.network.state_dict(),  # of the plain module: no "module." in its keys
         "optimizer": job.optimizer.state_dict(),
         "scaler": job.precision.scaler.state_dict(),
-        "config": plain_config(job.config),
+        "config": job.config.as_json(),
     }
 
 
 def resume(job: Job) -> int:
     """Put the newest checkpoint into the job; returns the epochs that are done."""
     loaded = checkpoint.load_together(job.config.run_dir, job.place)
-    for difference in checkpoint.check_identity(loaded, plain_config(job.config)):
+    for difference in checkpoint.check_identity(loaded, job.config.as_json()):
         logger.info("resuming with other settings: %s", difference)
     job.network.load_state_dict(loaded["model"])
     job.optimizer.load_state_dict(loaded["optimizer"])
@@ -310,25 +299,6 @@ def resume(job: Job) -> int:
     job.step = loaded["step"]
     logger.info("resuming after epoch %d, step %d", loaded["epoch"], loaded["step"])
     return loaded["epoch"]
-
-
-def description(job: Job) -> dict[str, Any]:
-    """What ``config.json`` says of the run."""
-    return {
-        "config": plain_config(job.config),
-        "world_size": job.place.world_size,
-        "backend": job.place.backend,
-        "device": str(job.place.device),
-        "dataset_fingerprint": job.data.fingerprint,
-        "parameters": sum(p.numel() for p in job.network.parameters()),
-        "machine": describe_machine(),
-    }
-
-
-def plain_config(config: TrainConfig) -> dict[str, Any]:
-    """The settings as JSON has them."""
-    settings = dataclasses.asdict(config)
-    return {name: value if isinstance(value, int | float | None) else str(value) for name, value in settings.items()}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def test_ranks_that_do_not_come_are_said() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Any, number: signal.Signals) -> None:
+def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ("ddp.train", "--epochs", "100", "--workers", "2", "--run-dir", str(tmp_path / "run"))
     with start_command(*arguments) as process:
         _wait_for_training(tmp_path)
@@ -151,7 +151,7 @@ def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Any, number: s
     assert "Traceback" not in err
 
 
-def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Any) -> None:
+def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> None:
     flags = ("torch.distributed.run", "--nproc_per_node=2", "-m")
     arguments = ("ddp.train", "--epochs", "100", "--workers", "1", "--run-dir", str(tmp_path / "run"))
     with start_command(*flags, *arguments) as process:
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Any) -> None
     assert "stopped by SIGINT" in err
 
 
-def _wait_for_training(folder: Any) -> None:
+def _wait_for_training(folder: Path) -> None:
     """Until the first records are written."""
     deadline = time.monotonic() + 60
     metrics = folder / "run" / "metrics.jsonl"
@@ -177,7 +177,7 @@ def threads_after_leaving() -> list[str]:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         model(torch.ones(1, 2)).sum().backward()
         del model
-    names = [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
+    names = [comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name]
 
 

@@ -1,0 +1,42 @@
+"""The READMEs: what they quote is in the code, what they link to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+
+READMES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("*/README.md"))]
+QUOTES = [
+    (readme, file, code)
+    for readme in READMES
+    for file, code in re.findall(r"^- `(\S+\.py)`: `(.+)`$", readme.read_text(), re.MULTILINE)
+]
+
+
+def test_there_are_quotes() -> None:
+    assert len(QUOTES) >= 10
+
+
+@pytest.mark.parametrize(("readme", "file", "code"), QUOTES)
+def test_the_quoted_line_is_in_the_code(readme: Path, file: str, code: str) -> None:
+    lines = [line.strip() for line in (REPOSITORY / file).read_text().splitlines()]
+    assert any(line.startswith(code) for line in lines)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_links_lead_somewhere(readme: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", readme.read_text()):
+        if not target.startswith("https://"):
+            assert (readme.parent / target).exists(), target
+
+
+def test_the_two_commands_come_first() -> None:
+    shell = re.search(r"^```sh\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shell is not None
+    train, test = shell[1].splitlines()
+    assert train.endswith("torchrun --nproc_per_node=2 -m ddp.train")
+    assert test.endswith("pytest -q")
