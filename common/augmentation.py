@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from common.randomness import uniform
 
@@ -39,16 +40,14 @@ class Augmentation:
         """
         n, channels, height, width = images.shape
         draws = uniform(3, seed, "augmentation", epoch, samples)  # [n, 3]: down, right, mirrored?
-        offsets = (draws[:, :2] * (2 * self.shift + 1)).astype(np.int64)
+        down, right = (draws[:, :2] * (2 * self.shift + 1)).astype(np.int64).T
         mirrored = (draws[:, 2] < 0.5) & self.flip
 
         border = self.shift
         canvas = np.full((n, channels, height + 2 * border, width + 2 * border), self.fill, np.uint8)
         canvas[:, :, border : border + height, border : border + width] = images
-        result = np.empty_like(images)
-        # A slice copy per image: on small images it is faster than one fancy-indexed gather of the whole batch.
-        for i, (down, right) in enumerate(offsets.tolist()):
-            result[i] = canvas[i, :, down : down + height, right : right + width]
+        windows = sliding_window_view(canvas, (height, width), axis=(2, 3))  # every place of the frame on the canvas
+        result = windows[np.arange(n), :, down, right]
         result[mirrored] = result[mirrored][..., ::-1]
         return result
 

@@ -117,8 +117,10 @@ def load(
     :param folder: where ``fashion-mnist`` lies: torchvision's layout, or simply its four files; ``glyphs`` needs none
     :param train_samples: :param test_samples: take only the first so many; all when None
     :param seed: of the augmentation. The data itself is the same for every seed.
-    :raises UsageError: when files are missing, damaged or not what they should be, or have fewer samples than asked for
+    :raises UsageError: when files are missing, damaged, not what they should be or not needed, or have too few samples
     """
+    if name == "glyphs" and folder is not None:
+        raise UsageError(f"--data-dir {folder} is for fashion-mnist: glyphs are rendered, not read")
     source = glyphs if name == "glyphs" else fashion_mnist
     halves = {}
     for split, limit in (("train", train_samples), ("test", test_samples)):

@@ -116,8 +116,6 @@ def find_place(environment: dict[str, str], device: str = "auto", backend: str =
 
     :raises UsageError: as :func:`process_group`
     """
-    # A cluster's own tools set MASTER_ADDR, MASTER_PORT and WORLD_SIZE for purposes of theirs; RANK and LOCAL_RANK say
-    # that somebody started this very process as a rank.
     given = [name for name in TORCHRUN_VARIABLES if name in environment]
     missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
     if not given:

@@ -3,8 +3,8 @@
 Three loops take turns, a few steps each:
 
 - ``bare``: forward, loss, backward, optimizer, on one batch that lies ready on the device. No DDP.
-- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds what DDP costs by itself; with several,
-  the gradients' way across.
+- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds what DDP costs by itself (the trainer goes
+  without it then); with several, the gradients' way across.
 - ``trainer``: ``ddp.train``'s own step: fetching, augmenting and moving each batch, seeding, schedule, metrics.
 """
 
@@ -39,6 +39,7 @@ from ddp.report import Window
 from ddp.train import Job, build_job, memory_format, train_step
 
 LIMIT = 1.05
+WARMUP = 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class OverheadConfig:
     batch_size: int = option(144, "samples per step, over all ranks", minimum=1)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     workers: int = option(0, "loader processes per rank, as in ddp.train", minimum=0)
-    rounds: int = option(20, "rounds that count", minimum=2)
+    builds: int = option(
+        4, "times that all loops are built anew: where their tensors lie can cost one a few percent", minimum=1
+    )
+    rounds: int = option(8, "rounds per build that count", minimum=2)
     steps: int = option(10, "steps of each loop in a round", minimum=1)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
@@ -81,16 +85,19 @@ def measure(config: OverheadConfig, place: Place) -> dict[str, list[float]]:
         epochs=10**6,  # the schedule needs an end; this run is stopped long before it
     )
     data = datasets.load("glyphs", augmentation=train_config.augmentation)
-    job = build_job(train_config, place, data)
-    candidates = {
-        "bare": _timed(config, place, _bare_loop(job, wrap=False)),
-        "bare, DDP": _timed(config, place, _bare_loop(job, wrap=True)),
-        "trainer": _timed(config, place, _trainer_loop(job)),
-    }
-    with Progress(place, "bench", config.rounds + 2) as progress:
-        return interleave(
-            candidates, config.rounds, warmup=2, after_round=lambda done: progress.advance(1, f"round {done}")
-        )
+    seconds: dict[str, list[float]] = {}
+    with Progress(place, "bench", config.builds * (config.rounds + WARMUP)) as progress:
+        for _ in range(config.builds):
+            job = build_job(train_config, place, data)
+            candidates = {
+                "bare": _timed(config, place, _bare_loop(job, wrap=False)),
+                "bare, DDP": _timed(config, place, _bare_loop(job, wrap=True)),
+                "trainer": _timed(config, place, _trainer_loop(job)),
+            }
+            taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+            for name, values in taken.items():
+                seconds.setdefault(name, []).extend(values)
+    return seconds
 
 
 def report(config: OverheadConfig, place: Place, seconds: dict[str, list[float]]) -> str:
@@ -112,7 +119,7 @@ def report(config: OverheadConfig, place: Place, seconds: dict[str, list[float]]
     )
     title = f"{config.model}, {place.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
     plot_ratios(config.output / "overhead.png", ratios, LIMIT, title, f"time per step, as a multiple of '{against}'")
-    lines = [f"{title}; {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
+    lines = [f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
     lines += [
         f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()
     ]

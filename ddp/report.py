@@ -72,7 +72,8 @@ class Window:
     would make the host wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, correct
+        self._samples = 0
         self._waited = 0.0
         self._began = time.perf_counter()
 
@@ -85,17 +86,17 @@ class Window:
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """A micro-batch: its mean loss (0-d), logits ``[n, classes]`` and labels ``[n]``."""
-        samples = len(labels)
         correct = (logits.detach().argmax(1) == labels).sum()
-        self._sums += torch.stack([loss.detach() * samples, correct, correct.new_tensor(samples)])
+        self._sums += torch.stack([loss.detach() * len(labels), correct])
+        self._samples += len(labels)
 
     def reduce(self, place: Place) -> WindowTotals:
         """The totals over all ranks, by one all-reduce, and the beginning of the next window."""
         seconds = time.perf_counter() - self._began
-        sums = torch.cat([self._sums, self._sums.new_tensor([self._waited, seconds])])
+        sums = torch.cat([self._sums, self._sums.new_tensor([self._samples, self._waited, seconds])])
         loss, correct, samples, waited, taken = place.sum_over_ranks(sums).tolist()
         self._sums.zero_()
-        self._waited, self._began = 0.0, time.perf_counter()
+        self._samples, self._waited, self._began = 0, 0.0, time.perf_counter()
         return WindowTotals(int(samples), loss / samples, correct / samples, taken / place.world_size, waited / taken)
 
 

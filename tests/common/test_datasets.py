@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,12 @@ def test_more_samples_than_there_are_is_refused(name: str, split: str, available
     limit = int(available.replace(",", "")) + 1
     limits = {"train_samples": 1, f"{split}_samples": limit}
     with pytest.raises(UsageError, match=f"^--{split}-samples {limit} is more than the {available} that {name} has$"):
-        load(name, fashion_mnist.DEBIAN_FOLDER, **limits)  # type: ignore[arg-type]
+        load(name, None if name == "glyphs" else fashion_mnist.DEBIAN_FOLDER, **limits)  # type: ignore[arg-type]
+
+
+def test_a_folder_for_glyphs_is_refused() -> None:
+    with pytest.raises(UsageError, match="--data-dir somewhere is for fashion-mnist"):
+        load("glyphs", Path("somewhere"))
 
 
 def test_mean_and_standard_deviation_are_those_of_the_training_pixels() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from common.process_group import process_group
 from ddp.config import TrainConfig
@@ -76,6 +77,7 @@ def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
             reduced = dist.all_reduce(bucket.buffer().div_(place.world_size), async_op=True)
             return reduced.get_future().then(lambda future: future.value()[0])
 
+        assert isinstance(job.model, DistributedDataParallel)
         job.model.register_comm_hook(None, count)
         steps = []
         for _ in range(3):

@@ -1,0 +1,71 @@
+"""ddp/config.py: what follows from the data set, the optimizer and the schedule, and what contradicts itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.augmentation import Augmentation
+from common.cli import UsageError
+from ddp.config import TrainConfig, micro_batch_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {"epochs": 12, "lr": 0.1, "weight_decay": 5e-4, "warmup_epochs": 1.0}),
+        ({"dataset": "fashion-mnist"}, {"epochs": 10, "run_dir": Path("runs/fashion-mnist-fashion-cnn")}),
+        ({"optimizer": "adamw"}, {"lr": 0.002, "weight_decay": 0.05}),
+        ({"optimizer": "adam", "lr": 0.1}, {"lr": 0.1, "weight_decay": 0.0}),
+        ({"epochs": 2}, {"epochs": 2, "warmup_epochs": 0.4}),
+        ({"schedule": "one-cycle", "epochs": 10}, {"warmup_epochs": 3.0}),
+        ({"warmup_epochs": 0.0}, {"warmup_epochs": 0.0}),
+        ({"weight_decay": 0.0}, {"weight_decay": 0.0}),
+        ({"augment": False}, {"augmentation": Augmentation()}),
+        ({"dataset": "fashion-mnist"}, {"augmentation": Augmentation(shift=1, flip=True)}),
+    ],
+)
+def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = TrainConfig(**settings)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"download": True}, "--download is for fashion-mnist"),
+        ({"warmup_epochs": 4.0, "epochs": 3}, "--warmup-epochs 4 is longer than --epochs 3"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(**settings)
+
+
+def test_it_survives_json() -> None:
+    settings = TrainConfig(dataset="fashion-mnist", data_dir=Path("somewhere")).as_json()
+    assert json.loads(json.dumps(settings)) == settings
+    assert settings["data_dir"] == "somewhere"
+
+
+@given(batch_size=st.integers(1, 500), world_size=st.integers(1, 9), micro_steps=st.integers(1, 9))
+def test_a_global_batch_divides_or_names_the_nearest_that_do(
+    batch_size: int, world_size: int, micro_steps: int
+) -> None:
+    parts = world_size * micro_steps
+    if batch_size % parts == 0:
+        assert micro_batch_size(batch_size, world_size, micro_steps) * parts == batch_size
+        return
+    with pytest.raises(UsageError) as error:
+        micro_batch_size(batch_size, world_size, micro_steps)
+    nearest = [int(word) for word in str(error.value).split("use ")[1].split(" or ")]
+    for size in nearest:
+        assert micro_batch_size(size, world_size, micro_steps) >= 1
+        assert abs(size - batch_size) < parts
+    assert max(nearest) == math.ceil(batch_size / parts) * parts
