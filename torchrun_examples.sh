@@ -33,8 +33,8 @@ example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.de
     'torchrun --nproc_per_node=2 -m ddp.train --profile --epochs 1 FLAGS'
 example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes would; here both on localhost' - \
     "trap 'kill \$(jobs -p) 2>/dev/null' EXIT
-torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS & one=\$!
-torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train FLAGS & two=\$!
+torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & one=\$!
+torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & two=\$!
 wait \$one && wait \$two"
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
@@ -51,8 +51,9 @@ free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); pr
 run() {
     local name=$1 flags command
     shift
+    [ "$(gpus)" != 1 ] || set -- --device cpu "$@" # one GPU cannot serve two ranks
     printf -v flags '%q ' --run-dir "runs/examples/$name" --overwrite "$@"
-    command=${commands[$name]//FLAGS/${flags% }}
+    command=${commands[$name]//FLAGS/"${flags% }"}
     [[ $command != *PORT* ]] || command=${command//PORT/$(free_port)}
     printf '\n# %s: %s\n%s\n' "$name" "${shows[$name]}" "$command"
     bash -c "$command"

@@ -32,13 +32,15 @@ from typing import Any, NoReturn, TypeVar
 
 Config = TypeVar("Config")
 
-WAIT_FOR_RANK_ZERO_S = 30.0  # torchrun's own grace period; it ends a waiting rank as soon as rank 0 has left
+# How long a rank waits for rank 0 to speak. torchrun ends it as soon as rank 0 has left.
+WAIT_FOR_RANK_ZERO_S = 30.0
+WAIT_IF_SEEN_BY_ALL_S = 2.0
 
 
 class UsageError(Exception):
     """Something that a person can mend: the message names the flag or file, the value, and what to do.
 
-    ``seen_by_all`` says that every rank is known to have met it (see ``Place.together``), so that none needs to wait.
+    ``seen_by_all`` says that every rank is known to have met it (see ``Place.together``).
     """
 
     seen_by_all = False
@@ -125,8 +127,8 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Make ``main`` a command: a :class:`UsageError` becomes one line on stderr and exit status 2, once per job.
 
-    Every rank of a job meets the same error, so rank 0 speaks for all. The others wait to be ended by torchrun: one that
-    left first would have torchrun end rank 0 before it has spoken.
+    Every rank of a job meets the same error, so rank 0 speaks for all. The others wait, since one that left first would
+    have torchrun end rank 0 before it has spoken; if nobody has ended them by then, the mistake was theirs alone.
     """
 
     @functools.wraps(main)
@@ -134,10 +136,14 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except UsageError as error:
-            if os.environ.get("RANK", "0") == "0":
+            rank = os.environ.get("RANK", "0")
+            if rank == "0":
                 print(f"error: {error}", file=sys.stderr, flush=True)
-            elif not error.seen_by_all:
+            elif error.seen_by_all:
+                time.sleep(WAIT_IF_SEEN_BY_ALL_S)
+            else:
                 time.sleep(WAIT_FOR_RANK_ZERO_S)
+                print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
             sys.exit(2)
 
     return run

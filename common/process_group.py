@@ -96,7 +96,8 @@ def process_group(
     :param backend: of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
     :param timeout_s: how long a collective may wait for the other ranks
     :param threads: for compute on the CPU, per rank; 0 shares the usable cores among the node's ranks
-    :raises UsageError: for half an environment, a port in use, NCCL without CUDA, or more ranks than GPUs
+    :raises UsageError: for half an environment, a port in use, ranks that do not come, NCCL without CUDA, or more ranks
+        than GPUs
     """
     place = find_place(dict(os.environ), device, backend)
     if place.device.type == "cuda":
@@ -104,11 +105,18 @@ def process_group(
     torch.set_num_threads(threads or max(1, usable_cores() // place.local_world_size))
     with _stop_signals():
         _initialize(place, datetime.timedelta(seconds=timeout_s))
+        failed = True
         try:
             yield place
+            failed = False
+        except (UsageError, SystemExit):
+            failed = False
+            raise
         finally:
-            gc.collect()  # a DDP module is part of a reference cycle, and the group's threads end with its last reference
-            dist.destroy_process_group()
+            # After a failure, NCCL would wait here for peers that are stuck in a collective; the process's end frees them.
+            if not (failed and place.backend == "nccl"):
+                gc.collect()  # a DDP module is part of a reference cycle; the group's threads end with its last reference
+                dist.destroy_process_group()
 
 
 def find_place(environment: dict[str, str], device: str = "auto", backend: str = "auto") -> Place:
@@ -125,7 +133,7 @@ def find_place(environment: dict[str, str], device: str = "auto", backend: str =
             f"{', '.join(given)} set, but not {', '.join(missing)}: start with torchrun, which sets them all, or unset them"
         )
     numbers = {}
-    for name in TORCHRUN_VARIABLES[:4]:
+    for name in (*TORCHRUN_VARIABLES[:4], *(["MASTER_PORT"] if given else [])):
         if not environment[name].isdecimal():
             raise UsageError(f"{name}={environment[name]!r} is not a whole number: let torchrun set it")
         numbers[name] = int(environment[name])
@@ -192,8 +200,8 @@ def _initialize(place: Place, timeout: datetime.timedelta) -> None:
 def _stop_signals() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM unwind the stack as ``SystemExit``, so that workers, files and the group are closed.
 
-    A terminal's Ctrl-C reaches each rank twice: from the terminal, and from torchrun; the second must not interrupt the
-    unwinding. A second SIGTERM ends the process at once.
+    A second Ctrl-C (torchrun may pass on one that the terminal sent too) does not interrupt the unwinding; a second SIGTERM
+    ends the process at once. Loader workers get torchrun's signals too, and their end is no news then.
     """
 
     owner = os.getpid()
@@ -203,6 +211,7 @@ def _stop_signals() -> Iterator[None]:
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where DataLoader would raise for a worker that was ended
         logger.warning("stopped by %s", signal.Signals(number).name)
         raise SystemExit(128 + number)
 

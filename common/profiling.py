@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,9 +30,6 @@ def profile_steps(place: Place, folder: Path | None) -> Iterator[Callable[[], No
         yield lambda: None
         return
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or it reports its starts and stops, and an error where there is no GPU
     path = folder / f"rank{place.rank}.json.gz"
 
     def export(profiler: torch.profiler.profile) -> None:

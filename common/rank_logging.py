@@ -29,29 +29,27 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         without_traceback = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
-        tqdm.write(self.format(without_traceback), file=sys.stderr)
+        try:
+            tqdm.write(self.format(without_traceback), file=sys.stderr)
+        except OSError:  # nobody reads any more; training goes on
+            self.handleError(record)
 
 
 @contextlib.contextmanager
 def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
     """Send this process's log records where they belong, for the length of the block; an exception that ends it too.
 
-    :param folder: where ``rank<r>.log`` is appended to, with ``DEBUG`` and above; no file when None
+    :param folder: of the log files, if it is known already (see :func:`add_log_file`)
     """
-    formatter = logging.Formatter(
-        f"%(asctime)s %(levelname)-7s [rank {place.rank}/{place.world_size} {place.host} {place.device}] %(message)s"
-    )
-    handlers: list[logging.Handler] = [_ConsoleHandler(logging.INFO if place.is_main else logging.WARNING)]
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)  # another node's disk may not have rank 0's folders
-        handlers.append(logging.FileHandler(folder / f"rank{place.rank}.log", encoding="utf-8"))
     root = logging.getLogger()
-    level = root.level
+    level, handlers = root.level, list(root.handlers)
+    console = _ConsoleHandler(logging.INFO if place.is_main else logging.WARNING)
+    console.setFormatter(_formatter(place))
+    root.addHandler(console)
     root.setLevel(logging.INFO)
-    for handler in handlers:
-        handler.setFormatter(formatter)
-        root.addHandler(handler)
     logging.captureWarnings(True)
+    if folder is not None:
+        add_log_file(place, folder)
     try:
         yield
     except Exception as error:
@@ -63,9 +61,23 @@ def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         root.setLevel(level)
-        for handler in handlers:
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
             handler.close()
+
+
+def add_log_file(place: Place, folder: Path) -> None:
+    """From here to the end of :func:`rank_logging`, also append to ``rank<r>.log`` in ``folder``, tracebacks included."""
+    folder.mkdir(parents=True, exist_ok=True)  # another node's disk may not have rank 0's folders
+    file = logging.FileHandler(folder / f"rank{place.rank}.log", encoding="utf-8")
+    file.setFormatter(_formatter(place))
+    logging.getLogger().addHandler(file)
+
+
+def _formatter(place: Place) -> logging.Formatter:
+    return logging.Formatter(
+        f"%(asctime)s %(levelname)-7s [rank {place.rank}/{place.world_size} {place.host} {place.device}] %(message)s"
+    )
 
 
 class Progress:

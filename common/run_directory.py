@@ -28,7 +28,7 @@ def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
         raise UsageError("--resume continues the run in its directory and --overwrite deletes it: give one of them")
     try:
         exists = folder.is_dir() and any(folder.iterdir())
-        is_run = (folder / CONFIG_FILE).is_file() and (folder / LOG_FOLDER).is_dir()
+        is_run = _is_run(folder)
         if resume and not is_run:
             raise UsageError(f"--resume: {folder} holds no run; start it without --resume, or name its --run-dir")
         if exists and not is_run:
@@ -40,12 +40,32 @@ def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
         if exists and overwrite:
             for entry in folder.iterdir():  # not the folder itself, which may be a link or somebody's current one
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        require_writable(folder)
+    except OSError as error:
+        raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
+
+
+def require_writable(folder: Path) -> None:
+    """Make the directory on this node, if it is not there, and try it.
+
+    :raises UsageError: when it cannot be written
+    """
+    try:
         (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
         probe = folder / f".{uuid.uuid4().hex}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether the folder's ``config.json`` is one of ours; many things have a file of that name."""
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return isinstance(content, dict) and "dataset_fingerprint" in content
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -47,7 +47,7 @@ class OverheadConfig:
     """Settings of ``ddp.bench overhead``."""
 
     model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
-    batch_size: int = option(144, "samples per step, over all ranks", minimum=1)
+    batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     workers: int = option(0, "loader processes per rank, as in ddp.train", minimum=0)
     builds: int = option(

@@ -9,7 +9,6 @@ enough and nobody's weights land on rank 0's GPU (pytorch#23138).
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import uuid
 import zipfile
@@ -25,7 +24,7 @@ from common.process_group import Place
 FORMAT = 1
 FOLDER = "checkpoints"
 # What a continued run must share with the one that wrote the checkpoint, or it would be another run.
-IDENTITY = ("model", "dataset", "seed", "batch_size")
+IDENTITY = ("model", "dataset", "train_samples", "seed", "batch_size", "optimizer")
 
 
 class Checkpoint(TypedDict):
@@ -73,11 +72,13 @@ def load(run_dir: Path) -> Checkpoint:
         raise UsageError(f"{run_dir / FOLDER} holds no checkpoint: the run ended before its first epoch did")
     path = paths[-1]
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the checksums
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"checksum of {damaged}")
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    # What torch.load raises for a damaged file depends on where the damage lies.
-    except (RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except Exception as error:  # which one, for a damaged file, depends on where the damage lies
         remedy = f"remove it to continue from {paths[-2].name}" if len(paths) > 1 else "start again with --overwrite"
         raise UsageError(f"{path} is damaged ({type(error).__name__}): {remedy}") from error
     if not isinstance(checkpoint, dict) or set(checkpoint) != set(Checkpoint.__annotations__):
@@ -108,7 +109,7 @@ def check_identity(checkpoint: Checkpoint, config: dict[str, Any]) -> list[str]:
 
     :param config: the present run's, JSON-like as the checkpoint's
     :returns: a line for each other setting that differs and that may change the result
-    :raises UsageError: for another model, data set, seed or global batch
+    :raises UsageError: for another model, data set, seed, global batch or optimizer
     """
     before = checkpoint["config"]
     for name in IDENTITY:

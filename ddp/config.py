@@ -20,7 +20,7 @@ SCHEDULES = ("constant", "cosine", "one-cycle")
 
 # What a data set is trained with unless a flag says otherwise.
 RECIPES: dict[str, dict[str, Any]] = {
-    "glyphs": {"epochs": 12, "shift": 2, "flip": False},
+    "glyphs": {"epochs": 12, "shift": 3, "flip": False},
     "fashion-mnist": {"epochs": 10, "shift": 1, "flip": True},
 }
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
@@ -75,10 +75,12 @@ class TrainConfig:
     sync_batchnorm: bool = option(False, "normalize by the statistics of the global batch instead of each rank's")
     compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
     channels_last: bool = option(True, "keep images as NHWC, which convolutions prefer")
-    device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
+    device: str = option("auto", "auto takes CUDA where there is any, unless --backend is gloo", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
-    threads: int = option(0, "CPU threads per rank; 0 shares the usable cores among the node's ranks", minimum=0)
-    timeout: float = option(600.0, "seconds that a collective waits for the other ranks", above=0)
+    threads: int = option(
+        0, "CPU threads per rank; 0 shares the usable cores among the node's ranks", minimum=0, maximum=1024
+    )
+    timeout: float = option(600.0, "seconds that a collective waits for the other ranks", above=0, maximum=1e6)
 
     # Loading
     workers: int = option(0, "loader processes per rank; data in memory is fetched fastest without", minimum=0)
@@ -87,7 +89,7 @@ class TrainConfig:
     # What is left behind
     run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)")
     overwrite: bool = option(False, "delete the run that is in the run directory")
-    resume: bool = option(False, "continue the run that is in the run directory, bit for bit")
+    resume: bool = option(False, "continue the run that is in the run directory; on the CPU, bit for bit")
     keep_last: int = option(2, "checkpoints to keep", minimum=1)
     log_every: int = option(20, "steps between two records of loss and throughput", minimum=1)
     tensorboard: bool = option(False, "write TensorBoard files too (needs the extra 'tensorboard')")
@@ -95,7 +97,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.dataset == "fashion-mnist":
-            self._default("data_dir", fashion_mnist.default_folder())
+            self._default("data_dir", Path("data") if self.download else fashion_mnist.default_folder())
         elif self.download:
             raise UsageError(f"--download is for fashion-mnist: {self.dataset} are rendered, not read")
         self._default("run_dir", Path("runs", f"{self.dataset}-{self.model}"))

@@ -111,7 +111,7 @@ class EvaluateConfig:
     """Settings of ``ddp.evaluate``; the model and the data set are those of the run."""
 
     run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run whose newest checkpoint is evaluated")
-    data_dir: Path | None = option(None, "folder of fashion-mnist (default: ./data, or Debian's)")
+    data_dir: Path | None = option(None, "folder of fashion-mnist (default: the run's)")
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
     precision: str = option("fp32", "bf16 and fp16 are automatic mixed precision", choices=PRECISIONS)
     device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
@@ -124,7 +124,12 @@ def main() -> None:
     with process_group(config.device, config.backend) as place, rank_logging(place):
         loaded = checkpoint.load_together(config.run_dir, place)
         with place.together():
-            data = datasets.load(loaded["config"]["dataset"], config.data_dir, test_samples=config.test_samples)
+            run = loaded["config"]
+            data_dir = config.data_dir or (Path(run["data_dir"]) if run["data_dir"] else None)
+            # The training samples too: the images are normalized by their mean and standard deviation.
+            data = datasets.load(
+                run["dataset"], data_dir, train_samples=run["train_samples"], test_samples=config.test_samples
+            )
         network = build_model(loaded["config"]["model"], data.shape, len(data.classes))
         network.load_state_dict(loaded["model"])
         result = evaluate(network.to(place.device), data, place, Precision(config.precision, place.device))

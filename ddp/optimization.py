@@ -18,9 +18,14 @@ def build_optimizer(
     """
     if name == "sgd":
         nesterov = momentum > 0
-        return torch.optim.SGD(
+        sgd = torch.optim.SGD(
             parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=True
         )
+        for parameter in sgd.param_groups[0]["params"] if momentum else []:
+            # torch's fused kernel leaves a new buffer uninitialized when GradScaler finds an inf in the very first step,
+            # and takes it for momentum in the second. Momentum that begins at zero gives the same steps.
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
     return adam(parameters, lr=0.0, weight_decay=weight_decay, fused=True)
 

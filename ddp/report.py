@@ -92,6 +92,8 @@ class Window:
 
     def reduce(self, place: Place) -> WindowTotals:
         """The totals over all ranks, by one all-reduce, and the beginning of the next window."""
+        if place.device.type == "cuda":
+            torch.cuda.synchronize(place.device)  # the steps that are queued belong to this window
         seconds = time.perf_counter() - self._began
         sums = torch.cat([self._sums, self._sums.new_tensor([self._samples, self._waited, seconds])])
         loss, correct, samples, waited, taken = place.sum_over_ranks(sums).tolist()
@@ -101,8 +103,10 @@ class Window:
 
 
 def data_verdict(data_wait: float, workers: int) -> str:
-    """In plain words, whether training waits for its data. (On a GPU a wait may hide behind queued work; this is the
-    host's view, and so an upper bound.)"""
+    """In plain words, whether training waits for its data.
+
+    It is the host's view: on a GPU, a wait may be hidden by work that is still queued.
+    """
     share = f"{100 * data_wait:.0f} % of each step waits for data"
     if data_wait < 0.1:
         return f"compute-bound: {share}"
@@ -110,7 +114,7 @@ def data_verdict(data_wait: float, workers: int) -> str:
     return f"{'partly ' if data_wait < 0.3 else ''}data-bound: {share}; {advice}"
 
 
-def describe_run(config: TrainConfig, place: Place, data: ImageData, network: nn.Module) -> dict[str, Any]:
+def describe_run(config: TrainConfig, place: Place, data: ImageData) -> dict[str, Any]:
     """What ``config.json`` says of the run."""
     return {
         "config": config.as_json(),
@@ -118,7 +122,6 @@ def describe_run(config: TrainConfig, place: Place, data: ImageData, network: nn
         "backend": place.backend,
         "device": str(place.device),
         "dataset_fingerprint": data.fingerprint,
-        "parameters": sum(parameter.numel() for parameter in network.parameters()),
         "machine": describe_machine(),
     }
 

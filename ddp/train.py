@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,8 @@ from common.precision import Precision, clip_gradients
 from common.process_group import Place, process_group
 from common.profiling import profile_steps
 from common.randomness import derive_seed, seed_torch
-from common.rank_logging import Progress, rank_logging
-from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_json
+from common.rank_logging import Progress, add_log_file, rank_logging
+from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, require_writable, write_json
 from ddp import checkpoint
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.config import TrainConfig, micro_batch_size
@@ -49,60 +50,66 @@ NoSync = Callable[[], contextlib.AbstractContextManager[None]]
 def main() -> None:
     config = parse(TrainConfig, "ddp.train", __doc__)
     # From here on there are as many of us as torchrun started. The process group is how we find each other.
-    with process_group(config.device, config.backend, config.timeout, config.threads) as place:
+    with process_group(config.device, config.backend, config.timeout, config.threads) as place, rank_logging(place):
         train(config, place)
 
 
 def train(config: TrainConfig, place: Place) -> None:
     """The whole run: what every rank does, from an empty directory to the figures."""
     with place.together():  # what one rank finds wrong ends all
-        micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
+        samples = micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
+        if config.model == "resnet18" and samples == 1:  # its last feature maps are of one pixel
+            raise UsageError(
+                "resnet18 cannot normalize a single sample per rank and micro-step: use a larger --batch-size"
+            )
         if config.tensorboard:
             check_tensorboard()
     data = load_data(config, place)
     with place.together():  # last of all checks, since it may delete the run that was there
         if place.is_main:
             prepare(config.run_dir, resume=config.resume, overwrite=config.overwrite)
+            if not config.resume:
+                write_json(config.run_dir / CONFIG_FILE, describe_run(config, place, data))
+    with place.together():  # on every node
+        require_writable(config.run_dir)
+    add_log_file(place, config.run_dir / LOG_FOLDER)
 
-    with rank_logging(place, config.run_dir / LOG_FOLDER):
-        job = build_job(config, place, data)
-        first_epoch = resume(job) if config.resume else 0
-        if place.is_main:
-            write_json(config.run_dir / CONFIG_FILE, describe_run(config, place, data, job.network))
-        logger.info(
-            f"{config.model} on {config.dataset}: {place.world_size} ranks x {config.micro_steps} micro-steps x "
-            f"{job.sampler.micro_batch_size} samples, {config.precision}, {place.backend}"
-        )
+    job = build_job(config, place, data)
+    first_epoch = resume(job) if config.resume else 0
+    logger.info(
+        f"{config.model} on {config.dataset}: {place.world_size} ranks x {config.micro_steps} micro-steps x "
+        f"{samples} samples, {config.precision}, {place.backend}"
+    )
 
-        result = None
-        with (
-            MetricsWriter(
-                config.run_dir,
-                after_step=job.step if config.resume else None,
-                tensorboard=config.tensorboard,
-                silent=not place.is_main,
-            ) as metrics,
-            Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step) as progress,
-            profile_steps(place, config.run_dir / "profile" if config.profile else None) as step_done,
-        ):
-            for epoch in range(first_epoch, config.epochs):
-                totals = train_epoch(job, epoch, metrics, progress, step_done)
-                average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
-                result = evaluate(job.network, data, place, job.precision)
-                tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-                metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
-                if place.is_main:
-                    checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
-                logger.info(
-                    f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
-                    f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
-                )
-
-        result = result or evaluate(job.network, data, place, job.precision)  # resumed when all was done
-        with place.together():  # nobody leaves while rank 0 still draws
+    result = None
+    with (
+        MetricsWriter(
+            config.run_dir,
+            after_step=job.step if config.resume else None,
+            tensorboard=config.tensorboard,
+            silent=not place.is_main,
+        ) as metrics,
+        Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step) as progress,
+        profile_steps(place, config.run_dir / "profile" if config.profile else None) as step_done,
+    ):
+        for epoch in range(first_epoch, config.epochs):
+            totals = train_epoch(job, epoch, metrics, progress, step_done)
+            average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
+            result = evaluate(job.network, data, place, job.precision)
+            tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
+            metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
             if place.is_main:
-                title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
-                print(finish(config.run_dir, title, job.network, data, place, result, config.workers), flush=True)
+                checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
+            logger.info(
+                f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+                f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+            )
+
+    result = result or evaluate(job.network, data, place, job.precision)  # resumed when all was done
+    with place.together():  # nobody leaves while rank 0 still draws
+        if place.is_main:
+            title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
+            print(finish(config.run_dir, title, job.network, data, place, result, config.workers), flush=True)
 
 
 @dataclasses.dataclass
@@ -151,9 +158,7 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     network = network.to(place.device, memory_format=memory_format(config))  # type: ignore[call-overload]
     model: nn.Module = network
     no_sync: NoSync = contextlib.nullcontext
-    if (
-        place.world_size > 1
-    ):  # alone, there is nobody to average with, and DDP's passes over the gradients cost 2 to 4 %
+    if place.world_size > 1:  # alone, there is nobody to average with
         model = DistributedDataParallel(
             network,
             device_ids=[place.device] if place.device.type == "cuda" else None,
@@ -164,7 +169,7 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
         model.broadcast_buffers = False
         no_sync = model.no_sync
     if config.compile:
-        model.compile()
+        model = cast(nn.Module, torch.compile(model))  # a wrapper: evaluation calls the plain network
 
     sampler = MicroBatchSampler(
         data.train, config.batch_size, config.micro_steps, place.world_size, place.rank, config.seed
@@ -182,7 +187,8 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     )
     precision = Precision(config.precision, place.device)
     job = Job(config, place, data, network, model, no_sync, optimizer, precision, sampler, loader)
-    settle_buckets(job)
+    if place.world_size > 1:
+        settle_buckets(job)
     return job
 
 
@@ -213,8 +219,9 @@ def train_epoch(
     """One pass over the training set; every ``log_every`` steps the ranks add up what they saw."""
     job.sampler.set_epoch(epoch)  # another order, and other augmentations; without it every epoch repeats the first
     job.model.train()
-    batches = iter(job.loader)
     window, windows = Window(job.place.device), []
+    with window.waiting():  # for loader workers to start
+        batches = iter(job.loader)
     steps_before = job.step
     for remaining in reversed(range(job.sampler.steps_per_epoch)):
         train_step(job, batches, window)
@@ -303,9 +310,15 @@ def resume(job: Job) -> int:
     loaded = checkpoint.load_together(job.config.run_dir, job.place)
     for difference in checkpoint.check_identity(loaded, job.config.as_json()):
         logger.info("resuming with other settings: %s", difference)
+    settings = [{**group, "params": None} for group in job.optimizer.param_groups]
     job.network.load_state_dict(loaded["model"])
     job.optimizer.load_state_dict(loaded["optimizer"])
-    job.precision.scaler.load_state_dict(loaded["scaler"])
+    for group, setting in zip(job.optimizer.param_groups, settings, strict=True):
+        group.update(
+            {**setting, "params": group["params"]}
+        )  # weight decay and momentum are this run's, if they were changed
+    if loaded["scaler"]:  # empty if the run was not in fp16 until now
+        job.precision.scaler.load_state_dict(loaded["scaler"])
     job.step = loaded["step"]
     logger.info("resuming after epoch %d, step %d", loaded["epoch"], loaded["step"])
     return loaded["epoch"]

@@ -25,15 +25,19 @@ import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 REPOSITORY = Path(__file__).parent.parent
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ddp.train"])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0, gpus: bool = False
+) -> list[Any]:
     """Call ``function(*arguments)`` on every rank of a new job, and return what each returned, in rank order.
 
     :param function: importable by name; it makes its process group itself, as a command does
+    :param gpus: whether the ranks may see the machine's GPUs
     :raises AssertionError: with the rank's traceback if one failed, or naming the ranks that did not end in time
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -47,6 +51,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
+            **({} if gpus else NO_GPUS),
         }
         receiver, sender = _context.Pipe(duplex=False)
         process = _context.Process(target=_rank, args=(sender, environment, function, arguments))
@@ -137,10 +142,10 @@ def start_command(
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what a surrounding job may have set."""
+    """This process's environment without GPUs, and without what a surrounding job may have set."""
     from common.process_group import TORCHRUN_VARIABLES
 
-    return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES} | NO_GPUS
 
 
 def kill_tree(pid: int) -> None:

@@ -38,5 +38,5 @@ def test_the_two_commands_come_first() -> None:
     shell = re.search(r"^```sh\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shell is not None
     train, test = shell[1].splitlines()
-    assert train.endswith("torchrun --nproc_per_node=2 -m ddp.train")
+    assert train.endswith("torchrun --nproc_per_node=2 -m ddp.train --device cpu")
     assert test.endswith("pytest -q")

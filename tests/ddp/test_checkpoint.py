@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -18,7 +19,10 @@ from common.cli import UsageError
 from ddp import checkpoint
 from ddp.checkpoint import Checkpoint
 
-CONFIG = {"model": "mlp", "dataset": "glyphs", "seed": 0, "batch_size": 144, "lr": 0.1, "run_dir": "a"}
+CONFIG = {
+    "model": "mlp", "dataset": "glyphs", "train_samples": None, "seed": 0, "batch_size": 144, "optimizer": "sgd",
+    "lr": 0.1, "run_dir": "a",
+}  # fmt: skip
 
 
 def example(step: int) -> Checkpoint:
@@ -70,7 +74,7 @@ def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
         checkpoint.load(tmp_path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(0, len(ENCODED) - 1))
 def test_a_truncated_file_is_named(length: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -79,6 +83,21 @@ def test_a_truncated_file_is_named(length: int) -> None:
         path.write_bytes(ENCODED[:length])
         with pytest.raises(UsageError, match=r"step-00000010\.pt is damaged .*start again with --overwrite"):
             checkpoint.load(Path(folder))
+
+
+@settings(max_examples=200)
+@given(position=st.integers(0, len(ENCODED) - 1), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_noticed_or_harmless(position: int, bit: int) -> None:
+    damaged = bytearray(ENCODED)
+    damaged[position] ^= 1 << bit
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "checkpoints", "step-00000010.pt")
+        path.parent.mkdir()
+        path.write_bytes(damaged)
+        with contextlib.suppress(UsageError):  # anything else is a traceback
+            loaded = checkpoint.load(Path(folder))
+            torch.testing.assert_close(loaded["model"]["w"], torch.full((300,), 10.0), rtol=0, atol=0)
+            assert (loaded["step"], loaded["config"]) == (10, CONFIG)
 
 
 class Malicious:
@@ -111,7 +130,8 @@ def test_a_foreign_file_is_refused(tmp_path: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("model", "resnet18"), ("dataset", "fashion-mnist"), ("seed", 1), ("batch_size", 288)]
+    ("name", "value"),
+    [("model", "resnet18"), ("dataset", "fashion-mnist"), ("seed", 1), ("batch_size", 288), ("optimizer", "adam")],
 )
 def test_another_run_s_checkpoint_is_refused_by_name(name: str, value: Any) -> None:
     flag = "--" + name.replace("_", "-")

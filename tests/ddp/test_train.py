@@ -151,11 +151,12 @@ def with_an_inf(poisoned_step: int) -> tuple[list[float], list[bool], Any]:
         return scales, moved, {name: p.detach().numpy().copy() for name, p in job.network.named_parameters()}
 
 
-def test_an_inf_on_one_rank_makes_every_rank_skip_the_step() -> None:
-    ranks = run_ranks(with_an_inf, 2, 2)
+@pytest.mark.parametrize("poisoned_step", [0, 2])
+def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(poisoned_step: int) -> None:
+    ranks = run_ranks(with_an_inf, 2, poisoned_step)
     for scales, moved, parameters in ranks:
-        assert moved == [True, True, False, True]
-        assert scales == [65536.0, 65536.0, 32768.0, 32768.0]
+        assert moved == [step != poisoned_step for step in range(4)]
+        assert scales == [65536.0 if step < poisoned_step else 32768.0 for step in range(4)]
         assert_identical(parameters, ranks[0][2])
         assert all(np.isfinite(value).all() for value in parameters.values())
 
@@ -240,6 +241,6 @@ def test_it_learns_with(settings: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpu_learns(precision: str, tmp_path: Path) -> None:
-    run_ranks(run_job, 1, small(epochs=2, lr=None, precision=precision, run_dir=tmp_path / "run"))
+    run_ranks(run_job, 1, small(epochs=2, lr=None, precision=precision, run_dir=tmp_path / "run"), gpus=True)
     losses = [record["loss"] for record in final_state(tmp_path / "run")[1] if record["kind"] == "epoch"]
     assert losses[1] < losses[0]
