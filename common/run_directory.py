@@ -53,7 +53,7 @@ def require_writable(folder: Path) -> None:
     try:
         (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
         probe = folder / f".{uuid.uuid4().hex}"
-        probe.touch()
+        probe.write_bytes(bytes(4096))  # an empty file would fit on a full disk
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error

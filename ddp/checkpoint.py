@@ -8,6 +8,7 @@ enough and nobody's weights land on rank 0's GPU (pytorch#23138).
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import uuid
@@ -42,23 +43,30 @@ class Checkpoint(TypedDict):
 def save(run_dir: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
     """Write a checkpoint atomically and remove all but the newest ``keep_last``. For rank 0.
 
-    :raises OSError: when it cannot be written; the ones before it are untouched
+    :raises UsageError: when it cannot be written; the ones before it are untouched
     """
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{checkpoint['step']:08d}.pt"
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    encoded = io.BytesIO()  # in memory first: torch.save would bury a full disk's error in one of its own
+    torch.save(checkpoint, encoded)
     try:
-        with open(scratch, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    _sync_folder(folder)
-    for old in _all(run_dir)[:-keep_last]:
-        old.unlink()
+        try:
+            with open(scratch, "wb") as file:
+                file.write(encoded.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+        _sync_folder(folder)
+        for old in _all(run_dir)[:-keep_last]:
+            old.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}): make room, then continue with --resume"
+        ) from error
     return path
 
 
@@ -69,18 +77,18 @@ def load(run_dir: Path) -> Checkpoint:
     """
     paths = _all(run_dir)
     if not paths:
-        raise UsageError(f"{run_dir / FOLDER} holds no checkpoint: the run ended before its first epoch did")
+        raise UsageError(
+            f"{run_dir / FOLDER} holds no checkpoint: no run was begun there, or none of its epochs was finished"
+        )
     path = paths[-1]
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the checksums
             if damaged := archive.testzip():
                 raise zipfile.BadZipFile(f"checksum of {damaged}")
         checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # which one, for a damaged file, depends on where the damage lies
         remedy = f"remove it to continue from {paths[-2].name}" if len(paths) > 1 else "start again with --overwrite"
-        raise UsageError(f"{path} is damaged ({type(error).__name__}): {remedy}") from error
+        raise UsageError(f"{path} is damaged or unreadable ({type(error).__name__}): {remedy}") from error
     if not isinstance(checkpoint, dict) or set(checkpoint) != set(Checkpoint.__annotations__):
         raise UsageError(f"{path} is not a checkpoint of ddp.train: remove it, or start again with --overwrite")
     if checkpoint["format"] != FORMAT:

@@ -113,7 +113,7 @@ class EvaluateConfig:
     run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run whose newest checkpoint is evaluated")
     data_dir: Path | None = option(None, "folder of fashion-mnist (default: the run's)")
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
-    precision: str = option("fp32", "bf16 and fp16 are automatic mixed precision", choices=PRECISIONS)
+    precision: str = option("fp32", "of the evaluation, whatever the run was trained in", choices=PRECISIONS)
     device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -98,8 +99,9 @@ def train(config: TrainConfig, place: Place) -> None:
             result = evaluate(job.network, data, place, job.precision)
             tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
             metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
-            if place.is_main:
-                checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
+            with place.together():
+                if place.is_main:
+                    checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
             logger.info(
                 f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
                 f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
@@ -229,6 +231,8 @@ def train_epoch(
         if job.step % job.config.log_every == 0 or remaining == 0:
             totals = window.reduce(job.place)
             windows.append(totals)
+            if not math.isfinite(totals.loss) and job.place.is_main:
+                logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
             rate = job.optimizer.param_groups[0]["lr"]
             if metrics is not None:
                 scale = job.precision.scaler.get_scale()
@@ -268,9 +272,8 @@ def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
             clip_gradients(job.network.parameters(), config.clip_norm)
         for group in job.optimizer.param_groups:
             group["lr"] = scheduled_rate(job)
-        scaler.step(
-            job.optimizer
-        )  # skipped if a gradient is inf or nan: on all ranks alike, since they share gradients
+        # If a gradient is inf or nan, the scaler skips the step: on all ranks alike, since they hold the same gradients.
+        scaler.step(job.optimizer)
         scaler.update()
         job.optimizer.zero_grad(set_to_none=True)
     job.step += 1
@@ -310,6 +313,8 @@ def resume(job: Job) -> int:
     loaded = checkpoint.load_together(job.config.run_dir, job.place)
     for difference in checkpoint.check_identity(loaded, job.config.as_json()):
         logger.info("resuming with other settings: %s", difference)
+    if loaded["epoch"] > job.config.epochs:
+        raise UsageError(f"--epochs {job.config.epochs} is less than the {loaded['epoch']} that the run has behind it")
     settings = [{**group, "params": None} for group in job.optimizer.param_groups]
     job.network.load_state_dict(loaded["model"])
     job.optimizer.load_state_dict(loaded["optimizer"])

@@ -53,6 +53,8 @@ def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path) -> No
     assert status == 0, out
     assert re.search(r"^(torchrun|python) .*-m ddp\.train .*--train-samples 576", out, re.MULTILINE)
     assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == 1, out
+    traces = ["rank0.json.gz", "rank1.json.gz"] if name == "profile" else []
+    assert sorted(path.name for path in tmp_path.glob("run/profile/*")) == traces
 
 
 def test_an_unknown_example_is_one_line() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli import WAIT_FOR_RANK_ZERO_S, UsageError, command, option, parse
+from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, UsageError, command, option, parse
 from tests.launch import REPOSITORY
 
 
@@ -213,17 +213,17 @@ def test_rank_0_says_it_in_one_line_at_once_and_ends_with_status_2(
     assert capsys.readouterr() == ("", "error: --lr 0 is out of range\n")
 
 
-def test_another_rank_is_silent_and_lets_rank_0_speak_first(
+def test_another_rank_speaks_only_if_nobody_ends_it_while_it_waits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert end_of(wrong, "1", monkeypatch) == (2, [WAIT_FOR_RANK_ZERO_S])
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "error: [rank 1] --lr 0 is out of range\n")
 
 
-def test_no_rank_waits_when_all_have_met_the_mistake(
+def test_another_rank_is_silent_when_all_have_met_the_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert end_of(wrong_on_all, "1", monkeypatch) == (2, [])
+    assert end_of(wrong_on_all, "1", monkeypatch) == (2, [WAIT_IF_SEEN_BY_ALL_S])
     assert capsys.readouterr() == ("", "")
 
 

@@ -22,7 +22,7 @@ def empty(folder: Path) -> None:
 
 def run(folder: Path) -> None:
     prepare(folder, resume=False, overwrite=False)
-    write_json(folder / CONFIG_FILE, {"seed": 0})
+    write_json(folder / CONFIG_FILE, {"dataset_fingerprint": "0123"})
     (folder / "checkpoint.pt").write_bytes(b"weights")
 
 
@@ -35,6 +35,7 @@ def other_with_a_config(folder: Path) -> None:
     """As Hugging Face keeps its models."""
     other(folder)
     (folder / CONFIG_FILE).write_text('{"model_type": "bert"}')
+    (folder / LOG_FOLDER).mkdir()
 
 
 def regular_file(folder: Path) -> None:
