@@ -315,13 +315,11 @@ def resume(job: Job) -> int:
         logger.info("resuming with other settings: %s", difference)
     if loaded["epoch"] > job.config.epochs:
         raise UsageError(f"--epochs {job.config.epochs} is less than the {loaded['epoch']} that the run has behind it")
-    settings = [{**group, "params": None} for group in job.optimizer.param_groups]
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
     job.network.load_state_dict(loaded["model"])
     job.optimizer.load_state_dict(loaded["optimizer"])
-    for group, setting in zip(job.optimizer.param_groups, settings, strict=True):
-        group.update(
-            {**setting, "params": group["params"]}
-        )  # weight decay and momentum are this run's, if they were changed
+    for group, own in zip(job.optimizer.param_groups, hyperparameters, strict=True):
+        group.update(own)  # this run's weight decay and momentum, should they have been changed
     if loaded["scaler"]:  # empty if the run was not in fp16 until now
         job.precision.scaler.load_state_dict(loaded["scaler"])
     job.step = loaded["step"]

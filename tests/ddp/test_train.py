@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.process_group import process_group
+from ddp import checkpoint
 from ddp.config import TrainConfig
 from ddp.report import Window
 from ddp.train import Job, build_job, load_data, train_step
@@ -130,6 +131,17 @@ def test_resuming_after_each_epoch_changes_no_bit(tmp_path: Path, world_size: in
         resumed_tensors, resumed_metrics = final_state(part)
         assert_identical(resumed_tensors, tensors)
         assert resumed_metrics == metrics  # none missing, none twice
+
+
+@pytest.mark.parametrize("change", [{"weight_decay": 0.25}, {"momentum": 0.5}, {"precision": "fp16"}])
+def test_resuming_with_other_settings_takes_them(tmp_path: Path, change: dict[str, Any]) -> None:
+    config = {"train_samples": 288, "test_samples": 10, "run_dir": tmp_path / "run"}
+    run_ranks(run_job, 1, small(**config))
+    run_ranks(run_job, 1, small(**config | {"epochs": 2, "resume": True} | change))
+    loaded = checkpoint.load(tmp_path / "run")
+    after = {**loaded["optimizer"]["param_groups"][0], "precision": "fp16" if loaded["scaler"] else "fp32"}
+    assert after | change == after
+    assert loaded["epoch"] == 2
 
 
 # Mixed precision
