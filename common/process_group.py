@@ -185,15 +185,15 @@ def _initialize(place: Place, timeout: datetime.timedelta) -> None:
         return
     try:
         dist.init_process_group(place.backend, timeout=timeout, device_id=device_id)
-    except dist.DistNetworkError as error:
+    except dist.DistStoreError as error:  # the others did not come in time
+        raise UsageError(f"not all {place.world_size} ranks came within --timeout: {_first_line(error)}") from error
+    except RuntimeError as error:  # DistNetworkError, in newer versions
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        if "EADDRINUSE" in str(error):
             raise UsageError(
                 f"MASTER_PORT {port} is in use on {address}: set another, or let torchrun choose a free one"
             ) from error
         raise UsageError(f"no rendezvous at MASTER_ADDR {address}, MASTER_PORT {port}: {_first_line(error)}") from error
-    except dist.DistStoreError as error:  # the others did not come in time
-        raise UsageError(f"not all {place.world_size} ranks came within --timeout: {_first_line(error)}") from error
 
 
 @contextlib.contextmanager
