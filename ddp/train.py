@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from common import datasets, fashion_mnist
 from common.cli import UsageError, command, parse
-from common.datasets import Batch, ImageData, keep_batch
+from common.datasets import Batch, ImageData, keep_batch, start_worker
 from common.metrics import MetricsWriter, check_tensorboard
 from common.models import build_model
 from common.precision import Precision, clip_gradients
@@ -181,6 +181,7 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
         batch_sampler=sampler,  # type: ignore[arg-type]  # torch expects lists of indices, but passes on what it gets
         collate_fn=keep_batch,  # type: ignore[arg-type]
         num_workers=config.workers,
+        worker_init_fn=start_worker,
         persistent_workers=config.persistent_workers and config.workers > 0,
         pin_memory=place.device.type == "cuda",
     )

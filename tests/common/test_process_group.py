@@ -148,9 +148,7 @@ def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: 
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in err
-    # A worker that is just handing over a batch may report its broken pipe, from multiprocessing alone.
-    assert "ddp/train.py" not in err
-    assert "torch/utils/data" not in err
+    assert "Traceback" not in err
 
 
 def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> None:
