@@ -56,7 +56,11 @@ def option(
     above: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not."""
+    """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not.
+
+    A field of type ``tuple[int, ...]`` (or of another such type) is typed as a list, ``--workers 0,2,4``; the choices and
+    the range are those of each of its values.
+    """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={"help": help, "choices": choices, **limits})
 
@@ -75,12 +79,18 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(
-    config_type: type[Config], program: str, description: str | None, argv: Sequence[str] | None = None
+    config_type: type[Config],
+    program: str,
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    *,
+    underscores: bool = False,
 ) -> Config:
     """Read the command line into ``config_type``, a dataclass whose fields were made with :func:`option`.
 
     :param program: the module as it is run, ``"ddp.train"``
     :param argv: the arguments; ``sys.argv[1:]`` when None
+    :param underscores: take each flag also as ``-batch_size``, as many courses' scripts have it
     :raises UsageError: for an unknown flag, an unreadable value, one that is out of its range, or whatever
         ``config_type.__post_init__`` finds wrong with them together
     """
@@ -99,11 +109,16 @@ def parse(
         else:
             settings |= {"type": kind, "choices": field.metadata["choices"]}
             settings["metavar"] = None if field.metadata["choices"] else kind.__name__.upper()
-        parser.add_argument(flag_of(field.name), **settings)
+            if _is_list(hints[field.name]):
+                settings |= {"type": _list_of(kind, field.metadata["choices"]), "choices": None}
+                settings["metavar"] = f"{'|'.join(field.metadata['choices'] or [kind.__name__.upper()])},..."
+        parser.add_argument(flag_of(field.name), *([f"-{field.name}"] if underscores else []), **settings)
     values = vars(parser.parse_args(argv))
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
-        if isinstance(values[field.name], int | float) and not isinstance(values[field.name], bool):
-            _check_range(field, values[field.name])
+        value = values[field.name]
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_range(field, number)
     return config_type(**values)
 
 
@@ -149,17 +164,46 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def _is_list(hint: Any) -> bool:
+    """Whether the type is ``tuple[int, ...]``, or that or None."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return any(typing.get_origin(part) is tuple for part in parts)
+
+
+def _list_of(kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], tuple[Any, ...]]:
+    """argparse's ``type`` for a list: its values between commas."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        values = []
+        for part in text.strip().rstrip(",").split(","):
+            try:
+                values.append(kind(part.strip()))
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {part!r}") from error
+            if choices is not None and values[-1] not in choices:
+                raise argparse.ArgumentTypeError(f"invalid choice: {part!r} (choose from {', '.join(choices)})")
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"{text} names a value twice")
+        return tuple(values)
+
+    return read
+
+
 def _value_type(hint: Any) -> type:
-    """``int`` for ``int`` and for ``int | None``."""
+    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``."""
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
     if hint not in (bool, int, float, str, Path):
         raise TypeError(f"a command's option cannot be of type {hint}")
     return typing.cast(type, hint)
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:
-    text = str(field.metadata["help"])
-    if field.default is not None and not isinstance(field.default, bool):
-        text += f" (default: {field.default})"
+    text, default = str(field.metadata["help"]), field.default
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    if default is not None and not isinstance(default, bool):
+        text += f" (default: {default})"
     return text.replace("%", "%%")  # argparse formats help texts with %

@@ -86,6 +86,24 @@ def plot_samples(
     figure.savefig(path, dpi=110)
 
 
+def plot_grid(path: Path, grid: npt.NDArray[Any], names: Sequence[str], columns: int, title: str) -> None:
+    """A grid of images as ``torchvision.utils.make_grid`` makes it, with a name under each.
+
+    :param grid: ``[height, width, 3]``, uint8 or float in [0, 1]; :param columns: of the grid
+    """
+    rows = -(-len(names) // columns)
+    figure, axes = _figure(1, 1, (1.5 * columns, 1.65 * rows + 0.5), title)
+    plot = axes[0, 0]
+    plot.imshow(grid)
+    plot.set_axis_off()
+    height, width = grid.shape[0] / rows, grid.shape[1] / columns
+    for i, name in enumerate(names):
+        place = (i % columns + 0.5) * width, (i // columns + 1) * height - 4
+        box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
+        plot.text(*place, name, ha="center", va="bottom", fontsize=7, bbox=box)
+    figure.savefig(path, dpi=110)
+
+
 def plot_ratios(path: Path, ratios: dict[str, list[float]], limit: float, title: str, axis_title: str) -> None:
     """Paired ratios, one dot per round and candidate, with the median and a line at the allowed limit."""
     figure, axes = _figure(1, 1, (8, 1.6 + 0.6 * len(ratios)), title)

@@ -1,0 +1,110 @@
+"""From a JPEG file's bytes to pixels: Pillow, and two faster ones where they are installed (extra ``fast``).
+
+All three rest on libjpeg-turbo and give the same pixels. Pillow pays for an image object and a four-byte pixel format of
+its own on the way; the others write RGB where they are told to. All release the GIL while they decode.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from importlib import util
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from common.cli import UsageError
+
+Pixels = npt.NDArray[np.uint8]
+Decoder = Callable[[bytes, Pixels | None], Pixels]
+
+DECODERS = ("pillow", "simplejpeg", "torchcodec")
+
+
+class NotDecodable(Exception):
+    """The bytes are no JPEG image, or not all of one."""
+
+
+def installed() -> tuple[str, ...]:
+    """The decoders that can be used here, the fastest first."""
+    return tuple(name for name in ("simplejpeg", "torchcodec", "pillow") if _is_installed(name))
+
+
+@functools.cache
+def _is_installed(name: str) -> bool:
+    if name == "torchcodec" and util.find_spec(name):
+        try:  # versions before 0.17 decode only video, and are of no use without FFmpeg
+            from torchcodec.decoders import decode_jpeg  # noqa: F401
+        except (ImportError, OSError, RuntimeError):
+            return False
+        return True
+    return name == "pillow" or util.find_spec(name) is not None
+
+
+def get_decoder(name: str) -> Decoder:
+    """The function that decodes with ``name`` of :data:`DECODERS`: ``decode(data, out)``.
+
+    :param data: (of the function) a JPEG file's content: RGB, grey or CMYK
+    :param out: (of the function) uint8 ``[height, width, 3]``, C-contiguous, to decode into if the image has this size
+    :returns: (of the function) uint8 ``[height, width, 3]``, RGB: ``out`` itself, unless it is None or the image's size
+        differs
+    :raises NotDecodable: (the function) for what is no JPEG file, or a part of one
+    :raises UsageError: when it is not installed
+    """
+    if name not in installed():
+        raise UsageError(f"--decoder {name} is not installed: pip install {name}, or use {' or '.join(installed())}")
+    return {"pillow": decode_pillow, "simplejpeg": _decode_simplejpeg, "torchcodec": _decode_torchcodec}[name]
+
+
+def open_pillow(data: bytes) -> Image.Image:
+    """A JPEG file's content as a Pillow image in RGB.
+
+    :raises NotDecodable: for what is no JPEG file, or a part of one
+    """
+    try:
+        return Image.open(io.BytesIO(data), formats=("JPEG",)).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        what = "no JPEG file" if isinstance(error, UnidentifiedImageError) else f"damaged: {error}"
+        raise NotDecodable("empty" if not data else what) from error
+
+
+def decode_pillow(data: bytes, out: Pixels | None = None) -> Pixels:
+    return _place(np.asarray(open_pillow(data)), out)
+
+
+def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
+    import simplejpeg
+
+    try:
+        if out is not None and simplejpeg.decode_jpeg_header(data)[:2] == out.shape[:2]:
+            simplejpeg.decode_jpeg(data, buffer=out)
+            return out
+        pixels: Pixels = simplejpeg.decode_jpeg(data)
+        return pixels
+    except ValueError:
+        # It is stricter than Pillow about what libjpeg warns of. Pillow's word counts, so that all accept the same files.
+        return decode_pillow(data, out)
+
+
+def _decode_torchcodec(data: bytes, out: Pixels | None = None) -> Pixels:
+    import torch
+    from torchcodec.decoders import decode_jpeg
+
+    try:
+        # frombuffer wants memory that may be written to, and cannot be empty
+        pixels: Pixels = (
+            decode_jpeg(torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)).permute(1, 2, 0).numpy()
+        )
+        return _place(pixels, out)
+    except RuntimeError:
+        return decode_pillow(data, out)
+
+
+def _place(pixels: Pixels, out: Pixels | None) -> Pixels:
+    """Copy to ``out``, where there is one of the right size."""
+    if out is None or out.shape != pixels.shape:
+        return pixels
+    out[:] = pixels
+    return out

@@ -1,0 +1,123 @@
+"""``python -m dataloading.lfw_dataset``: what a folder holds, what a batch of it looks like, and how long batches take."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from common.cli import UsageError, command, option, parse
+from common.datasets import start_worker
+from common.plotting import plot_grid
+from dataloading import face_cache
+from dataloading.augmentation import AUGMENTATIONS, course_transform
+from dataloading.batches import collate
+from dataloading.decoders import DECODERS
+from dataloading.lfw_dataset import ON_ERROR, SKIP_LIMIT, LFWDataset
+from dataloading.sampler import ShuffledSampler
+
+PASSES = 5
+SHOWN = 32
+
+
+@dataclass(frozen=True)
+class LFWConfig:
+    """Settings of ``dataloading.lfw_dataset``, each also in the style of ``-num_workers 4``."""
+
+    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: faces drawn for the purpose)")
+    batch_size: int = option(32, "images per batch", minimum=1)
+    num_workers: int = option(0, "loader processes; 0 loads in the main process", minimum=0)
+    visualize_batch: bool = option(False, "draw a batch, with the people's names")
+    get_timing: bool = option(False, f"time {PASSES} passes over --batches-to-check batches")
+    batches_to_check: int = option(100, "batches of each pass of --get-timing", minimum=1)
+    augmentation: str = option("none", "affine is RandomAffine(5, (0.1, 0.1), (0.5, 2.0))", choices=AUGMENTATIONS)
+    decoder: str = option("pillow", "what decodes the JPEGs", choices=DECODERS)
+    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1)
+    on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
+    seed: int = option(0, "of the order", minimum=0)
+    output: Path = option(Path("runs/lfw-dataset"), "folder of the picture")
+
+
+@command
+def main() -> None:
+    config = parse(
+        LFWConfig, "dataloading.lfw_dataset", "A folder of JPEG files, and a first look at it.", underscores=True
+    )
+    dataset = LFWDataset(
+        config.path_to_folder or face_cache.ensure(),
+        transform=course_transform(config.augmentation),
+        with_label=True,
+        decoder=config.decoder,
+        image_size=config.image_size,
+        on_error=config.on_error,
+    )
+    height, width, _ = dataset.image_shape()
+    print(
+        f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.people):,} people, the first {width}x{height}"
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores may be the question
+        images, labels = next(iter(_loader(config, dataset, batches=1)))
+        print(f"a batch: images {images.dtype} {list(images.shape)}, labels {labels.dtype} {list(labels.shape)}")
+        if config.visualize_batch:
+            _visualize(config, dataset, images, labels)
+        if config.get_timing:
+            _time(config, dataset)
+    if dataset.skipped:
+        print(f"{dataset.skipped} files were skipped")
+
+
+def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
+    """The stock loader as courses use it; it goes over the files more than once where they are too few."""
+    length = batches * config.batch_size
+    return DataLoader(
+        dataset,
+        config.batch_size,
+        sampler=ShuffledSampler(len(dataset), seed=config.seed, length=length),
+        num_workers=config.num_workers,
+        collate_fn=collate,
+        worker_init_fn=start_worker,
+    )
+
+
+def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, labels: torch.Tensor) -> None:
+    from torchvision.utils import make_grid
+
+    images, labels = images[:SHOWN], labels[:SHOWN]
+    columns = min(8, len(images))
+    grid = make_grid(images, nrow=columns, padding=2)
+    path = config.output / "batch.png"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = [dataset.people[label].replace("_", " ") for label in labels.tolist()]
+        plot_grid(path, grid.permute(1, 2, 0).numpy(), names, columns, dataset.storage.root)
+    except OSError as error:
+        raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+    print(f"the batch is drawn in {path}")
+    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        from PIL import Image
+
+        Image.open(path).show()
+
+
+def _time(config: LFWConfig, dataset: LFWDataset) -> None:
+    seconds = []
+    for _ in range(PASSES):
+        began = time.perf_counter()
+        for _ in _loader(config, dataset, config.batches_to_check):
+            pass
+        seconds.append(time.perf_counter() - began)
+    images = config.batches_to_check * config.batch_size
+    mean = statistics.mean(seconds)
+    print(
+        f"{config.batches_to_check} batches of {config.batch_size} with {config.num_workers} workers: "
+        f"{mean:.2f} ± {statistics.stdev(seconds):.2f} s over {PASSES} passes, the workers' start included; "
+        f"{images / mean:,.0f} images/s (python -m dataloading.bench finds the best setting)"
+    )
