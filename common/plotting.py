@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +101,89 @@ def plot_grid(path: Path, grid: npt.NDArray[Any], names: Sequence[str], columns:
         place = (i % columns + 0.5) * width, (i // columns + 1) * height - 4
         box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
         plot.text(*place, name, ha="center", va="bottom", fontsize=7, bbox=box)
+    figure.savefig(path, dpi=110)
+
+
+def plot_sweep(
+    path: Path,
+    x_title: str,
+    x_values: Sequence[Any],
+    curves: Mapping[str, Mapping[int, tuple[list[float], int]]],
+    *,
+    cores: int,
+    title: str,
+) -> None:
+    """Repeated runs over one axis: their seconds (mean, one standard deviation up and down) and images/s.
+
+    :param x_values: numbers or words, drawn at equal distances; where they are counts of workers, ``cores`` is marked
+    :param curves: for each, by position in ``x_values``, the seconds of its runs and the images in one
+    """
+    figure, axes = _figure(1, 2, (11, 4.4), title)
+    seconds_plot, rate_plot = axes[0]
+    for number, (label, points) in enumerate(curves.items()):
+        positions = sorted(points)
+        seconds = [np.array(points[position][0]) for position in positions]
+        style: dict[str, Any] = {
+            "color": COLORS[number % len(COLORS)],
+            "marker": "os^Dv"[number // len(COLORS) % 5],
+            "label": label,
+            "markersize": 5,
+            "capsize": 4,
+        }
+        deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in seconds]
+        seconds_plot.errorbar(positions, [runs.mean() for runs in seconds], deviations, **style)
+        rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
+        deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in rates]
+        rate_plot.errorbar(positions, [runs.mean() for runs in rates], deviations, **style)
+    for plot, y_title in ((seconds_plot, "seconds per run"), (rate_plot, "images/s")):
+        plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
+        plot.set_xlabel(x_title.replace("_", " "))
+        plot.set_ylabel(y_title)
+        plot.set_ylim(bottom=0)
+        plot.grid(alpha=0.25)
+        if x_title == "workers" and cores in x_values:
+            plot.axvline(list(x_values).index(cores), color="0.4", linewidth=1, linestyle="--")
+            plot.annotate(
+                f" {cores} usable cores", (list(x_values).index(cores), plot.get_ylim()[1] * 0.02), fontsize=8
+            )
+    if len(curves) > 1:
+        rate_plot.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def plot_bars(
+    path: Path,
+    bars: Mapping[str, tuple[float, float, float]],
+    *,
+    ceiling: float,
+    ceiling_title: str,
+    x_title: str,
+    title: str,
+) -> None:
+    """One bar below the other, each with its value and how many times the first's it is, and a line at the ceiling.
+
+    :param bars: median, lower and upper quartile
+    """
+    figure, axes = _figure(1, 1, (10, 1.4 + 0.5 * len(bars)), title)
+    plot = axes[0, 0]
+    medians = [median for median, _, _ in bars.values()]
+    errors = [[median - low for median, low, _ in bars.values()], [high - median for median, _, high in bars.values()]]
+    colors = [COLORS[5], *[COLORS[0]] * (len(bars) - 1)]
+    plot.barh(
+        range(len(bars)), medians, xerr=errors, color=colors, height=0.62, error_kw={"capsize": 3, "ecolor": "0.3"}
+    )
+    for position, (median, _, high) in enumerate(bars.values()):
+        text = f"{median:,.0f}   {median / medians[0]:.1f}x   {100 * median / ceiling:.0f} % of the ceiling"
+        inside = max(high, median) > 0.7 * ceiling
+        place = min(median, ceiling) - 0.01 * ceiling if inside else high + 0.015 * ceiling
+        color = "white" if inside else "black"
+        plot.text(place, position, text, va="center", ha="right" if inside else "left", fontsize=8.5, color=color)
+    plot.axvline(ceiling, color=COLORS[1], linewidth=1.5)
+    plot.text(ceiling, -0.62, ceiling_title + "  ", ha="right", va="bottom", fontsize=8.5, color=COLORS[1])
+    plot.set_yticks(range(len(bars)), list(bars))
+    plot.set_ylim(len(bars) - 0.45, -0.95)
+    plot.set_xlim(0, 1.06 * max(ceiling, *medians))
+    plot.set_xlabel(x_title)
     figure.savefig(path, dpi=110)
 
 

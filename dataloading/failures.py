@@ -1,0 +1,75 @@
+"""What loaders die of, in words.
+
+``DataLoader`` reports a worker that was killed, a full ``/dev/shm`` and too many open files as ``RuntimeError`` or
+``OSError`` from wherever they happened to surface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+
+from common.cli import UsageError
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn such errors into a line that says what to do.
+
+    :raises UsageError: in their place; other errors pass as they are
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except (RuntimeError, OSError) as error:
+        explanation = explain(error)
+        if explanation is None:
+            raise
+        raise UsageError(explanation) from error
+
+
+def explain(error: BaseException) -> str | None:
+    """The line for an error; None for one that is not of this kind."""
+    text = str(error)
+    worker = re.search(
+        r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (exited unexpectedly|is killed by signal: (\w+))", text
+    )
+    if worker:
+        signal = _signal_of(worker[3] or text)
+        return f"loader worker (pid {worker[1]}) {'died' if signal is None else 'was killed'}: {_reason(signal)}"
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+        return (
+            "too many open files: each batch on its way holds some; raise the limit (ulimit -n 65536), or use fewer "
+            "workers or a smaller --prefetch-factor"
+        )
+    if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
+        return f"shared memory (/dev/shm) is full: {_first_line(text)}; {_SHARED_MEMORY}"
+    return None
+
+
+_SHARED_MEMORY = (
+    "make it larger (in a container, --shm-size or --ipc=host), or use a smaller --batch-size, --prefetch-factor or "
+    "number of workers"
+)
+
+
+def _signal_of(text: str) -> str | None:
+    for name in ("Killed", "Bus error", "Segmentation fault", "Aborted", "Terminated"):
+        if name in text:
+            return name
+    return None
+
+
+def _reason(signal: str | None) -> str:
+    return {
+        "Killed": "the kernel does this when memory runs out (see dmesg): use fewer workers or smaller batches",
+        "Bus error": f"shared memory ran out (df /dev/shm): {_SHARED_MEMORY}",
+        "Terminated": "somebody sent it SIGTERM",
+    }.get(signal or "", f"{signal or 'no reason is known'}; its own message may be above")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""

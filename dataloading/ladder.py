@@ -1,0 +1,178 @@
+"""How the fast loader got there: from the pipeline that courses teach, one change at a time.
+
+    python -m dataloading.ladder
+    python -m dataloading.ladder --augmentation affine
+
+Every rung is measured in the same rounds, and so is the ceiling: the fastest installed decoder alone, on all usable cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from common.cli import UsageError, command, option, parse
+from common.datasets import keep_batch, start_worker
+from common.machine import describe_machine, usable_cores
+from common.plotting import plot_bars
+from common.process_group import find_place
+from common.rank_logging import Progress, rank_logging
+from common.run_directory import write_json
+from common.timing import Spread, interleave, paired_ratio
+from dataloading import face_cache
+from dataloading.augmentation import AUGMENTATIONS, course_transform
+from dataloading.batches import LFWBatches
+from dataloading.ceiling import Ceiling, fastest_decoder
+from dataloading.failures import explained
+from dataloading.fast_loader import FastLoader
+from dataloading.lfw_dataset import LFWDataset
+from dataloading.sampler import ShuffledBatches, ShuffledSampler
+from dataloading.settings import Listed
+from dataloading.storage import Storage, open_storage
+from dataloading.sweep import Run
+
+CEILING_IMAGES = 2048
+Make = Callable[[int], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    """Settings of ``dataloading.ladder``."""
+
+    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
+    augmentation: str = option("none", "of each image", choices=AUGMENTATIONS)
+    workers: int | None = option(None, "of every rung but the first (default: the usable cores)", minimum=1)
+    batch_size: int = option(64, "images per batch", minimum=1)
+    batches: int = option(40, "batches of each run", minimum=1)
+    repeats: int = option(7, "rounds that count", minimum=2)
+    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1)
+    output: Path = option(Path("runs/ladder"), "folder of the JSON and the PNG")
+
+
+@command
+def main() -> None:
+    config = parse(LadderConfig, "dataloading.ladder", __doc__)
+    place = find_place({}, backend="gloo")
+    with rank_logging(place), explained(), contextlib.ExitStack() as stack:
+        try:
+            config.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+        storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
+        files = LFWDataset(storage)
+        images = [files.read(i % len(files)) for i in range(CEILING_IMAGES)]
+        decoder = fastest_decoder(images)
+        ceiling = Ceiling(images, decoder, usable_cores())
+        stack.callback(ceiling.close)
+
+        workers = config.workers or usable_cores()
+        rungs = _rungs(config, storage, workers, decoder)
+        runs = {name: Run(make, count, 2, config.batches, torch.device("cpu")) for name, (count, make) in rungs.items()}
+        progress = stack.enter_context(Progress(place, "ladder", config.repeats + 1))
+        seconds = interleave(
+            {**runs, "ceiling": ceiling},
+            config.repeats,
+            after_round=lambda done: progress.advance(1, f"{len(runs)} rungs and the ceiling"),
+        )
+        for run in runs.values():
+            run.close()
+        print(report(config, storage.root, seconds, decoder, ceiling.images))
+
+
+def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -> dict[str, tuple[int, Make]]:
+    """Each rung's name, number of workers, and loader of so many batches. The first is there with several numbers."""
+    from torchvision.transforms import PILToTensor
+
+    def files(decoder: str, **settings: Any) -> LFWDataset:
+        return LFWDataset(storage, with_label=True, decoder=decoder, image_size=config.image_size, **settings)
+
+    def sampler(dataset: LFWDataset, batches: int) -> ShuffledSampler:
+        return ShuffledSampler(len(dataset), length=batches * config.batch_size)
+
+    def per_image(dataset: LFWDataset, workers: int) -> Make:
+        return lambda batches: _stock(dataset, workers, batch_size=config.batch_size, sampler=sampler(dataset, batches))
+
+    def whole(dataset: LFWDataset) -> Make:
+        return lambda batches: _stock(
+            LFWBatches(dataset),
+            workers,
+            batch_sampler=ShuffledBatches(sampler(dataset, batches), config.batch_size),
+            collate_fn=keep_batch,
+        )
+
+    def fast(dataset: LFWDataset, crew: str) -> Make:
+        return lambda batches: FastLoader(
+            LFWBatches(dataset),
+            batch_sampler=ShuffledBatches(sampler(dataset, batches), config.batch_size),
+            num_workers=workers,
+            crew=crew,
+            prefetch_batches=2 * workers,
+        )
+
+    augmented = {"augmentation": config.augmentation}
+    course = files("pillow", transform=course_transform(config.augmentation))
+    counts = sorted({1, workers, workers + 1, 2 * workers})
+    rungs = {f"{COURSE}, {count} workers": (count, per_image(course, count)) for count in counts}
+    rungs["uint8 instead of float"] = workers, per_image(files("pillow", transform=PILToTensor(), **augmented), workers)
+    rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
+    if decoder != "pillow":
+        rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
+    crews = ("threads", "processes") if config.augmentation != "none" or config.image_size else ("processes", "threads")
+    for crew in crews:
+        rungs[f"fast loader: memory used again, {crew}"] = workers, fast(files(decoder, **augmented), crew)
+    return rungs
+
+
+COURSE = "the course's pipeline"
+
+
+def _stock(dataset: Any, workers: int, **settings: Any) -> DataLoader[Any]:
+    with warnings.catch_warnings():  # more workers than cores may be the question
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        return DataLoader(dataset, num_workers=workers, worker_init_fn=start_worker, **settings)
+
+
+def report(config: LadderConfig, root: str, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:
+    """Write the JSON and the PNG, and say what they say."""
+    images = dict.fromkeys(seconds, config.batches * config.batch_size) | {"ceiling": ceiling_images}
+    rates = {name: [images[name] / s for s in runs] for name, runs in seconds.items()}
+    courses = [name for name in rates if name.startswith(COURSE)]
+    best_course = max(courses, key=lambda name: statistics.median(rates[name]))
+    shown = [best_course, *[name for name in rates if name not in courses and name != "ceiling"]]
+    ceiling = rates["ceiling"]
+    lines = [f"{'':>52}  images/s [quartiles]            of the course's at its best   of the ceiling"]
+    lines += [
+        f"{name:>52}  {Spread.of(rates[name]):>8,.0f}   {paired_ratio(rates[name], rates[best_course]):.2f}   "
+        f"{100 * paired_ratio(rates[name], ceiling).median:4.0f} %"
+        for name in [*shown, "ceiling"]
+    ]
+    others = (f"{name.split(', ')[1]} {statistics.median(rates[name]):,.0f}" for name in courses)
+    lines.append(f"the course's pipeline with {', '.join(others)}")
+    write_json(
+        config.output / f"ladder-{config.augmentation}.json",
+        {"machine": describe_machine(), "root": root, "decoder": decoder, "images_per_s": rates},
+    )
+    picture = config.output / f"ladder-{config.augmentation}.png"
+    bars = {name: (Spread.of(rates[name])) for name in shown}
+    plot_bars(
+        picture,
+        {name: (spread.median, spread.low, spread.high) for name, spread in bars.items()},
+        ceiling=statistics.median(ceiling),
+        ceiling_title=f"ceiling: {decoder} alone on {usable_cores()} cores, {statistics.median(ceiling):,.0f}",
+        x_title="images/s (median and quartiles)",
+        title=f"{root}, batches of {config.batch_size}, augmentation {config.augmentation}",
+    )
+    return "\n".join([*lines, f"results in {config.output}: {picture.name}, {picture.stem}.json"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What one image costs, stage by stage, and what a batch costs on its way to the main process.
+
+The stages are timed where they happen, in the data set itself (``LFWDataset.span``), in one process that has nothing else
+to do. Next to the wall time stands the time that the CPU worked: a stage that only waits costs no core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DataLoader, Dataset
+
+from common.datasets import BatchKey
+from dataloading.batches import LFWBatches, collate
+from dataloading.lfw_dataset import LFWDataset
+from dataloading.sampler import SampleKey
+from dataloading.settings import Setting, each
+
+STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "hand-over")
+SAMPLES = 256
+SLOW_SAMPLES = 64
+SENT_BATCHES = 60
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds per image: of the clock, and of the CPU."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What an image costs on its way into a batch.
+
+    :param stages: by the names of :data:`STAGES`, those that the setting has
+    :param receiving: of the ``hand-over``, the main process's own part: CPU seconds per image
+    """
+
+    stages: dict[str, Stage]
+    receiving: float
+
+    @property
+    def wall(self) -> float:
+        """Seconds per image of one worker."""
+        return sum(stage.wall for stage in self.stages.values())
+
+    @property
+    def waiting(self) -> float:
+        """The share of it in which the CPU had nothing to do."""
+        return max(0.0, 1 - sum(stage.cpu for stage in self.stages.values()) / self.wall)
+
+    @property
+    def largest(self) -> str:
+        """The stage that takes longest."""
+        return max(self.stages, key=lambda name: self.stages[name].wall)
+
+
+class _Stopwatch:
+    """Adds up the time of spans by their name."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        yield
+        self.wall[stage] += time.perf_counter() - wall
+        self.cpu[stage] += time.thread_time() - cpu
+
+    def clear(self) -> None:
+        self.wall.clear()
+        self.cpu.clear()
+
+
+def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
+    """Load some images in this process with a stopwatch, and send batches of them over from a worker.
+
+    :param dataset: as ``Library.dataset`` gives it for the setting
+    """
+    rng = np.random.default_rng(0)
+    samples = rng.permutation(len(dataset))[: SLOW_SAMPLES if setting.latency_ms else max(setting.batch_size, SAMPLES)]
+    stopwatch, before = _Stopwatch(), dataset.span
+    dataset.span = stopwatch
+    try:
+        for epoch in range(2):  # the first warms up
+            stopwatch.clear()
+            items = _load(dataset, setting, epoch, samples, stopwatch)
+    finally:
+        dataset.span = before
+    receiving = 0.0
+    if items and setting.uses_processes:
+        total, receiving = _send(items[: setting.batch_size], setting)
+        collating = stopwatch.wall["collate"] / len(samples)
+        stopwatch.wall["hand-over"] = stopwatch.cpu["hand-over"] = max(0.0, total - collating) * len(samples)
+    stages = {
+        name: Stage(stopwatch.wall[name] / len(samples), stopwatch.cpu[name] / len(samples))
+        for name in STAGES
+        if name in stopwatch.wall
+    }
+    return StageCosts(stages, receiving)
+
+
+def _load(
+    dataset: LFWDataset, setting: Setting, epoch: int, samples: npt.NDArray[np.int64], stopwatch: _Stopwatch
+) -> list[Any]:
+    """What a worker does with its batches, without a worker; for the stock loader, the items that it collates."""
+    kept: list[Any] = []
+    for start in range(0, len(samples), setting.batch_size):
+        part = samples[start : start + setting.batch_size]
+        if setting.loader == "stock":
+            kept = [dataset[SampleKey(epoch, int(sample))] for sample in part]
+            with stopwatch("collate"):
+                collate(kept)
+        else:
+            LFWBatches(dataset).__getitems__(BatchKey(epoch, part))
+    return kept
+
+
+class _Ready(Dataset[Any]):
+    """Items that lie ready: a worker has nothing to do but collate them and hand them over."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return self.items
+
+
+def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
+    """Seconds per image of one worker that only collates and sends, and of these the main process's CPU seconds.
+
+    In a worker, ``default_collate`` writes into shared memory, whose pages are made as it does; so it is timed there, and
+    the part that it takes anyway is known.
+    """
+    count = SENT_BATCHES * len(items)
+    loader: DataLoader[Any] = DataLoader(
+        _Ready(items),
+        len(items),
+        sampler=range(count),
+        num_workers=1,
+        collate_fn=collate,
+        multiprocessing_context=setting.start_method,
+    )
+    iterator = each(loader)
+    for _ in range(SENT_BATCHES // 4):
+        next(iterator)
+    wall, cpu = time.perf_counter(), time.thread_time()
+    images = sum(len(items) for _ in iterator)
+    return (time.perf_counter() - wall) / images, (time.thread_time() - cpu) / images
