@@ -127,6 +127,7 @@ def plot_sweep(
             "color": COLORS[number % len(COLORS)],
             "marker": "os^Dv"[number // len(COLORS) % 5],
             "label": label,
+            "linestyle": "none" if isinstance(x_values[0], str | bool) else "-",
             "markersize": 5,
             "capsize": 4,
         }
@@ -167,22 +168,20 @@ def plot_bars(
     figure, axes = _figure(1, 1, (10, 1.4 + 0.5 * len(bars)), title)
     plot = axes[0, 0]
     medians = [median for median, _, _ in bars.values()]
+    edge = max(ceiling, *(high for _, _, high in bars.values()))
     errors = [[median - low for median, low, _ in bars.values()], [high - median for median, _, high in bars.values()]]
     colors = [COLORS[5], *[COLORS[0]] * (len(bars) - 1)]
     plot.barh(
         range(len(bars)), medians, xerr=errors, color=colors, height=0.62, error_kw={"capsize": 3, "ecolor": "0.3"}
     )
-    for position, (median, _, high) in enumerate(bars.values()):
+    for position, median in enumerate(medians):
         text = f"{median:,.0f}   {median / medians[0]:.1f}x   {100 * median / ceiling:.0f} % of the ceiling"
-        inside = max(high, median) > 0.7 * ceiling
-        place = min(median, ceiling) - 0.01 * ceiling if inside else high + 0.015 * ceiling
-        color = "white" if inside else "black"
-        plot.text(place, position, text, va="center", ha="right" if inside else "left", fontsize=8.5, color=color)
+        plot.text(1.03 * edge, position, text, va="center", fontsize=9)
     plot.axvline(ceiling, color=COLORS[1], linewidth=1.5)
     plot.text(ceiling, -0.62, ceiling_title + "  ", ha="right", va="bottom", fontsize=8.5, color=COLORS[1])
     plot.set_yticks(range(len(bars)), list(bars))
     plot.set_ylim(len(bars) - 0.45, -0.95)
-    plot.set_xlim(0, 1.06 * max(ceiling, *medians))
+    plot.set_xlim(0, 1.4 * edge)
     plot.set_xlabel(x_title)
     figure.savefig(path, dpi=110)
 

@@ -174,9 +174,9 @@ def report(
         explain(chosen, costs, len(library.dataset(chosen.setting)), usable_cores()),
     ]
     if step_s is not None:
-        verdict.append(waiting_for(sweep, step_s))
+        verdict.append(waiting_for(sweep, step_s, axes))
         if not torch.cuda.is_available():
-            verdict.append("(on this machine a training step would compete with loading for the same cores)")
+            verdict.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
     if library.skipped:
         verdict.append(f"{library.skipped} times, a file that could not be read was skipped")
     write_json(
@@ -224,7 +224,8 @@ def _curves(
 ) -> tuple[str, list[Any], dict[str, dict[int, tuple[list[float], int]]]]:
     """The sweep as a figure's curves: the x axis (the workers, where they vary), its values, and for each combination of the
     others, by position, the seconds of each run and its images."""
-    x_axis = "workers" if "workers" in axes or not axes else axes[0]
+    numbers = [axis for axis in axes if not isinstance(getattr(sweep[0].setting, axis), str | bool)]
+    x_axis = next((axis for axis in ("workers", *numbers) if axis in axes), axes[0] if axes else "workers")
     others = [axis for axis in axes if axis != x_axis]
     values = sorted({getattr(measured.setting, x_axis) for measured in sweep})
     curves: dict[str, dict[int, tuple[list[float], int]]] = {}

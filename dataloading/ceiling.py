@@ -6,6 +6,7 @@ From bytes that lie in memory, into a buffer that is used again: no files, no ba
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from common.cli import UsageError
+from dataloading.crews import PARENT_CHECK_S
 from dataloading.decoders import decode_pillow, get_decoder, installed
 
 TRIED = 200
@@ -51,9 +53,14 @@ class Ceiling:
             self._workers.append((process, ours))
 
     def __call__(self) -> float:
-        for _, pipe in self._workers:
-            pipe.send(True)
-        return max(self._answer(process, pipe) for process, pipe in self._workers)
+        try:
+            for _, pipe in self._workers:
+                pipe.send(True)
+            return float(max(pipe.recv() for _, pipe in self._workers))
+        except (EOFError, OSError) as error:
+            raise UsageError(
+                "a process that measures the ceiling died: it may have been killed for its memory"
+            ) from error
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -62,22 +69,16 @@ class Ceiling:
             process.close()
             pipe.close()
 
-    @staticmethod
-    def _answer(process: Any, pipe: Any) -> float:
-        try:
-            seconds: float = pipe.recv()
-        except EOFError as error:
-            raise UsageError(
-                f"the decoding process {process.pid} died: it may have been killed for its memory"
-            ) from error
-        return seconds
-
 
 def _decode(pipe: Connection, images: Sequence[bytes], decoder: str) -> None:
+    """A process's life; it ends with the one that made it, whose end of the pipe our siblings also hold."""
+    parent = os.getppid()
     decode = get_decoder(decoder)
     out = np.empty_like(decode_pillow(images[0])) if images else np.empty(0, np.uint8)
-    while pipe.recv():
-        began = time.perf_counter()
-        for data in images:
-            decode(data, out)
-        pipe.send(time.perf_counter() - began)
+    while os.getppid() == parent:
+        if pipe.poll(PARENT_CHECK_S):
+            pipe.recv()
+            began = time.perf_counter()
+            for data in images:
+                decode(data, out)
+            pipe.send(time.perf_counter() - began)

@@ -38,8 +38,7 @@ def explain(error: BaseException) -> str | None:
         r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (exited unexpectedly|is killed by signal: (\w+))", text
     )
     if worker:
-        signal = _signal_of(worker[3] or text)
-        return f"loader worker (pid {worker[1]}) {'died' if signal is None else 'was killed'}: {_reason(signal)}"
+        return f"loader worker (pid {worker[1]}) was killed: {_reason(text)}"
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
             "too many open files: each batch on its way holds some; raise the limit (ulimit -n 65536), or use fewer "
@@ -56,19 +55,17 @@ _SHARED_MEMORY = (
 )
 
 
-def _signal_of(text: str) -> str | None:
-    for name in ("Killed", "Bus error", "Segmentation fault", "Aborted", "Terminated"):
-        if name in text:
-            return name
-    return None
-
-
-def _reason(signal: str | None) -> str:
-    return {
-        "Killed": "the kernel does this when memory runs out (see dmesg): use fewer workers or smaller batches",
+def _reason(text: str) -> str:
+    out_of_memory = "the kernel does this when memory runs out (see dmesg): use fewer workers or smaller batches"
+    reasons = {
+        "Killed": out_of_memory,
         "Bus error": f"shared memory ran out (df /dev/shm): {_SHARED_MEMORY}",
         "Terminated": "somebody sent it SIGTERM",
-    }.get(signal or "", f"{signal or 'no reason is known'}; its own message may be above")
+        "Segmentation fault": "a library in it crashed; try another --decoder",
+    }
+    return next(
+        (reason for signal, reason in reasons.items() if signal in text), f"by whom is not known; {out_of_memory}"
+    )
 
 
 def _first_line(text: str) -> str:

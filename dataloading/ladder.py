@@ -69,7 +69,7 @@ def main() -> None:
             raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
-        images = [files.read(i % len(files)) for i in range(CEILING_IMAGES)]
+        images = [_readable(files, i % len(files)) for i in range(CEILING_IMAGES)]
         decoder = fastest_decoder(images)
         ceiling = Ceiling(images, decoder, usable_cores())
         stack.callback(ceiling.close)
@@ -86,6 +86,15 @@ def main() -> None:
         for run in runs.values():
             run.close()
         print(report(config, storage.root, seconds, decoder, ceiling.images))
+
+
+def _readable(files: LFWDataset, sample: int) -> bytes:
+    """A file's content, which has been decoded once: the ladder is no place to meet a broken file.
+
+    :raises BadFile: when it is one
+    """
+    files.image(sample)
+    return files.read(sample)
 
 
 def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -> dict[str, tuple[int, Make]]:

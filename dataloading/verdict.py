@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -58,57 +59,59 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
     if start_s > epoch_s:
         cure = "" if setting.persistent_workers else ": --persistent-workers yes saves it in all epochs but the first"
         return f"startup-bound: the workers take {start_s:.2f} s to start, an epoch {epoch_s:.2f} s{cure}"
-    if costs.waiting > 0.5:
-        threads = max(2, round(cores / (1 - costs.waiting) / max(1, setting.workers)))
+    workers, requests = max(1, setting.workers), max(1, setting.workers) * setting.fetch_threads
+    busy_cores = requests * (1 - costs.waiting)
+    if costs.waiting > 0.5 and busy_cores < 0.8 * cores:
+        threads = min(64, math.ceil(cores / (1 - costs.waiting) / workers))
         return (
             f"latency-bound: {100 * costs.waiting:.0f} % of an image's {_ms(costs.wall)} is waiting for storage, in which no "
-            f"core works: more requests at a time would help (--fetch-threads {min(threads, 64)}), more cores would not"
+            f"core works; more requests at a time help (--fetch-threads {max(threads, 2 * setting.fetch_threads)}), more "
+            "cores do not"
         )
     largest = costs.largest
-    share = f"{100 * costs.stages[largest].wall / costs.wall:.0f} % of an image's {_ms(costs.wall)}"
+    share = f"{100 * costs.stages[largest].cpu / costs.cpu:.0f} % of an image's {_ms(costs.cpu)}"
     if largest in ("hand-over", "collate"):
         return (
             f"transfer-bound: {share} goes into {largest}, not into the image; a quarter of the bytes (uint8 instead of "
             "float), or none that must travel, would help: --loader fast"
         )
     if largest in ("augment", "resize", "transform"):
-        word = {"augment": "augmentation", "resize": "resizing", "transform": "transform"}[largest]
-        return f"{word}-bound: {share} goes into it; do it on whole batches on the device, or do less"
+        word = {"augment": "augmentation", "resize": "resizing", "transform": "the transform to a tensor"}[largest]
+        return f"{largest}-bound: {share} goes into {word}; do it for whole batches on the device, or do less"
     if largest in ("open", "read"):
-        return f"storage-bound: {share} goes into {largest}ing files: larger files that hold many images would help"
-    faster = (
-        "" if setting.decoder != "pillow" else "; a faster decoder would help (pip install 'raw-ddp[fast]', --decoder)"
-    )
-    return f"decode-bound: {share} goes into decoding, and {cores} cores can do no more than that{faster}"
+        return f"storage-bound: {share} goes into {largest}ing files; fewer and larger files would help"
+    faster = "" if setting.decoder != "pillow" else "; a faster decoder helps (pip install 'raw-ddp[fast]', --decoder)"
+    saturated = f"on all of {cores} cores" if requests >= cores else f"and {cores} cores can do more than {requests}"
+    return f"decode-bound: {share} goes into decoding, {saturated}{faster}"
 
 
-def waiting_for(sweep: list[Measured], step_s: float) -> str:
-    """Whether training with steps of this length would wait for its data, and with how many workers it would not."""
-    lines = []
-    enough = None
-    for measured in sorted(sweep, key=lambda m: (m.setting.workers, m.setting.fetch_threads)):
-        load_s = statistics.median(measured.per_image) * measured.setting.batch_size
-        share = max(0.0, 1 - step_s / load_s)
-        workers = measured.setting.workers
-        busy = load_s + step_s if workers == 0 else max(load_s, step_s)  # nobody loads while the main process computes
-        if workers == 0:
-            share = load_s / busy
-        if share < 0.01 and enough is None:
-            enough = workers
-        lines.append((workers, load_s, share))
-    fastest = min(lines, key=lambda line: line[1] if line[0] else float("inf"))
-    step = f"a step of {_ms(step_s)}"
-    if enough is not None:
-        return f"{step} would not wait for data with {enough} worker{'' if enough == 1 else 's'} (or more)"
+def waiting_for(sweep: list[Measured], step_s: float, axes: list[str]) -> str:
+    """Whether training with steps of this length would wait for its data, and which setting cures it.
+
+    It supposes that the step leaves the workers their cores, as a GPU's does.
+    """
+    enough = [measured for measured in sweep if wait_share(measured, step_s) < 0.01]
+    step = f"a training step of {_ms(step_s)}"
+    if enough:
+        return f"{step} does not wait for its batch with {min(enough, key=_cost).setting.label(axes)}"
+    least = min(sweep, key=lambda measured: wait_share(measured, step_s))
+    batch_s = statistics.median(least.per_image) * least.setting.batch_size
     return (
-        f"{step} would wait for data {100 * fastest[2]:.0f} % of the time even with {fastest[0]} workers (a batch takes "
-        f"{_ms(fastest[1])}): no number of workers tried here cures that"
+        f"{step} waits for data {100 * wait_share(least, step_s):.0f} % of the time even with {least.setting.label(axes)} "
+        f"(a batch takes {_ms(batch_s)}); nothing tried cures that: loading must be {batch_s / step_s:.1f} times as fast"
     )
+
+
+def wait_share(measured: Measured, step_s: float) -> float:
+    """The share of training's time that it would wait for data."""
+    batch_s = statistics.median(measured.per_image) * measured.setting.batch_size
+    if measured.setting.workers == 0:  # the main process loads, and computes nothing meanwhile
+        return batch_s / (batch_s + step_s)
+    return max(0.0, 1 - step_s / batch_s)
 
 
 def confidence(recommendation: Recommendation, axes: list[str]) -> str:
     """How sure the choice is: who cannot be told from it, or by how much the next is slower."""
-    chosen = recommendation.chosen
     if recommendation.equals:
         names = " and ".join(measured.setting.label(axes) for measured in recommendation.equals)
         return f"{names} {'is' if len(recommendation.equals) == 1 else 'are'} within noise of it, and cost more"

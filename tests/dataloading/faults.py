@@ -1,0 +1,289 @@
+"""What the tests of data loading share: pictures, every loader by name, damaged files, a server with faults, and a look at
+what is left behind.
+
+    python -m tests.dataloading.faults LOADER FOLDER
+
+goes over the folder with a loader of :data:`LOADERS` without end, for a test that interrupts or kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import http.server
+import os
+import re
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.transforms import PILToTensor
+
+from common.datasets import keep_batch, start_worker
+from dataloading import crews
+from dataloading.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.fast_loader import FastLoader
+from dataloading.lfw_dataset import LFWDataset
+from dataloading.sampler import ShuffledBatches, ShuffledSampler
+from dataloading.storage import BadFile
+
+WIDTH, HEIGHT = 24, 20
+BATCH_SIZE = 4
+
+
+def save_picture(
+    path: Path, seed: int, *, size: tuple[int, int] = (WIDTH, HEIGHT), mode: str = "RGB", **settings: Any
+) -> None:
+    """A JPEG of soft colours, another for each seed."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, {"L": 1, "RGB": 3, "CMYK": 4}[mode]), np.uint8)
+    channels = [
+        Image.fromarray(channel).resize(size, Image.Resampling.BICUBIC) for channel in coarse.transpose(2, 0, 1)
+    ]
+    Image.merge(mode, channels).save(path, "JPEG", **settings)
+
+
+# Every way to load a folder: each yields the same (images uint8 [n, 3, height, width], labels) in the same order.
+
+
+def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, threads: int = 0) -> Iterator[Any]:
+    """The stock loader, which fetches one sample after the other, or a batch's samples in threads."""
+    files.transform, files.with_label = PILToTensor(), True
+    sampler = ShuffledSampler(len(files), seed=files.seed)
+    sampler.set_epoch(epoch)
+    return iter(
+        DataLoader(
+            ThreadedFetch(files, threads) if threads else files,
+            batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            collate_fn=collate,
+            worker_init_fn=start_worker,
+        )
+    )
+
+
+def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
+    """The stock loader over a data set that fills whole batches."""
+    sampler = ShuffledBatches(ShuffledSampler(len(files), seed=files.seed), batch_size)
+    sampler.set_epoch(epoch)
+    collate_fn: Any = keep_batch
+    return iter(
+        DataLoader(
+            LFWBatches(files),
+            batch_sampler=sampler,  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=collate_fn,
+            worker_init_fn=start_worker,
+        )
+    )
+
+
+def fast(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, **settings: Any) -> Iterator[Any]:
+    """The fast loader; a persistent one is in its second epoch."""
+    loader = FastLoader(LFWBatches(files), batch_size, shuffle=True, num_workers=workers, **settings)
+    if settings.get("persistent_workers"):
+        loader.set_epoch(epoch + 1)
+        for _ in loader:
+            pass
+    loader.set_epoch(epoch)
+    return iter(loader)
+
+
+Load = Callable[[LFWDataset, int, int], Iterator[Any]]
+
+LOADERS: dict[str, Load] = {
+    "stock": stock,
+    "stock-2": functools.partial(stock, workers=2),
+    "stock-threaded-fetch": functools.partial(stock, threads=3),
+    "stock-2-threaded-fetch": functools.partial(stock, workers=2, threads=3),
+    "whole-batches": whole_batches,
+    "whole-batches-2": functools.partial(whole_batches, workers=2),
+    "fast": fast,
+    "fast-1-thread": functools.partial(fast, workers=1, crew="threads"),
+    "fast-3-threads": functools.partial(fast, workers=3, crew="threads"),
+    "fast-3-kept-threads": functools.partial(fast, workers=3, crew="threads", persistent_workers=True),
+    "fast-1-process": functools.partial(fast, workers=1, crew="processes"),
+    "fast-2-processes": functools.partial(fast, workers=2, crew="processes"),
+    "fast-3-kept-processes": functools.partial(fast, workers=3, crew="processes", persistent_workers=True),
+}
+# Starting these takes seconds.
+SPAWNED: dict[str, Load] = {
+    "fast-2-spawned-processes": functools.partial(fast, workers=2, crew="processes", multiprocessing_context="spawn")
+}
+EVERY_LOADER = LOADERS | SPAWNED
+
+
+def load(
+    loader: str, files: LFWDataset, epoch: int = 0, batch_size: int = BATCH_SIZE
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """An epoch's batches, by a loader of :data:`EVERY_LOADER`."""
+    nothing = torch.empty(0, 3, HEIGHT, WIDTH, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
+    for batch in EVERY_LOADER[loader](files, epoch, batch_size):
+        yield tuple(batch) if len(batch) else nothing  # ``collate`` gives an empty list where all were skipped
+
+
+def error_in(batches: Iterable[Any]) -> str:
+    """The message of the bad file that ends an epoch; the stock loader's workers end as soon as nothing refers to it."""
+    try:
+        for _ in batches:
+            pass
+    except BadFile as error:
+        traceback.clear_frames(error.__traceback__)
+        return str(error)
+    raise AssertionError("no file was bad")
+
+
+def order_of(files: LFWDataset, epoch: int = 0) -> list[int]:
+    """The samples as every loader gives them."""
+    return ShuffledSampler(len(files), seed=files.seed).order(epoch)
+
+
+# Damage
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-60])
+
+
+def _make_garbage(path: Path) -> None:
+    path.write_bytes(b"no picture at all" * 40)
+
+
+def _make_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _make_unreadable(path: Path) -> None:
+    """So that even root cannot read it."""
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (_truncate, "is damaged: image file is truncated"),
+    "no JPEG": (_make_garbage, "is no JPEG file"),
+    "empty": (_make_empty, "is empty"),
+    "vanished": (Path.unlink, "cannot be opened: No such file or directory"),
+    "unreadable": (_make_unreadable, "cannot be read: Is a directory"),
+}
+
+
+# A server
+
+
+class FaultyServer(http.server.ThreadingHTTPServer):
+    """Serves a folder, with a fault for each of the next requests for a picture.
+
+    :ivar faults: of the next requests: a status, ``drop`` (closes the connection), ``cut`` (sends half), ``silent``
+    :ivar requests: path and client's port of each so far
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=str(folder)))
+        self.faults: list[str] = []
+        self.requests: list[tuple[str, int]] = []
+        self.ended = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left is no news."""
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept
+    server: FaultyServer
+
+    def do_GET(self) -> None:
+        self.server.requests.append((self.path, self.client_address[1]))
+        fault = self.server.faults.pop(0) if self.server.faults and self.path.endswith(".jpg") else None
+        if fault == "silent":
+            self.server.ended.wait()
+        elif fault == "drop":
+            self.connection.shutdown(socket.SHUT_RDWR)
+        elif fault == "cut":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"\xff\xd8\xff")
+        elif fault is not None:
+            self.send_error(int(fault))
+        else:
+            super().do_GET()
+        if fault is not None:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[FaultyServer]:
+    """A server of this folder, for the block."""
+    server = FaultyServer(folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+# What is left
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What this process holds that a loader may have made: compare one from before with one from after."""
+
+    descriptors: list[str] = field(default_factory=lambda: _descriptors())
+    children: list[int] = field(default_factory=lambda: sorted(child.pid for child in psutil.Process().children(True)))
+    threads: list[str] = field(default_factory=lambda: sorted(str(thread.ident) for thread in threading.enumerate()))
+    shared_maps: list[str] = field(default_factory=lambda: _shared_maps())
+    shared_files: list[str] = field(default_factory=lambda: sorted(os.listdir("/dev/shm")))
+
+
+def _descriptors() -> list[str]:
+    gc.collect()
+    targets = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists
+            targets.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{descriptor}")))
+    return sorted(targets)
+
+
+def _shared_maps() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split()[-1] for line in lines if "/dev/shm/" in line]
+
+
+def main() -> None:
+    loader, folder = sys.argv[1:]
+    crews.PARENT_CHECK_S = 0.5
+    files = LFWDataset(folder)
+    for epoch in range(1_000_000):
+        for _ in load(loader, files, epoch):
+            print("a batch", flush=True)
+
+
+if __name__ == "__main__":
+    main()
