@@ -15,21 +15,34 @@ import io
 import math
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter
 
 from common.randomness import hash64, uniform
+from dataloading.drawing import (
+    PIXELS_PER_UNIT,
+    SIDE,
+    TURN,
+    Array,
+    Pen,
+    Point,
+    View,
+    arc,
+    blend_along,
+    curve,
+    ink,
+    mirrored,
+    mix,
+    muted,
+    oval,
+    points_of,
+    rgb,
+)
 
-Array = npt.NDArray[np.float32]
-Point = tuple[float, float]
-
-SIDE = 250
 QUALITY = 75
 IDENTITIES = 1000
 
 _FINE = 2 * SIDE  # the figure's canvas: its edges become smooth by averaging 2x2 pixels
 _COARSE = SIDE // 2  # the canvas of what is soft anyway
-_PIXELS_PER_UNIT = 66.0  # a head is two units high
 
 _FIRST_NAMES = (
     "Addison Alex Andrea Ariel Ash Bao Blair Casey Charlie Dana Devon Eden Ellis Emery Finley Frankie Gray Harper Hiro "
@@ -88,11 +101,11 @@ def draw(identity: int, image: int, seed: int = 0) -> Image.Image:
     person = _Person(seed, identity)
     key = (seed, "faces", identity, image)
     yaw, pitch, tilt, scale, right, down = (2 * uniform(6, *key, "pose") - 1).tolist()
-    head = _View(0.5 * yaw, 0.16 * pitch, 0.16 * tilt, 1 + 0.1 * scale, 16 * right, 4 + 12 * down)
-    body = _View(0.0, 0.0, 0.04 * tilt, 1 + 0.1 * scale, 10 * right, 4 + 12 * down)
+    head = View(0.5 * yaw, 0.16 * pitch, 0.16 * tilt, 1 + 0.1 * scale, 16 * right, 4 + 12 * down)
+    body = View(0.0, 0.0, 0.04 * tilt, 1 + 0.1 * scale, 10 * right, 4 + 12 * down)
     figure = Image.new("RGBa", (_FINE, _FINE))
-    _draw_body(_Pen(figure, body), person, uniform(8, *key, "clothes").tolist())
-    _draw_head(_Pen(figure, head), person, _Expression(*key))
+    _draw_body(Pen(figure, body), person, uniform(8, *key, "clothes").tolist())
+    _draw_head(Pen(figure, head), person, _Expression(*key))
     relief = _draw_relief(head, body, person)
     background = _draw_background(*key)
     return _light(figure.reduce(2), background, relief, head, *key)
@@ -111,10 +124,10 @@ class _Person:
     def __init__(self, seed: int, identity: int) -> None:
         key = (seed, "faces-person", identity)
         skin, hair, iris, lips, self.glasses, old = uniform(6, *key, "colours").tolist()
-        self.skin = _along(_SKINS, skin)
-        self.hair = _along(_HAIRS[:-2], hair * (1 - 0.7 * skin)) if old < 0.8 else _along(_HAIRS[-2:], hair)
-        self.iris = _along(_IRISES, iris * (1 - 0.7 * skin))
-        self.lips = _mix(self.skin, _colour(176, 40, 52), 0.12 + 0.5 * lips**2)
+        self.skin = blend_along(_SKINS, skin)
+        self.hair = blend_along(_HAIRS[:-2], hair * (1 - 0.7 * skin)) if old < 0.8 else blend_along(_HAIRS[-2:], hair)
+        self.iris = blend_along(_IRISES, iris * (1 - 0.7 * skin))
+        self.lips = mix(self.skin, rgb(176, 40, 52), 0.12 + 0.5 * lips**2)
         self.wrinkles = max(0.0, old - 0.6)
 
         hairline, length, beard = uniform(3, *key, "kinds").tolist()
@@ -154,89 +167,41 @@ class _Expression:
         self.lids = 0.75 + 0.25 * lids
 
 
-# 0.8 deep, 0.85 wide and 1.15 high
-_FLATNESS = np.array([[0.64 / 0.85**2], [0.64 / 1.15**2]], np.float32)
-
-
-class _View:
-    """Where a head's points appear. Angles in radians, shifts in pixels of the finished image."""
-
-    def __init__(self, yaw: float, pitch: float, tilt: float, scale: float, right: float, down: float) -> None:
-        along, across = scale * _PIXELS_PER_UNIT * math.cos(tilt), scale * _PIXELS_PER_UNIT * math.sin(tilt)
-        rolled = np.array([[along, across], [-across, along]], np.float32)
-        self.of_point = np.array([[math.cos(yaw)], [math.cos(pitch)]], np.float32) * rolled
-        self.of_depth = np.array([[math.sin(yaw), math.sin(pitch)]], np.float32) @ rolled
-        self.centre = np.array([SIDE / 2 + right, SIDE / 2 + down], np.float32)
-
-    def __call__(self, points: Array) -> Array:
-        """Points [n, 2] of the face, seen from the front, to pixels of the finished image, float32 [n, 2].
-
-        Each lies on an ellipsoid, the nearer the middle the farther in front, and so moves as the head turns.
-        """
-        depth = np.sqrt(np.maximum(0, 0.64 - points**2 @ _FLATNESS))
-        seen: Array = points @ self.of_point + depth @ self.of_depth + self.centre
-        return seen
-
-
-class _Pen:
-    """Draws shapes given in a face's coordinates: x to the right and y down, in units of half a head's height."""
-
-    def __init__(self, image: Image.Image, view: _View) -> None:
-        self.canvas = ImageDraw.Draw(image)
-        self.view = view
-        self.zoom = image.width / SIDE
-
-    def fill(self, points: Array, colour: Array | int) -> None:
-        self.canvas.polygon((self.zoom * self.view(points)).ravel().tolist(), fill=_ink(colour))
-
-    def line(self, points: Array, colour: Array, width: float) -> None:
-        """``width`` in pixels of the finished image."""
-        path = (self.zoom * self.view(points)).ravel().tolist()
-        self.canvas.line(path, fill=_ink(colour), width=round(self.zoom * width), joint="curve")
-
-    def strands(self, starts: Array, ends: Array, colour: Array, shades: Array) -> None:
-        """Hairs from ``starts`` to ``ends``, both [n, 2], each darker or lighter by its shade in 0 ... 1."""
-        paths = self.zoom * self.view(np.concatenate([starts, ends], axis=1).reshape(-1, 2))
-        colours = np.clip(colour * (0.72 + 0.5 * shades[:, None]) + 12 * shades[:, None], 0, 255).astype(int)
-        for path, (red, green, blue) in zip(paths.reshape(-1, 4).tolist(), colours.tolist(), strict=True):
-            self.canvas.line(path, fill=(red, green, blue, 255), width=3)
-
-
-def _draw_body(pen: _Pen, person: _Person, draws: list[float]) -> None:
+def _draw_body(pen: Pen, person: _Person, draws: list[float]) -> None:
     """What is behind the head and below it: long hair, the neck, and clothes that change from image to image."""
     hair = 0.8 * person.hair
     reach = person.width + person.volume
     if person.length == "afro":
-        ripple = 1 + 0.025 * np.cos(len(_TURN) / 2 * _TURN[:, None])
-        pen.fill(_curve(_oval(0, 0, reach + 0.28, 1.0 + person.volume) * ripple + _points([(0, -0.35)])), hair)
+        ripple = 1 + 0.025 * np.cos(len(TURN) / 2 * TURN[:, None])
+        pen.fill(curve(oval(0, 0, reach + 0.28, 1.0 + person.volume) * ripple + points_of([(0, -0.35)])), hair)
     elif person.length == "bun":
-        pen.fill(_oval(0, -1.2 - person.volume, 0.34, 0.3), hair)
+        pen.fill(oval(0, -1.2 - person.volume, 0.34, 0.3), hair)
     elif person.length in ("bob", "long"):
         end = 0.75 if person.length == "bob" else 1.9
         right = [(0, -1.1), (0.8 * reach, -0.8), (reach, 0.0), (reach + 0.06, 0.5 * end), (reach + 0.02, end), (0, end)]
-        pen.fill(_curve(_mirrored(right)), hair)
-    pen.fill(_mirrored([(0.4, 0.5), (0.38, 1.15), (0.6, 1.35), (0, 1.9)]), 0.88 * person.skin)
+        pen.fill(curve(mirrored(right)), hair)
+    pen.fill(mirrored([(0.4, 0.5), (0.38, 1.15), (0.6, 1.35), (0, 1.9)]), 0.88 * person.skin)
 
-    colour = _muted(draws[:3], 0.35 + 0.65 * draws[3])
+    colour = muted(draws[:3], 0.35 + 0.65 * draws[3])
     shoulders, neckline = 1.2 + 0.35 * draws[4], 1.3 + 0.3 * draws[5]
     right = [(0, neckline), (0.38, 1.12), (0.62, 1.3), (shoulders, 1.55), (shoulders + 0.3, 2.4), (0, 3.0)]
-    pen.fill(_mirrored(right), colour)
+    pen.fill(mirrored(right), colour)
     if draws[6] < 0.4:
-        pen.fill(_mirrored([(0, 1.48), (0.36, 1.08), (0.46, 1.24), (0, 2.6)]), 225 + 0.12 * colour)
-        pen.fill(_mirrored([(0, 1.46), (0.09, 1.52), (0.05, 1.64), (0.12, 2.6), (0, 2.6)]), 200 - 0.7 * colour)
+        pen.fill(mirrored([(0, 1.48), (0.36, 1.08), (0.46, 1.24), (0, 2.6)]), 225 + 0.12 * colour)
+        pen.fill(mirrored([(0, 1.46), (0.09, 1.52), (0.05, 1.64), (0.12, 2.6), (0, 2.6)]), 200 - 0.7 * colour)
         for side in (-1, 1):
-            pen.line(_points([(side * 0.46, 1.22), (side * 0.3, 1.75), (side * 0.1, 2.4)]), 0.6 * colour, 2)
+            pen.line(points_of([(side * 0.46, 1.22), (side * 0.3, 1.75), (side * 0.1, 2.4)]), 0.6 * colour, 2)
     elif draws[6] < 0.8:
         collar = [(-0.42, 1.12), (-0.3, 0.45 * neckline + 0.62), (0, neckline), (0.3, 0.45 * neckline + 0.62)]
-        pen.line(_arc(*collar, (0.42, 1.12)), 0.7 * colour, 5)
+        pen.line(arc(*collar, (0.42, 1.12)), 0.7 * colour, 5)
 
 
-def _draw_head(pen: _Pen, person: _Person, expression: _Expression) -> None:
+def _draw_head(pen: Pen, person: _Person, expression: _Expression) -> None:
     width, skin = person.width, person.skin
     for side in (-1, 1):
-        pen.fill(_oval(side * (width + 0.02), 0.02, person.ears, 0.2), 0.92 * skin)
-        pen.fill(_oval(side * (width + 0.03), 0.03, 0.5 * person.ears, 0.12), 0.76 * skin)
-    pen.fill(_curve(_mirrored(_outline(person))), skin)
+        pen.fill(oval(side * (width + 0.02), 0.02, person.ears, 0.2), 0.92 * skin)
+        pen.fill(oval(side * (width + 0.03), 0.03, 0.5 * person.ears, 0.12), 0.76 * skin)
+    pen.fill(curve(mirrored(_outline(person))), skin)
     _draw_beard(pen, person)
     _draw_mouth(pen, person, expression)
     _draw_nose(pen, person)
@@ -256,27 +221,27 @@ def _outline(person: _Person) -> list[Point]:
     return [*skull, (person.jaw + 0.04, 0.7), (person.chin, 0.97), (0, 1.02)]
 
 
-def _draw_beard(pen: _Pen, person: _Person) -> None:
+def _draw_beard(pen: Pen, person: _Person) -> None:
     if person.beard == "none":
         return
-    colour = _mix(person.skin, person.hair, 0.22 if person.beard == "stubble" else 0.85)
+    colour = mix(person.skin, person.hair, 0.22 if person.beard == "stubble" else 0.85)
     w, m = person.width, person.mouth_width + 0.07
-    moustache = _curve(_mirrored([(0, 0.42), (0.6 * m, 0.45), (1.1 * m, 0.62), (0.6 * m, 0.55), (0, 0.53)]))
+    moustache = curve(mirrored([(0, 0.42), (0.6 * m, 0.45), (1.1 * m, 0.62), (0.6 * m, 0.55), (0, 0.53)]))
     if person.beard in ("stubble", "full"):
         inner = [(0, 0.46), (m, 0.46), (0.8 * w, 0.3), (0.9 * w, -0.1)]
         outer = [(0.985 * w, -0.05), (0.95 * w, 0.35), (person.jaw + 0.06, 0.7), (person.chin + 0.03, 1.0), (0, 1.08)]
-        pen.fill(_curve(_mirrored(inner + outer)), colour)
+        pen.fill(curve(mirrored(inner + outer)), colour)
     elif person.beard == "goatee":
-        pen.fill(_curve(_mirrored([(0.05, 0.72), (0.2, 0.8), (person.chin, 1.0), (0, 1.1)])), colour)
+        pen.fill(curve(mirrored([(0.05, 0.72), (0.2, 0.8), (person.chin, 1.0), (0, 1.1)])), colour)
     if person.beard != "stubble":
         pen.fill(moustache, colour)
         u, v, shades = person.strands[::2].T
         low = 0.8 + 0.2 * v if person.beard != "moustache" else 0.45 + 0.06 * v
         starts = np.stack([(2 * u - 1) * person.chin, low], axis=1)
-        pen.strands(starts, starts + _points([(0, 0.07)]), colour, shades)
+        pen.strands(starts, starts + points_of([(0, 0.07)]), colour, shades)
 
 
-def _draw_mouth(pen: _Pen, person: _Person, expression: _Expression) -> None:
+def _draw_mouth(pen: Pen, person: _Person, expression: _Expression) -> None:
     """The lips as four curves over the mouth's width: two borders each, with the opening between."""
     across = np.linspace(-1, 1, 13, dtype=np.float32)
     arch = 1 - across**2
@@ -290,26 +255,26 @@ def _draw_mouth(pen: _Pen, person: _Person, expression: _Expression) -> None:
         return np.concatenate([np.stack([x, upper], axis=1), np.stack([x, lower], axis=1)[::-1]])
 
     pen.fill(between(top, line), 0.88 * person.lips)
-    pen.fill(between(line, gap), _colour(72, 22, 26))
+    pen.fill(between(line, gap), rgb(72, 22, 26))
     if expression.gape > 0.1:
-        pen.fill(between(line, np.minimum(gap, line + 0.075 * arch)), _colour(244, 240, 230))
+        pen.fill(between(line, np.minimum(gap, line + 0.075 * arch)), rgb(244, 240, 230))
     pen.fill(between(gap, bottom), person.lips)
 
 
-def _draw_nose(pen: _Pen, person: _Person) -> None:
+def _draw_nose(pen: Pen, person: _Person) -> None:
     tip, width = person.nose_length, person.nose_width
     for side in (-1, 1):
-        wing = _arc((side * 0.8 * width, tip - 0.1), (side * width, tip), (side * 0.75 * width, tip + 0.06))
+        wing = arc((side * 0.8 * width, tip - 0.1), (side * width, tip), (side * 0.75 * width, tip + 0.06))
         pen.line(wing, 0.74 * person.skin, 1.5)
-        pen.fill(_oval(side * 0.5 * width, tip + 0.05, 0.36 * width, 0.022), 0.5 * person.skin)
-    under = _arc((-0.3 * width, tip + 0.06), (0, tip + 0.085), (0.3 * width, tip + 0.06))
+        pen.fill(oval(side * 0.5 * width, tip + 0.05, 0.36 * width, 0.022), 0.5 * person.skin)
+    under = arc((-0.3 * width, tip + 0.06), (0, tip + 0.085), (0.3 * width, tip + 0.06))
     pen.line(under, 0.74 * person.skin, 1.5)
 
 
-def _draw_eye(pen: _Pen, person: _Person, expression: _Expression, side: int) -> None:
+def _draw_eye(pen: Pen, person: _Person, expression: _Expression, side: int) -> None:
     """An almond between two parabolas; the iris is a disc whose points are held between the same two."""
     across = np.linspace(-1, 1, 11, dtype=np.float32)
-    size, centre = person.eye_size, _points([(side * person.eye_gap, -0.12)])
+    size, centre = person.eye_size, points_of([(side * person.eye_gap, -0.12)])
     slant = side * person.eye_slant / size
     height = size * (0.58 * expression.lids - 0.1 * expression.smile)
 
@@ -323,39 +288,39 @@ def _draw_eye(pen: _Pen, person: _Person, expression: _Expression, side: int) ->
 
     x = size * across
     upper, lower = placed(x, lid(x, -1.0)), placed(x, lid(x, 0.7))
-    pen.fill(np.concatenate([upper, lower[::-1]]), _colour(240, 238, 234))
+    pen.fill(np.concatenate([upper, lower[::-1]]), rgb(240, 238, 234))
     look = 0.35 * size * expression.gaze
-    for radius, colour in ((0.5, 0.5 * person.iris), (0.43, person.iris), (0.2, _colour(12, 12, 12))):
-        disc_x, disc_y = _oval(look, -0.06 * size, radius * size, radius * size).T
+    for radius, colour in ((0.5, 0.5 * person.iris), (0.43, person.iris), (0.2, rgb(12, 12, 12))):
+        disc_x, disc_y = oval(look, -0.06 * size, radius * size, radius * size).T
         pen.fill(placed(disc_x, np.clip(disc_y, lid(disc_x, -1.0), lid(disc_x, 0.7))), colour)
-    pen.fill(placed(*_oval(look - 0.15 * size, -0.22 * size, 0.1 * size, 0.1 * size).T), _colour(250, 250, 250))
+    pen.fill(placed(*oval(look - 0.15 * size, -0.22 * size, 0.1 * size, 0.1 * size).T), rgb(250, 250, 250))
     pen.line(lower, 0.8 * person.skin, 1)
     pen.line(upper, 0.3 * person.skin, 2)
-    pen.line(upper[2:-2] - _points([(0, 0.055)]), 0.82 * person.skin, 1)
+    pen.line(upper[2:-2] - points_of([(0, 0.055)]), 0.82 * person.skin, 1)
 
     outwards = side * across
     rise = person.brow_height - 0.06 * expression.brows + 0.02 * outwards
     rise -= person.brow_arch * (1 - (outwards - 0.2) ** 2)
     half = person.brow_weight * (1.1 - 0.7 * np.maximum(0, outwards)) * np.minimum(1, 4 * (1.1 - abs(across)))
     above, below = placed(1.35 * x, rise - half), placed(1.35 * x, rise + half)
-    pen.fill(np.concatenate([above, below[::-1]]), 0.75 * _mix(person.skin, person.hair, 0.85))
+    pen.fill(np.concatenate([above, below[::-1]]), 0.75 * mix(person.skin, person.hair, 0.85))
 
 
-def _draw_wrinkles(pen: _Pen, person: _Person) -> None:
+def _draw_wrinkles(pen: Pen, person: _Person) -> None:
     colour = (0.92 - 0.25 * person.wrinkles) * person.skin
     for side in (-1, 1):
-        pen.line(_arc((side * 0.2, 0.2), (side * 0.32, 0.38), (side * 0.36, 0.56)), colour, 1.5)
+        pen.line(arc((side * 0.2, 0.2), (side * 0.32, 0.38), (side * 0.36, 0.56)), colour, 1.5)
     for y in (-0.55, -0.64):
-        pen.line(_arc((-0.3, y), (0, y - 0.03), (0.3, y)), colour, 1)
+        pen.line(arc((-0.3, y), (0, y - 0.03), (0.3, y)), colour, 1)
 
 
-def _draw_hair(pen: _Pen, person: _Person) -> None:
+def _draw_hair(pen: Pen, person: _Person) -> None:
     """The hair over the forehead: between an outer curve, from ear to ear over the crown, and the hairline."""
     w, low = person.width, person.hairline_height
     if person.hairline == "bald":
         for side in (-1, 1):
             patch = [(0.93 * w, 0.0), (0.87 * w, -0.3), (0.9 * w, -0.55), (1.04 * w, -0.4), (1.08 * w, -0.05)]
-            pen.fill(_curve(_points(patch) * _points([(side, 1)])), person.hair)
+            pen.fill(curve(points_of(patch) * points_of([(side, 1)])), person.hair)
         return
     reach, crown = w + 0.3 * person.volume, -1.05 - person.volume
     outer = [(-reach, 0.02), (-reach - 0.02, -0.45), (-0.72 * reach, 0.82 * crown), (0, crown)]
@@ -370,45 +335,45 @@ def _draw_hair(pen: _Pen, person: _Person) -> None:
     inner = inner + [(-x, y) for x, y in inner[2::-1]]
     if person.hairline == "parted":
         inner[4:6] = [(0.4 * w, low + 0.12), (0.82 * w, low + 0.2)]
-    top, edge = _arc(*outer), _arc(*inner)
+    top, edge = arc(*outer), arc(*inner)
     pen.fill(np.concatenate([top, edge[::-1]]), person.hair)
 
     u, v, shades = person.strands.T
     at = (u * (len(top) - 3)).astype(np.int64) + 1
     start, end = (0.05 + 0.5 * v)[:, None], (0.6 + 0.38 * v)[:, None]
     lean = np.where(at < len(top) / 2, -1, 1)
-    pen.strands(_mix(top[at], edge[at], start), _mix(top[at + lean], edge[at + lean], end), person.hair, shades)
+    pen.strands(mix(top[at], edge[at], start), mix(top[at + lean], edge[at + lean], end), person.hair, shades)
 
 
-def _draw_glasses(pen: _Pen, person: _Person) -> None:
-    metal = _colour(40, 34, 36) + 500 * max(0.0, person.glasses - 0.08)
+def _draw_glasses(pen: Pen, person: _Person) -> None:
+    metal = rgb(40, 34, 36) + 500 * max(0.0, person.glasses - 0.08)
     gap, width, height = person.eye_gap + 0.02, person.eye_size + 0.1, 0.13 + 0.5 * person.glasses
     thickness = 1.5 + 10 * max(0.0, 0.15 - person.glasses)
     for side in (-1, 1):
-        rim = _oval(side * gap, -0.1, width, height)
+        rim = oval(side * gap, -0.1, width, height)
         pen.line(np.concatenate([rim, rim[:2]]), metal, thickness)
-        pen.line(_points([(side * (gap + width), -0.14), (side * person.width, -0.12)]), metal, thickness)
-    pen.line(_points([(width - gap, -0.12), (0, -0.16), (gap - width, -0.12)]), metal, thickness)
+        pen.line(points_of([(side * (gap + width), -0.14), (side * person.width, -0.12)]), metal, thickness)
+    pen.line(points_of([(width - gap, -0.12), (0, -0.16), (gap - width, -0.12)]), metal, thickness)
 
 
-def _draw_relief(head: _View, body: _View, person: _Person) -> Array:
+def _draw_relief(head: View, body: View, person: _Person) -> Array:
     """What makes the face round: blurred hollows and ridges. A factor of the brightness, about 1; float32 [125, 125]."""
     image = Image.new("L", (_COARSE, _COARSE), 128)
-    pen, below = _Pen(image, head), _Pen(image, body)
-    below.fill(_oval(0, 1.12, 0.5, 0.24), 84)
-    pen.fill(_curve(_mirrored(_outline(person))), 128)
+    pen, below = Pen(image, head), Pen(image, body)
+    below.fill(oval(0, 1.12, 0.5, 0.24), 84)
+    pen.fill(curve(mirrored(_outline(person))), 128)
     tip, width = person.nose_length, person.nose_width
     for side in (-1, 1):
-        pen.fill(_oval(side * person.eye_gap, -0.16, 0.2, 0.13), 112)
-        pen.fill(_oval(side * 0.42, 0.22, 0.16, 0.12), 140)
-        pen.fill(_oval(side * 0.12, 0.0, 0.05, 0.2), 116)
-        pen.fill(_oval(side * 0.55, 0.5, 0.1, 0.22), 118)
-    pen.fill(_oval(0, -0.55, 0.3, 0.16), 136)
-    pen.fill(_oval(0, 0.5 * tip - 0.05, 0.04, 0.55 * tip + 0.08), 146)
-    pen.fill(_oval(0, tip - 0.02, 0.55 * width, 0.06), 148)
-    pen.fill(_oval(0, tip + 0.13, 1.1 * width, 0.05), 110)
-    pen.fill(_oval(0, 0.8, 0.16, 0.035), 108)
-    pen.fill(_oval(0, 0.9, 0.14, 0.06), 138)
+        pen.fill(oval(side * person.eye_gap, -0.16, 0.2, 0.13), 112)
+        pen.fill(oval(side * 0.42, 0.22, 0.16, 0.12), 140)
+        pen.fill(oval(side * 0.12, 0.0, 0.05, 0.2), 116)
+        pen.fill(oval(side * 0.55, 0.5, 0.1, 0.22), 118)
+    pen.fill(oval(0, -0.55, 0.3, 0.16), 136)
+    pen.fill(oval(0, 0.5 * tip - 0.05, 0.04, 0.55 * tip + 0.08), 146)
+    pen.fill(oval(0, tip - 0.02, 0.55 * width, 0.06), 148)
+    pen.fill(oval(0, tip + 0.13, 1.1 * width, 0.05), 110)
+    pen.fill(oval(0, 0.8, 0.16, 0.035), 108)
+    pen.fill(oval(0, 0.9, 0.14, 0.06), 138)
     relief: Array = np.asarray(image.filter(ImageFilter.GaussianBlur(2.2)), np.float32) / np.float32(128)
     return relief
 
@@ -418,13 +383,13 @@ def _draw_background(*key: int | str) -> Image.Image:
     tones = uniform(8, *key, "background").tolist()
     shapes = uniform(9, *key, "background-shapes", np.arange(3 + int(9 * tones[6]))).tolist()
     image = Image.new("RGB", (_COARSE, _COARSE))
-    base = _muted(tones[:3], tones[3])
+    base = muted(tones[:3], tones[3])
     canvas = ImageDraw.Draw(image)
     for y in range(0, _COARSE, 5):
-        canvas.rectangle((0, y, _COARSE, y + 5), fill=_ink(base * (1 + (tones[4] - 0.5) * (y / _COARSE - 0.5))))
+        canvas.rectangle((0, y, _COARSE, y + 5), fill=ink(base * (1 + (tones[4] - 0.5) * (y / _COARSE - 0.5))))
     for kind, x, y, width, height, *colour, strength in shapes:
         x, y, width, height = _COARSE * x, _COARSE * y, 6 + 40 * width, 6 + 60 * height
-        fill = _ink(_mix(base, _muted(colour, strength), 0.3 + 0.6 * strength))
+        fill = ink(mix(base, muted(colour, strength), 0.3 + 0.6 * strength))
         if kind < 0.5:
             canvas.ellipse((x - width / 2, y - height / 2, x + width / 2, y + height / 2), fill=fill)
         elif kind < 0.75:
@@ -435,11 +400,11 @@ def _draw_background(*key: int | str) -> Image.Image:
     return blurred.resize((SIDE, SIDE), Image.Resampling.BILINEAR)
 
 
-def _light(figure: Image.Image, background: Image.Image, relief: Array, head: _View, *key: int | str) -> Image.Image:
+def _light(figure: Image.Image, background: Image.Image, relief: Array, head: View, *key: int | str) -> Image.Image:
     """Light the flat figure as an ellipsoid, put it before the background, and add the camera's noise."""
     side, height, strength, warmth, exposure, noise, left, top = uniform(8, *key, "light").tolist()
     y, x = np.mgrid[0:_COARSE, 0:_COARSE].astype(np.float32) * (SIDE / _COARSE)
-    x, y = (x - head.centre[0]) / (0.95 * _PIXELS_PER_UNIT), (y - head.centre[1]) / (1.3 * _PIXELS_PER_UNIT)
+    x, y = (x - head.centre[0]) / (0.95 * PIXELS_PER_UNIT), (y - head.centre[1]) / (1.3 * PIXELS_PER_UNIT)
     towards = np.sqrt(np.maximum(0.05, 1 - x**2 - y**2))
     direction = (1.6 * side - 0.8, -0.7 * height, 0.75)
     lambert = np.clip(x, -1, 1) * direction[0] + np.clip(y, -1, 1) * direction[1] + towards * direction[2]
@@ -469,73 +434,3 @@ def _grain() -> Array:
     grain: Array = white + np.float32(1.5) * coarse
     grain /= grain.std()
     return grain
-
-
-def _ink(colour: Array | int) -> int | tuple[int, ...]:
-    if isinstance(colour, int):
-        return colour
-    red, green, blue = colour.tolist()
-    return min(255, max(0, int(red))), min(255, max(0, int(green))), min(255, max(0, int(blue))), 255
-
-
-def _mix(first: Array, second: Array, share: float | Array) -> Array:
-    mixed: Array = first + (second - first) * share
-    return mixed
-
-
-def _muted(draws: list[float], brightness: float) -> Array:
-    """A colour such as walls and clothes have: grey with some hue."""
-    hue = np.array(draws, np.float32)
-    hue = _mix(hue, hue.mean(), 0.6)
-    colour: Array = (20 + 225 * brightness) * hue / hue.max()
-    return colour
-
-
-def _along(colours: npt.NDArray[np.int64], position: float) -> Array:
-    """The colour at ``position`` in 0 ... 1 of the way along a row of colours."""
-    index, share = divmod(position * (len(colours) - 1), 1)
-    following = min(int(index) + 1, len(colours) - 1)
-    return _mix(colours[int(index)].astype(np.float32), colours[following].astype(np.float32), share)
-
-
-def _colour(red: float, green: float, blue: float) -> Array:
-    return np.array((red, green, blue), np.float32)
-
-
-def _points(pairs: list[Point]) -> Array:
-    return np.array(pairs, np.float32)
-
-
-def _mirrored(right: list[Point]) -> Array:
-    """The whole outline, from its right half (top to bottom)."""
-    return _points(right + [(-x, y) for x, y in right[::-1] if x])
-
-
-_TURN = np.linspace(0, 2 * np.pi, 24, endpoint=False, dtype=np.float32)
-_CIRCLE = np.stack([np.cos(_TURN), np.sin(_TURN)], axis=1).astype(np.float32)
-
-
-def _oval(x: float, y: float, half_width: float, half_height: float) -> Array:
-    return _CIRCLE * _points([(half_width, half_height)]) + _points([(x, y)])
-
-
-_STEPS = np.arange(5, dtype=np.float32)[:, None] / 5
-_CATMULL_ROM = np.array([(0, 2, 0, 0), (-1, 0, 1, 0), (2, -5, 4, -1), (-1, 3, -3, 1)], np.float32) / 2
-_SPLINE = (_STEPS ** np.arange(4) @ _CATMULL_ROM).astype(np.float32)
-
-
-def _curve(points: Array) -> Array:
-    """A smooth closed curve through the points (Catmull and Rom's spline), five points for each."""
-    return _through(np.concatenate([points[-1:], points, points[:2]]))
-
-
-def _arc(*pairs: Point) -> Array:
-    """A smooth curve from the first point to the last."""
-    points = _points(list(pairs))
-    return np.concatenate([_through(np.concatenate([points[:1], points, points[-1:]])), points[-1:]])
-
-
-def _through(points: Array) -> Array:
-    windows = np.stack([points[i : len(points) - 3 + i] for i in range(4)], axis=1)
-    curve: Array = (_SPLINE @ windows).reshape(-1, 2)
-    return curve
