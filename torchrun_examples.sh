@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Every way to launch the main job, by name.
+# Every way to launch the main job, and the data-loading commands, by name.
 #
 #   ./torchrun_examples.sh                  lists the examples
-#   ./torchrun_examples.sh NAME [FLAGS...]  prints one's exact command and runs it; FLAGS go to ddp.train
-#   ./torchrun_examples.sh all [FLAGS...]   runs all that this machine can run, and says what it skips and why
+#   ./torchrun_examples.sh NAME [FLAGS...]  prints one's exact command and runs it; FLAGS go to that command
+#   ./torchrun_examples.sh all [FLAGS...]   runs all that this machine can run, and says what it skips and why; FLAGS go
+#                                           to ddp.train
 set -euo pipefail
 cd "$(dirname "$0")"
 [ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"
@@ -11,7 +12,8 @@ cd "$(dirname "$0")"
 names=()
 declare -A shows needs commands
 
-# example NAME 'what it shows' 'what it needs: - or GPUS' 'command, with FLAGS where flags go'
+# example NAME 'what it shows' 'what it needs: - or GPUS' 'command, with FLAGS where ddp.train's flags go, or OPTIONS where
+# those of another command do'
 example() {
     names+=("$1")
     shows[$1]=$2 needs[$1]=$3 commands[$1]=$4
@@ -36,6 +38,16 @@ example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes w
 torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & one=\$!
 torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & two=\$!
 wait \$one && wait \$two"
+example files 'training from JPEG files, decoded by the fast loader as they are needed' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --dataset lfw FLAGS'
+example loading 'what loading costs here: a sweep over workers, the cost of each stage, a verdict' - \
+    'python -m dataloading.bench OPTIONS'
+example slow-storage 'files that answer after 20 ms, one at a time and 16 at a time' - \
+    'python -m dataloading.bench --workers 2, --fetch-threads 1,16 --latency-ms 20 --batches 30 OPTIONS'
+example ladder 'from the usual pipeline to the fast loader, one change at a time' - \
+    'python -m dataloading.ladder OPTIONS'
+example timeline 'one run of the stock loader, all processes, with one late file' - \
+    'python -m dataloading.timeline OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 
@@ -49,11 +61,13 @@ obstacle() {
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
 run() {
-    local name=$1 flags command
+    local name=$1 flags options='' command
     shift
+    [ $# = 0 ] || printf -v options '%q ' "$@"
     [ "$(gpus)" != 1 ] || set -- --device cpu "$@" # one GPU cannot serve two ranks
     printf -v flags '%q ' --run-dir "runs/examples/$name" --overwrite "$@"
     command=${commands[$name]//FLAGS/"${flags% }"}
+    command=${command//OPTIONS/"${options% }"}
     [[ $command != *PORT* ]] || command=${command//PORT/$(free_port)}
     printf '\n# %s: %s\n%s\n' "$name" "${shows[$name]}" "$command"
     bash -c "$command"
@@ -61,7 +75,7 @@ run() {
 
 case ${1:-} in
 '' | -h | --help)
-    sed -n '2,6s/^# \{0,1\}//p' "$0"
+    sed -n '2,7s/^# \{0,1\}//p' "$0"
     printf '\n'
     for name in "${names[@]}"; do printf '  %-14s %s\n' "$name" "${shows[$name]}"; done
     ;;
@@ -73,7 +87,7 @@ all)
         if [ -n "$reason" ]; then
             printf '\n# %s: skipped, %s\n' "$name" "$reason"
         else
-            run "$name" "$@" || failed+=("$name")
+            case ${commands[$name]} in *OPTIONS*) run "$name" ;; *) run "$name" "$@" ;; esac || failed+=("$name")
         fi
     done
     [ ${#failed[@]} = 0 ] || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""The image data sets, held in memory as uint8 and fetched a whole batch at a time.
+"""The image data sets as a loader asks for them, a whole batch at a time, and those that are held in memory as uint8.
 
 ``DataLoader`` asks a data set that has ``__getitems__`` for all samples of a batch in one call. On images that lie in
 memory this is the difference between one indexing operation and a Python loop with a collate at its end.
@@ -10,7 +10,7 @@ import hashlib
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from common import fashion_mnist, glyphs
 from common.augmentation import NO_AUGMENTATION, Augmentation
 from common.cli import UsageError
 
-DATASETS = ("glyphs", "fashion-mnist")
+IN_MEMORY = ("glyphs", "fashion-mnist")
 
 
 class BatchKey(NamedTuple):
@@ -41,6 +41,22 @@ class Batch(NamedTuple):
 
     images: Tensor
     labels: Tensor
+
+
+class Images(Protocol):
+    """One half of a data set, wherever its images are."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, key: BatchKey) -> Batch:
+        """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
 
 
 class ImageDataset(Dataset[Batch]):
@@ -63,8 +79,11 @@ class ImageDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.images.shape[1:]
+
     def __getitems__(self, key: BatchKey) -> Batch:
-        """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
         images = self.images[key.samples]
         if self._augmentation.shift or self._augmentation.flip:
             images = self._augmentation(images, self._seed, key.epoch, key.samples)
@@ -92,12 +111,12 @@ class ImageData:
     """A data set's two halves, and what a model needs to know of them.
 
     :param mean: :param std: of the training images' pixels, on a scale of 0 to 1
-    :param fingerprint: a digest of all images and labels
+    :param fingerprint: a digest that tells it from other data
     """
 
     name: str
-    train: ImageDataset
-    test: ImageDataset
+    train: Images
+    test: Images
     classes: tuple[str, ...]
     mean: float
     std: float
@@ -106,7 +125,7 @@ class ImageData:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width."""
-        return self.train.images.shape[1:]
+        return self.train.shape
 
     def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """uint8 images as a model wants them: float32 of mean 0 and standard deviation 1, on the device they are on."""
@@ -124,7 +143,7 @@ def load(
     augmentation: Augmentation = NO_AUGMENTATION,
     seed: int = 0,
 ) -> ImageData:
-    """Load a data set of :data:`DATASETS`.
+    """Load a data set of :data:`IN_MEMORY`.
 
     :param folder: where ``fashion-mnist`` lies: torchvision's layout, or simply its four files; ``glyphs`` needs none
     :param train_samples: :param test_samples: take only the first so many; all when None
@@ -132,23 +151,16 @@ def load(
     :raises UsageError: when files are missing, damaged, not what they should be or not needed, or have too few samples
     """
     if name == "glyphs" and folder is not None:
-        raise UsageError(f"--data-dir {folder} is for fashion-mnist: glyphs are rendered, not read")
+        raise UsageError(f"--data-dir {folder} is for fashion-mnist and lfw: glyphs are rendered, not read")
     source = glyphs if name == "glyphs" else fashion_mnist
     halves = {}
     for split, limit in (("train", train_samples), ("test", test_samples)):
-        available = source.SAMPLES[split]
-        if limit is not None and limit > available:
-            raise UsageError(f"--{split}-samples {limit} is more than the {available:,} that {name} has")
-        count = available if limit is None else limit
+        count = first_samples(split, limit, source.SAMPLES[split], name)
         images, labels = glyphs.render(split, count) if name == "glyphs" else fashion_mnist.read(folder, split)
         halves[split] = images[:count, None], labels[:count]
 
     images, labels = halves["train"]
-    # Counting is exact, and so the same on every machine; in pieces, since bincount makes an int64 copy of what it counts.
-    histogram = np.sum([np.bincount(part.reshape(-1), minlength=256) for part in np.array_split(images, 100)], axis=0)
-    levels = np.arange(256) / 255
-    mean = float(histogram @ levels / histogram.sum())
-    std = float(np.sqrt(histogram @ (levels - mean) ** 2 / histogram.sum()))
+    mean, std = mean_and_std(images)
     digest = hashlib.sha256(b"".join(array.tobytes() for half in halves.values() for array in half))
     return ImageData(
         name=name,
@@ -159,3 +171,24 @@ def load(
         std=std,
         fingerprint=digest.hexdigest()[:16],
     )
+
+
+def first_samples(split: str, limit: int | None, available: int, name: str) -> int:
+    """How many samples of a half are taken: the first ``limit``, or all that are ``available``.
+
+    :raises UsageError: when there are not so many
+    """
+    if limit is not None and limit > available:
+        raise UsageError(f"--{split}-samples {limit} is more than the {available:,} that {name} has")
+    return available if limit is None else limit
+
+
+def mean_and_std(images: npt.NDArray[np.uint8]) -> tuple[float, float]:
+    """Mean and standard deviation of all pixels, on a scale of 0 to 1.
+
+    Counting is exact, and so the same on every machine; in pieces, since bincount makes an int64 copy of what it counts.
+    """
+    histogram = np.sum([np.bincount(part.reshape(-1), minlength=256) for part in np.array_split(images, 100)], axis=0)
+    levels = np.arange(256) / 255
+    mean = float(histogram @ levels / histogram.sum())
+    return mean, float(np.sqrt(histogram @ (levels - mean) ** 2 / histogram.sum()))

@@ -14,9 +14,12 @@ import logging
 import os
 import signal
 import socket
+import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -215,10 +218,21 @@ def _stop_signals() -> Iterator[None]:
         logger.warning("stopped by %s", signal.Signals(number).name)
         raise SystemExit(128 + number)
 
+    def ask_again(unraisable: Any) -> None:
+        """Python drops what is raised in a ``__del__``, and calls this: the stop is not to be lost with it."""
+        error = unraisable.exc_value
+        if not (isinstance(error, SystemExit) and isinstance(error.code, int)):
+            others(unraisable)
+        elif os.getpid() == owner:
+            signal.signal(error.code - 128, stop)
+            threading.Timer(0.01, os.kill, (owner, error.code - 128)).start()  # when the __del__ is over
+
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    others, sys.unraisablehook = sys.unraisablehook, ask_again
     try:
         yield
     finally:
+        sys.unraisablehook = others
         for number, handler in before.items():
             signal.signal(number, handler)
 

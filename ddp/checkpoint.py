@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from common.cli import UsageError, flag_of
 from common.process_group import Place
@@ -25,7 +26,9 @@ from common.process_group import Place
 FORMAT = 1
 FOLDER = "checkpoints"
 # What a continued run must share with the one that wrote the checkpoint, or it would be another run.
-IDENTITY = ("model", "dataset", "train_samples", "seed", "batch_size", "optimizer")
+IDENTITY = (
+    "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer"
+)  # fmt: skip
 
 
 class Checkpoint(TypedDict):
@@ -112,6 +115,20 @@ def load_together(run_dir: Path, place: Place) -> Checkpoint:
     return checkpoint[0]
 
 
+def load_model(network: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into a network that was built for the data that is there now.
+
+    :raises UsageError: when that has another number of classes, or other images
+    """
+    try:
+        network.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        raise UsageError(
+            f"the run's {checkpoint['config']['model']} was trained on other data than is there now, with other classes "
+            "or images: give its --data-dir"
+        ) from error
+
+
 def check_identity(checkpoint: Checkpoint, config: dict[str, Any]) -> list[str]:
     """Refuse to continue as another run; report what else differs.
 
@@ -121,10 +138,10 @@ def check_identity(checkpoint: Checkpoint, config: dict[str, Any]) -> list[str]:
     """
     before = checkpoint["config"]
     for name in IDENTITY:
-        if before[name] != config[name]:
+        if before.get(name) != config.get(name):  # an older version's run has not all of them
             raise UsageError(
-                f"--resume: the run was started with {flag_of(name)} {before[name]}, not {config[name]}: "
-                f"give {flag_of(name)} {before[name]}, or another --run-dir"
+                f"--resume: the run was started with {flag_of(name)} {before.get(name)}, not {config.get(name)}: "
+                f"give {flag_of(name)} {before.get(name)}, or another --run-dir"
             )
     return [
         f"{flag_of(name)} was {before[name]} and is now {config[name]}"

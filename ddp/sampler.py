@@ -7,10 +7,10 @@ optimizer's steps see the same global batches at every world size and with every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 
 import numpy as np
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from common.datasets import BatchKey
 from common.randomness import derive_seed
@@ -29,14 +29,21 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
     """
 
     def __init__(
-        self, dataset: Dataset[object], batch_size: int, micro_steps: int, num_replicas: int, rank: int, seed: int
+        self, dataset: Sized, batch_size: int, micro_steps: int, num_replicas: int, rank: int, seed: int
     ) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle=True, seed=derive_seed(seed, "shuffle"), drop_last=True)
+        super().__init__(
+            dataset,  # type: ignore[arg-type]  # its length is all that is asked for
+            num_replicas,
+            rank,
+            shuffle=True,
+            seed=derive_seed(seed, "shuffle"),
+            drop_last=True,
+        )
         self.micro_batch_size, remainder = divmod(batch_size, num_replicas * micro_steps)
         if remainder:
             raise ValueError(f"{batch_size=} does not divide over {num_replicas=} times {micro_steps=}")
         self.micro_steps = micro_steps
-        self.steps_per_epoch = len(dataset) // batch_size  # type: ignore[arg-type]
+        self.steps_per_epoch = len(dataset) // batch_size
 
     def __iter__(self) -> Iterator[BatchKey]:
         indices = np.fromiter(super().__iter__(), np.int64, self.num_samples)

@@ -21,11 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
-from torch.utils.data import DataLoader
 
-from common import datasets, fashion_mnist
 from common.cli import UsageError, command, parse
-from common.datasets import Batch, ImageData, keep_batch, start_worker
+from common.datasets import Batch, ImageData
 from common.metrics import MetricsWriter, check_tensorboard
 from common.models import build_model
 from common.precision import Precision, clip_gradients
@@ -37,7 +35,8 @@ from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, require_writa
 from ddp import checkpoint
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.evaluate import evaluate
+from ddp.data import Loader, load_data, open_loader
+from ddp.evaluate import evaluate, open_test_loader
 from ddp.optimization import build_optimizer, learning_rate
 from ddp.report import Window, WindowTotals, describe_run, finish
 from ddp.sampler import MicroBatchSampler
@@ -96,7 +95,7 @@ def train(config: TrainConfig, place: Place) -> None:
         for epoch in range(first_epoch, config.epochs):
             totals = train_epoch(job, epoch, metrics, progress, step_done)
             average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
-            result = evaluate(job.network, data, place, job.precision)
+            result = evaluate(job.network, data, place, job.precision, job.test_loader)
             tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
             metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
             with place.together():
@@ -107,11 +106,12 @@ def train(config: TrainConfig, place: Place) -> None:
                 f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
             )
 
-    result = result or evaluate(job.network, data, place, job.precision)  # resumed when all was done
+    # None when it was resumed after its last epoch.
+    result = result or evaluate(job.network, data, place, job.precision, job.test_loader)
     with place.together():  # nobody leaves while rank 0 still draws
         if place.is_main:
             title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
-            print(finish(config.run_dir, title, job.network, data, place, result, config.workers), flush=True)
+            print(finish(config, title, job.network, data, place, result), flush=True)
 
 
 @dataclasses.dataclass
@@ -128,27 +128,9 @@ class Job:
     optimizer: torch.optim.Optimizer
     precision: Precision
     sampler: MicroBatchSampler
-    loader: DataLoader[Batch]
+    loader: Loader
+    test_loader: Loader
     step: int = 0  # optimizer steps done, over all epochs
-
-
-def load_data(config: TrainConfig, place: Place) -> ImageData:
-    """Every rank holds the data set; one process per node fetches it from the network, while the others wait."""
-    with place.together():
-        if config.download and place.local_rank == 0:
-            fashion_mnist.download(config.data_dir)
-    with place.together():
-        data = datasets.load(
-            config.dataset,
-            config.data_dir,
-            train_samples=config.train_samples,
-            test_samples=config.test_samples,
-            augmentation=config.augmentation,
-            seed=config.seed,
-        )
-        if len(data.train) < config.batch_size:
-            raise UsageError(f"--batch-size {config.batch_size} is more than the {len(data.train)} training samples")
-    return data
 
 
 def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
@@ -176,20 +158,13 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     sampler = MicroBatchSampler(
         data.train, config.batch_size, config.micro_steps, place.world_size, place.rank, config.seed
     )
-    loader = DataLoader(
-        data.train,
-        batch_sampler=sampler,  # type: ignore[arg-type]  # torch expects lists of indices, but passes on what it gets
-        collate_fn=keep_batch,  # type: ignore[arg-type]
-        num_workers=config.workers,
-        worker_init_fn=start_worker,
-        persistent_workers=config.persistent_workers and config.workers > 0,
-        pin_memory=place.device.type == "cuda",
-    )
+    loader = open_loader(data.train, sampler, place.device, config.loading)
+    test_loader = open_test_loader(data, place, config.loading)
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
     precision = Precision(config.precision, place.device)
-    job = Job(config, place, data, network, model, no_sync, optimizer, precision, sampler, loader)
+    job = Job(config, place, data, network, model, no_sync, optimizer, precision, sampler, loader, test_loader)
     if place.world_size > 1:
         settle_buckets(job)
     return job
@@ -203,7 +178,7 @@ def settle_buckets(job: Job) -> None:
     first step is not the first, would otherwise differ in the last bit.
     """
     buffers = [buffer.clone() for buffer in job.network.buffers()]
-    images = torch.zeros(job.sampler.micro_batch_size, *job.data.shape, dtype=torch.uint8, device=job.place.device)
+    images = empty_batch(job).images.to(job.place.device)
     with job.precision.autocast():
         logits = job.model(job.data.to_input(images, memory_format(job.config)))
     logits.float().sum().backward()
@@ -223,8 +198,7 @@ def train_epoch(
     job.sampler.set_epoch(epoch)  # another order, and other augmentations; without it every epoch repeats the first
     job.model.train()
     window, windows = Window(job.place.device), []
-    with window.waiting():  # for loader workers to start
-        batches = iter(job.loader)
+    batches = batches_of(job, window)
     steps_before = job.step
     for remaining in reversed(range(job.sampler.steps_per_epoch)):
         train_step(job, batches, window)
@@ -244,7 +218,28 @@ def train_epoch(
                     f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s",
                 )
             steps_before = job.step
+    next(batches, None)  # workers stay for the next epoch only if this one is seen to its end
     return WindowTotals.merge(windows)
+
+
+def batches_of(job: Job, window: Window) -> Iterator[Batch]:
+    """This rank's micro-batches of an epoch.
+
+    A damaged file is found by one rank, when the others may already wait for its gradients. So it goes on with empty
+    images, to where the window ends and all can stop together.
+    """
+    try:
+        yield from job.loader
+    except UsageError as error:
+        window.mistake = error
+        while True:
+            yield empty_batch(job)
+
+
+def empty_batch(job: Job) -> Batch:
+    """A micro-batch of black images."""
+    size = job.sampler.micro_batch_size
+    return Batch(torch.zeros(size, *job.data.shape, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64))
 
 
 def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
@@ -317,7 +312,7 @@ def resume(job: Job) -> int:
     if loaded["epoch"] > job.config.epochs:
         raise UsageError(f"--epochs {job.config.epochs} is less than the {loaded['epoch']} that the run has behind it")
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
-    job.network.load_state_dict(loaded["model"])
+    checkpoint.load_model(job.network, loaded)
     job.optimizer.load_state_dict(loaded["optimizer"])
     for group, own in zip(job.optimizer.param_groups, hyperparameters, strict=True):
         group.update(own)  # this run's weight decay and momentum, should they have been changed

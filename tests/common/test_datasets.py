@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from common import fashion_mnist, glyphs
 from common.augmentation import Augmentation
 from common.cli import UsageError
-from common.datasets import Batch, BatchKey, ImageData, ImageDataset, keep_batch, load
+from common.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, keep_batch, load
 
 AUGMENTATION = Augmentation(shift=3, flip=True)
 
@@ -28,6 +28,11 @@ needs_debians_files = pytest.mark.skipif(
 
 def load_few(**settings: Any) -> ImageData:
     return load("glyphs", **({"train_samples": 60, "test_samples": 20} | settings))
+
+
+def in_memory(half: Images) -> ImageDataset:
+    assert isinstance(half, ImageDataset)
+    return half
 
 
 def key(*samples: int, epoch: int = 0) -> BatchKey:
@@ -44,7 +49,7 @@ def test_a_limit_takes_the_first_samples() -> None:
     data = load_few()
     for half, split, count in ((data.train, "train", 60), (data.test, "test", 20)):
         images, labels = glyphs.render(split, count)
-        np.testing.assert_array_equal(half.images, images[:, None])
+        np.testing.assert_array_equal(in_memory(half).images, images[:, None])
         np.testing.assert_array_equal(half.labels, labels)
 
 
@@ -71,7 +76,7 @@ def test_a_folder_for_glyphs_is_refused() -> None:
 
 def test_mean_and_standard_deviation_are_those_of_the_training_pixels() -> None:
     data = load_few()
-    pixels = data.train.images / 255
+    pixels = in_memory(data.train).images / 255
     assert data.mean == pytest.approx(pixels.mean(), rel=1e-12)
     assert data.std == pytest.approx(pixels.std(), rel=1e-12)
 
@@ -86,7 +91,7 @@ def test_fashion_mnist_has_the_mean_and_standard_deviation_that_are_published() 
 
 def test_the_data_and_its_fingerprint_are_the_same_for_every_seed_and_augmentation() -> None:
     data, other = load_few(), load_few(seed=1, augmentation=AUGMENTATION)
-    np.testing.assert_array_equal(data.train.images, other.train.images)
+    np.testing.assert_array_equal(in_memory(data.train).images, in_memory(other.train).images)
     assert data.fingerprint == other.fingerprint
 
 
@@ -121,7 +126,7 @@ def test_to_input_is_torchvisions_normalize(
 
 def test_a_models_input_has_mean_0_and_standard_deviation_1() -> None:
     data = load_few()
-    inputs = data.to_input(torch.from_numpy(data.train.images)).double()
+    inputs = data.to_input(torch.from_numpy(in_memory(data.train).images)).double()
     assert inputs.mean().item() == pytest.approx(0, abs=1e-5)
     assert inputs.std(correction=0).item() == pytest.approx(1, abs=1e-5)
 
@@ -137,7 +142,7 @@ def test_a_batch_holds_the_samples_asked_for_in_that_order(samples: list[int]) -
 
 @pytest.mark.parametrize("augmentation", [Augmentation(), AUGMENTATION])
 def test_writing_to_a_batch_leaves_the_data_set_alone(augmentation: Augmentation) -> None:
-    dataset = load_few(augmentation=augmentation).train
+    dataset = in_memory(load_few(augmentation=augmentation).train)
     before = dataset.images.copy(), dataset.labels.copy()
     batch = dataset.__getitems__(key(0, 1))
     batch.images.fill_(7)
@@ -149,26 +154,28 @@ def test_writing_to_a_batch_leaves_the_data_set_alone(augmentation: Augmentation
 def test_training_batches_are_augmented_with_the_seed_the_epoch_and_the_data_sets_background() -> None:
     data = load_few(augmentation=AUGMENTATION, seed=5)
     wanted = key(3, 1, 4, epoch=7)
-    expected = replace(AUGMENTATION, fill=glyphs.BACKGROUND)(data.train.images[wanted.samples], 5, 7, wanted.samples)
+    expected = replace(AUGMENTATION, fill=glyphs.BACKGROUND)(
+        in_memory(data.train).images[wanted.samples], 5, 7, wanted.samples
+    )
     np.testing.assert_array_equal(data.train.__getitems__(wanted).images, expected)
 
 
 def test_test_batches_are_never_augmented() -> None:
     data = load_few(augmentation=AUGMENTATION)
-    np.testing.assert_array_equal(data.test.__getitems__(key(*range(20))).images, data.test.images)
+    np.testing.assert_array_equal(data.test.__getitems__(key(*range(20))).images, in_memory(data.test).images)
 
 
 def test_without_augmentation_a_fetch_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(*_: object) -> None:
         raise AssertionError("augmented")
 
-    dataset = load_few().train
+    dataset = in_memory(load_few().train)
     monkeypatch.setattr(Augmentation, "__call__", draw)
     np.testing.assert_array_equal(dataset.__getitems__(key(2, 5)).images, dataset.images[[2, 5]])
 
 
 def test_batches_are_the_same_from_persistent_workers_as_from_the_main_process() -> None:
-    dataset = load_few(augmentation=AUGMENTATION).train
+    dataset = in_memory(load_few(augmentation=AUGMENTATION).train)
 
     def two_epochs(keys: list[BatchKey], **settings: Any) -> list[Batch]:
         loader = DataLoader(dataset, batch_sampler=keys, collate_fn=keep_batch, **settings)  # type: ignore[arg-type]

@@ -172,6 +172,26 @@ def _wait_for_training(folder: Path) -> None:
     assert metrics.stat().st_size, "training did not begin"
 
 
+class StoppedWhileItGoes:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def stopped_in_a_finalizer() -> int | str | None:
+    try:
+        with process_group():
+            thing = StoppedWhileItGoes()
+            del thing
+            time.sleep(60)
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_a_signal_in_a_finalizer_is_not_lost() -> None:
+    assert run_ranks(stopped_in_a_finalizer, 1) == [128 + signal.SIGTERM]
+
+
 def threads_after_leaving() -> list[str]:
     with process_group() as place, place.together():
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

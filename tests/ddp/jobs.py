@@ -15,8 +15,9 @@ from common.process_group import process_group
 from ddp import checkpoint
 from ddp.batchnorm import average_running_statistics
 from ddp.config import TrainConfig
+from ddp.data import load_data
 from ddp.evaluate import evaluate
-from ddp.train import Job, build_job, load_data, train, train_epoch
+from ddp.train import Job, build_job, train, train_epoch
 
 Arrays = dict[str, npt.NDArray[Any]]
 

@@ -140,6 +140,12 @@ def test_another_run_s_checkpoint_is_refused_by_name(name: str, value: Any) -> N
         checkpoint.check_identity(example(10), CONFIG | {name: value})
 
 
+def test_settings_that_an_older_run_lacks_are_no_difference() -> None:
+    assert checkpoint.check_identity(example(10), CONFIG | {"image_size": None}) == []
+    with pytest.raises(UsageError, match="started with --image-size None, not 64"):
+        checkpoint.check_identity(example(10), CONFIG | {"image_size": 64})
+
+
 def test_other_differences_are_reported() -> None:
     assert checkpoint.check_identity(example(10), CONFIG | {"lr": 0.2, "run_dir": "b"}) == [
         "--lr was 0.1 and is now 0.2"

@@ -27,6 +27,13 @@ from ddp.config import TrainConfig, micro_batch_size
         ({"schedule": "one-cycle", "epochs": 10}, {"warmup_epochs": 3.0}),
         ({"warmup_epochs": 0.0}, {"warmup_epochs": 0.0}),
         ({"weight_decay": 0.0}, {"weight_decay": 0.0}),
+        ({}, {"model": "fashion-cnn", "batch_size": 144, "loader": "stock", "workers": 0, "image_size": None}),
+        (
+            {"dataset": "lfw"},
+            {"model": "resnet18", "batch_size": 48, "epochs": 15, "min_images_per_person": 40, "image_size": 64},
+        ),
+        ({"dataset": "lfw"}, {"loader": "fast", "workers": 1, "decoder": "pillow", "data_dir": None}),
+        ({"dataset": "lfw", "loader": "stock", "workers": 0}, {"loader": "stock", "workers": 0}),
         ({"augment": False}, {"augmentation": Augmentation()}),
         ({"dataset": "fashion-mnist"}, {"augmentation": Augmentation(shift=1, flip=True)}),
     ],
@@ -40,6 +47,11 @@ def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str,
     ("settings", "message"),
     [
         ({"download": True}, "--download is for fashion-mnist"),
+        ({"download": True, "dataset": "lfw"}, "--download is for fashion-mnist"),
+        ({"loader": "fast"}, "--loader fast is for lfw: glyphs"),
+        ({"min_images_per_person": 40}, "--min-images-per-person is for lfw: glyphs"),
+        ({"image_size": 64, "dataset": "fashion-mnist"}, "--image-size is for lfw: fashion-mnist"),
+        ({"decoder": "pillow"}, "--decoder is for lfw: glyphs"),
         ({"warmup_epochs": 4.0, "epochs": 3}, "--warmup-epochs 4 is longer than --epochs 3"),
     ],
 )
@@ -49,9 +61,12 @@ def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_it_survives_json() -> None:
-    settings = TrainConfig(dataset="fashion-mnist", data_dir=Path("somewhere")).as_json()
-    assert json.loads(json.dumps(settings)) == settings
-    assert settings["data_dir"] == "somewhere"
+    for dataset in ("fashion-mnist", "lfw"):
+        config = TrainConfig(dataset=dataset, data_dir="somewhere")
+        settings = config.as_json()
+        assert json.loads(json.dumps(settings)) == settings
+        assert settings["data_dir"] == "somewhere"
+        assert TrainConfig(**settings).as_json() == settings  # as ddp.evaluate reads it
 
 
 @given(batch_size=st.integers(1, 500), world_size=st.integers(1, 9), micro_steps=st.integers(1, 9))

@@ -47,6 +47,12 @@ def test_it_equals_a_plain_loop() -> None:
     assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
+def test_the_columns_of_many_classes_are_numbered() -> None:
+    lines = table(Evaluation(0.5, 7 * np.eye(13, dtype=np.int64)), tuple(f"Person_{i}" for i in range(13))).splitlines()
+    assert lines[0].split() == [*map(str, range(1, 14)), "<-", "predicted"]
+    assert lines[13].split() == ["Person_12", "13", "100.00", "%", *["0"] * 12, "7"]
+
+
 def test_class_accuracy_and_its_table() -> None:
     result = Evaluation(0.5, np.array([[8, 2, 0], [0, 5, 0], [0, 0, 0]]))
     assert result.accuracy == 13 / 15

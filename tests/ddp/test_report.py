@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
+from common.cli import UsageError
 from common.process_group import process_group
-from ddp.report import Window, WindowTotals, data_verdict
+from ddp.config import TrainConfig
+from ddp.report import Window, WindowTotals, data_verdict, faster_loading
 from tests.launch import run_ranks
 
 
@@ -60,3 +63,41 @@ def test_windows_merge_by_their_samples_and_seconds() -> None:
 )
 def test_the_verdict_is_plain(data_wait: float, workers: int, text: str) -> None:
     assert data_verdict(data_wait, workers) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "try --workers 2"),
+        ({"dataset": "lfw"}, "try more than --workers 1 or --decoder simplejpeg"),
+        (
+            {"dataset": "lfw", "loader": "stock", "workers": 0},
+            "try --workers 2 or --loader fast or --decoder simplejpeg",
+        ),
+        ({"dataset": "lfw", "decoder": "simplejpeg", "workers": 2}, "try more than --workers 2"),
+    ],
+)
+def test_images_in_files_can_be_had_faster_in_more_ways(settings: dict[str, Any], advice: str) -> None:
+    config = TrainConfig(**settings)
+    assert data_verdict(0.5, config.workers, faster_loading(config)).endswith(f"waits for data; {advice}")
+
+
+def with_a_mistake() -> list[str]:
+    """Rank 1 meets one in the second of three windows."""
+    with process_group() as place:
+        window, said = Window(place.device), []
+        for number in range(3):
+            window.add(torch.tensor(1.0), torch.eye(2), torch.zeros(2, dtype=torch.int64))
+            if (place.rank, number) == (1, 1):
+                window.mistake = UsageError("a file")
+            try:
+                window.reduce(place)
+                said.append("")
+            except UsageError as error:
+                said.append(str(error))
+                break
+        return said
+
+
+def test_a_window_ends_on_every_rank_with_the_mistake_of_one() -> None:
+    assert run_ranks(with_a_mistake, 3) == [["", "[rank 1] a file"]] * 3

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from common.process_group import process_group
 from ddp import checkpoint
 from ddp.config import TrainConfig
+from ddp.data import load_data
 from ddp.report import Window
-from ddp.train import Job, build_job, load_data, train_step
+from ddp.train import Job, build_job, train_step
 from tests.ddp.jobs import (
     Outcome,
     assert_close,

@@ -1,0 +1,222 @@
+"""Training from files: the same result by every loader, exact resumption, and one line for a file that is damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from common.cli import UsageError
+from common.process_group import process_group
+from dataloading.batches import LFWBatches
+from dataloading.training_data import load_lfw
+from ddp.config import TrainConfig
+from ddp.data import load_data
+from ddp.evaluate import evaluate
+from ddp.train import build_job, train_epoch
+from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
+from tests.launch import error_lines, run_command, run_ranks, run_torchrun, start_command
+
+SMALL: dict[str, Any] = {
+    "min_images_per_person": 2,
+    "image_size": 16,
+    "epochs": 2,
+    "batch_size": 12,
+    "model": "fashion-cnn",
+    "lr": 0.02,
+}
+FLAGS = ("--min-images-per-person", "2", "--image-size", "16", "--model", "fashion-cnn", "--device", "cpu")
+
+
+def write_people(folder: Path, people: int, images: int, side: int) -> Path:
+    """Each person is a colour, with some noise."""
+    for person in range(people):
+        (folder / f"Person_{person}").mkdir(parents=True)
+        for number in range(1, images + 1):
+            draws = np.random.default_rng([person, number])
+            color = np.array([person % 2, person // 2, 1]) * 150
+            pixels = (color + draws.integers(0, 60, (side, side, 3))).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"Person_{person}" / f"Person_{person}_{number:04d}.jpg")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def faces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four people, 48 images for training and 12 for testing."""
+    return write_people(tmp_path_factory.mktemp("faces") / "faces", people=4, images=15, side=24)
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """544 images for training, more than the mean and standard deviation are taken of."""
+    return write_people(tmp_path_factory.mktemp("many") / "many", people=2, images=340, side=16)
+
+
+def from_files(folder: Path, **settings: Any) -> TrainConfig:
+    return TrainConfig(dataset="lfw", data_dir=str(folder), **(SMALL | settings))
+
+
+@pytest.fixture(scope="module")
+def expected(faces: Path) -> Outcome:
+    """Two epochs with the stock loader and no workers."""
+    return run_ranks(train_epochs, 2, from_files(faces, loader="stock", workers=0))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("loader", "workers", "persistent"),
+    [("stock", 2, True), ("fast", 0, True), ("fast", 2, True), ("fast", 2, False)],
+)
+def test_loaders_and_workers_do_not_change_a_bit(
+    faces: Path, expected: Outcome, loader: str, workers: int, persistent: bool
+) -> None:
+    config = from_files(faces, loader=loader, workers=workers, persistent_workers=persistent)
+    for outcome in run_ranks(train_epochs, 2, config):
+        assert_identical(outcome.parameters, expected.parameters)
+        assert outcome.losses == expected.losses
+        assert np.array_equal(outcome.confusion, expected.confusion)
+
+
+def test_resuming_changes_no_bit_whichever_loader_goes_on(faces: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    run_ranks(run_job, 2, from_files(faces, run_dir=whole))
+    tensors, metrics = final_state(whole)
+    for loader in ("fast", "stock"):
+        part = shutil.copytree(whole, tmp_path / loader)
+        for later in sorted((part / "checkpoints").iterdir())[1:]:
+            later.unlink()
+        run_ranks(run_job, 2, from_files(faces, run_dir=part, resume=True, loader=loader, workers=2))
+        resumed_tensors, resumed_metrics = final_state(part)
+        assert_identical(resumed_tensors, tensors)
+        assert resumed_metrics == metrics
+
+
+# As a person types it
+
+
+@pytest.fixture(scope="module")
+def finished(faces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "finished"
+    arguments = (*FLAGS, "--dataset", "lfw", "--data-dir", str(faces), "--batch-size", "12", "--lr", "0.02")
+    done = run_torchrun(2, "ddp.train", *arguments, "--run-dir", str(run_dir), env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if " INFO " not in line] == []
+    (run_dir / "stdout").write_text(done.stdout)
+    return run_dir
+
+
+def test_a_run_learns_and_says_how_long_it_waited_for_data(finished: Path) -> None:
+    lines = (finished / "stdout").read_text().splitlines()
+    assert lines[0] == "test accuracy 100.00 % after 15 epochs (12 of 12 samples)"
+    assert "of each step waits for data" in lines[2]
+    assert len(lines) == 4
+    settings = json.loads((finished / "config.json").read_text())["config"]
+    assert (settings["loader"], settings["workers"], settings["decoder"]) == ("fast", 1, "pillow")
+    assert (finished / "samples.png").is_file()
+
+
+def test_evaluate_repeats_the_runs_result(finished: Path, tmp_path: Path) -> None:
+    expected = json.loads((finished / "result.json").read_text())["test"]
+    done = run_torchrun(3, "ddp.evaluate", "--run-dir", str(finished), "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"12 of 12 samples, loss {expected['loss']:.4f}")
+
+    others = write_people(tmp_path / "others", people=3, images=15, side=24)
+    done = run_command("ddp.evaluate", "--run-dir", str(finished), "--data-dir", str(others), "--device", "cpu")
+    assert done.returncode == 2
+    assert "trained on other data than is there now" in error_lines(done.stderr)[0]
+
+
+@pytest.mark.parametrize("loader", ["stock", "fast"])
+def test_no_worker_is_left_when_training_is_stopped(many: Path, tmp_path: Path, loader: str) -> None:
+    arguments = (*FLAGS, "--dataset", "lfw", "--data-dir", str(many), "--batch-size", "2", "--epochs", "100000")
+    loading = ("--loader", loader, "--workers", "2")
+    with start_command("ddp.train", *arguments, *loading, "--run-dir", str(tmp_path / "run")) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "checkpoints").is_dir() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 4  # of training and of evaluation, kept from epoch to epoch
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+        assert psutil.wait_procs(children, timeout=10)[1] == []
+        assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+
+
+# Damaged files
+
+
+def damage(folder: Path, half: str) -> Path:
+    """Truncate a file that is found only when training or evaluation comes to it: not among the first, of which the mean
+    and standard deviation are taken."""
+    images = getattr(load_lfw(str(folder), min_images_per_person=2, image_size=16), half)
+    assert isinstance(images, LFWBatches)
+    path = folder / images.files.files[len(images) - 1]
+    path.write_bytes(path.read_bytes()[:-40])
+    return path
+
+
+def end_of_training(config: TrainConfig) -> tuple[str, bool, int]:
+    """What a rank raises in its first epoch, whether it knows that all do, and at which step."""
+    with process_group() as place:
+        job = build_job(config, place, load_data(config, place))
+        with pytest.raises(UsageError) as caught:
+            train_epoch(job, 0)
+        return str(caught.value), caught.value.seen_by_all, job.step
+
+
+@pytest.mark.parametrize(("loader", "workers"), [("stock", 1), ("fast", 0), ("fast", 1)])
+def test_a_damaged_file_ends_all_ranks_at_the_same_step(many: Path, tmp_path: Path, loader: str, workers: int) -> None:
+    folder = shutil.copytree(many, tmp_path / "many")
+    path = damage(folder, "train")
+    config = from_files(folder, batch_size=32, loader=loader, workers=workers, log_every=2, image_size=16)
+    (text, known, step), other = run_ranks(end_of_training, 2, config)
+    assert f"{path} is damaged" in text
+    assert len(text.splitlines()) == 1
+    assert known
+    assert other == (text, known, step)
+
+
+def end_of_evaluation(config: TrainConfig) -> str:
+    with process_group() as place:
+        job = build_job(config, place, load_data(config, place))
+        with pytest.raises(UsageError) as caught:
+            evaluate(job.network, job.data, place, job.precision, job.test_loader)
+        return str(caught.value)
+
+
+def test_a_damaged_test_image_ends_all_ranks(faces: Path, tmp_path: Path) -> None:
+    path = damage(shutil.copytree(faces, tmp_path / "faces"), "test")
+    for text in run_ranks(end_of_evaluation, 3, from_files(tmp_path / "faces", loader="fast", workers=1)):
+        assert f"{path} is damaged" in text
+
+
+def test_a_damaged_file_is_one_line_and_exit_status_2(many: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(many, tmp_path / "many")
+    path = damage(folder, "train")
+    arguments = (*FLAGS, "--dataset", "lfw", "--data-dir", str(folder), "--batch-size", "32", "--log-every", "2")
+    began = time.monotonic()
+    done = run_torchrun(2, "ddp.train", *arguments, "--run-dir", str(tmp_path / "run"))
+    assert time.monotonic() - began < 25  # not WAIT_FOR_RANK_ZERO_S
+    (line,) = error_lines(done.stderr)
+    assert str(path) in line
+    assert "exitcode  : 2" in done.stderr
+    assert 'ddp/train.py"' not in done.stderr  # no traceback of ours
+
+
+def test_too_few_images_and_a_missing_folder_are_said_once(faces: Path, tmp_path: Path) -> None:
+    for arguments, words in (
+        (("--data-dir", str(faces), "--min-images-per-person", "16"), "the most images are 15 and 15"),
+        (("--data-dir", str(tmp_path / "none")), "none is not there"),
+    ):
+        done = run_command("ddp.train", "--dataset", "lfw", *arguments, "--run-dir", str(tmp_path / "run"))
+        assert done.returncode == 2
+        (line,) = error_lines(done.stderr)
+        assert words in line
