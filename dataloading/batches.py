@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from common.augmentation import NO_AUGMENTATION, Augmentation
@@ -24,8 +25,15 @@ from dataloading.storage import BadFile
 
 
 def collate(items: list[Any]) -> Any:
-    """torch's ``default_collate`` without the samples that were skipped; an empty list if all were."""
+    """torch's ``default_collate`` without the samples that were skipped; an empty list if all were.
+
+    :raises BadFile: for images of several sizes
+    """
     kept = [item for item in items if not isinstance(item, Skipped)]
+    images = [item[0] if isinstance(item, tuple) else item for item in kept]
+    shapes = sorted({tuple(image.shape) for image in images if isinstance(image, Tensor)})
+    if len(shapes) > 1:
+        raise BadFile(f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give --image-size")
     return default_collate(kept) if kept else []
 
 
@@ -89,6 +97,12 @@ class LFWBatches(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width, as a batch has them."""
+        height, width, channels = self.image_shape
+        return channels, height, width
 
     @property
     def works_per_image(self) -> bool:

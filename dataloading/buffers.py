@@ -39,6 +39,7 @@ class BufferPool:
         """Memory for so many images, of whatever content."""
         fitting = next((i for i, (_, memory) in enumerate(self._free) if len(memory) >= images), None)
         if fitting is None:
+            del self._free[:1]  # too small: it makes room for one that may fit the next time
             number, memory = self._made, self._allocate((images, *self._image_shape))
             self._made += 1
         else:

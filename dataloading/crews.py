@@ -8,13 +8,17 @@ part of the work on an image holds it.
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import multiprocessing.connection
 import os
 import queue
 import signal
 import threading
 import traceback
+import weakref
 from dataclasses import dataclass, field
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,6 +102,7 @@ class Threads:
             self._chunks.put(None)
         for thread in self._threads:
             thread.join()
+        self._chunks = queue.SimpleQueue()  # what is left of it refers to batches' memory
 
     def _work(self) -> None:
         while (chunk := self._chunks.get()) is not None and not self._stopping:
@@ -135,12 +140,13 @@ class Processes:
         self._pending: dict[int, Assembly] = {}
         self._submitted = 0
         self._workers: list[tuple[Any, Any]] = []  # process, pipe
-        self._known: set[int] = set()  # buffers that the workers have been given
+        # Buffers that the workers have mapped: those that they were given and that still exist.
+        self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         try:
             for number in range(workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, dataset, os.getpid()), name=f"fast-loader-{number}", daemon=True
+                    target=_serve, args=(theirs, dataset), name=f"fast-loader-{number}", daemon=True
                 )
                 process.start()
                 theirs.close()
@@ -151,15 +157,20 @@ class Processes:
 
     def submit(self, assembly: Assembly) -> None:
         key, lease = assembly.key, assembly.lease
+        if not assembly.missing:
+            return
         number, self._submitted = self._submitted, self._submitted + 1
         self._pending[number] = assembly
-        memory = None if lease.number in self._known else lease.memory
-        self._known.add(lease.number)
+        shape = None if lease.number in self._known else tuple(lease.memory.shape)
+        self._known[lease.number] = lease.memory
+        known = set(self._known)
         parts = np.array_split(np.arange(len(key.samples)), len(self._workers))
         for (process, pipe), part in zip(self._workers, parts, strict=True):
             part_key = BatchKey(key.epoch, key.samples[part])
             try:
-                pipe.send((number, lease.number, memory, part_key, int(part[0]) if len(part) else 0))
+                pipe.send((number, lease.number, shape, known, part_key, int(part[0]) if len(part) else 0))
+                if shape is not None:  # by the pipe too: what is never received is closed with it
+                    send_handle(pipe, lease.memory.untyped_storage()._share_fd_cpu_()[0], process.pid)
             except OSError as error:
                 raise _death(process) from error
 
@@ -170,7 +181,7 @@ class Processes:
             for ready in multiprocessing.connection.wait(list(pipes)):
                 try:
                     number, done, start, skipped, error = ready.recv()
-                except (EOFError, ConnectionError) as lost:
+                except (EOFError, OSError) as lost:
                     raise _death(pipes[ready]) from lost
                 filled = self._pending[number]
                 filled.skipped += skipped
@@ -181,7 +192,7 @@ class Processes:
 
     def close(self) -> None:
         for process, _ in self._workers:
-            process.terminate()
+            process.kill()  # SIGTERM might still meet a handler that came over with the fork
         for process, pipe in self._workers:
             process.join()
             process.close()
@@ -190,8 +201,9 @@ class Processes:
         self._pending.clear()
 
 
-def _serve(pipe: Any, dataset: LFWBatches, parent: int) -> None:
+def _serve(pipe: Any, dataset: LFWBatches) -> None:
     """A process's life: fill the parts of batches that come through the pipe."""
+    parent = os.getppid()  # the one that made us, or its fork server, which ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too, but it is the parent that decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -201,16 +213,26 @@ def _serve(pipe: Any, dataset: LFWBatches, parent: int) -> None:
             while not pipe.poll(PARENT_CHECK_S):
                 if os.getppid() != parent:
                     return
-            number, buffer, memory, key, start = pipe.recv()
-            if memory is not None:
-                buffers[buffer] = memory.numpy()
+            number, buffer, shape, known, key, start = pipe.recv()
+            for gone in buffers.keys() - known:
+                del buffers[gone]
+            if shape is not None:
+                buffers[buffer] = _map(recv_handle(pipe), shape)
             n = len(key.samples)
+            if not n:
+                continue
             skipped, error = _fill(dataset, buffers[buffer][start : start + n], key, 0, n)
             if error is not None and not isinstance(
                 error, UsageError
             ):  # the program's own: with the place where it was
                 error = RuntimeError(f"in a loader process:\n{''.join(traceback.format_exception(error))}")
             pipe.send((number, n, start, [start + place for place in skipped], error))
+
+
+def _map(descriptor: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """The shared memory behind a file descriptor, which this closes."""
+    with open(descriptor, "r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), math.prod(shape)), np.uint8).reshape(shape)
 
 
 def _death(process: Any) -> UsageError:

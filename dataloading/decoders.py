@@ -21,6 +21,8 @@ Pixels = npt.NDArray[np.uint8]
 Decoder = Callable[[bytes, Pixels | None], Pixels]
 
 DECODERS = ("pillow", "simplejpeg", "torchcodec")
+START = b"\xff\xd8\xff"  # of every JPEG file: the marker of an image's start, and that of its first segment
+METADATA = b"\xff\xe1"  # the marker of a segment with EXIF data; never in an image's own data
 
 
 class NotDecodable(Exception):
@@ -78,7 +80,10 @@ def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
     import simplejpeg
 
     try:
-        if out is not None and simplejpeg.decode_jpeg_header(data)[:2] == out.shape[:2]:
+        height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        if colors in ("CMYK", "YCCK"):  # which it takes for uninverted
+            return decode_pillow(data, out)
+        if out is not None and (height, width) == out.shape[:2]:
             simplejpeg.decode_jpeg(data, buffer=out)
             return out
         pixels: Pixels = simplejpeg.decode_jpeg(data)
@@ -92,11 +97,12 @@ def _decode_torchcodec(data: bytes, out: Pixels | None = None) -> Pixels:
     import torch
     from torchcodec.decoders import decode_jpeg
 
+    # It would look for an image further on, and would turn one as its EXIF data say; the others do neither.
+    if not data.startswith(START) or METADATA in data:
+        return decode_pillow(data, out)
     try:
-        # frombuffer wants memory that may be written to, and cannot be empty
-        pixels: Pixels = (
-            decode_jpeg(torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)).permute(1, 2, 0).numpy()
-        )
+        # frombuffer wants memory that may be written to
+        pixels: Pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0).numpy()
         return _place(pixels, out)
     except RuntimeError:
         return decode_pillow(data, out)

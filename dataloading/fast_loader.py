@@ -6,7 +6,8 @@ pipe and a file descriptor per tensor. Here a batch is where it is wanted from t
 
 - A JPEG decoder releases the GIL, so threads decode as well as processes do. Where a good part of the work on an image
   holds the GIL (Pillow's conversions around an augmentation do), processes fill the same memory, shared with them once.
-- All work on the batch that is wanted next, so the first comes soon, and one slow file holds up nobody but its own batch.
+- All work on the batch that is wanted next, so the first comes soon. Batches come in order: behind one with a late file the
+  others wait, but they are being filled meanwhile.
 - Memory is taken from a pool and goes back when the last tensor that refers to it is gone (dataloading/buffers.py).
 - Pixels stay uint8 and in the decoder's order, a quarter of float's size; the device converts them.
 
@@ -65,6 +66,10 @@ class FastLoader:
             raise ValueError("batch_sampler decides alone: give no batch_size, shuffle, sampler or drop_last with it")
         if sampler is not None and shuffle:
             raise ValueError("the sampler decides the order: shuffle=True contradicts it")
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size} is less than 1")
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers {num_workers} is less than 0")
         if crew not in CREWS:
             raise ValueError(f"there is no crew {crew!r}: {', '.join(CREWS)}")
         if crew == "processes" and pin_memory:
@@ -121,8 +126,7 @@ class FastLoader:
             del batch  # from here on, the user's references decide when the memory is used again
 
     def _ahead(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
-        crew = self._kept or self._hire()
-        self._kept = crew if self._persistent else None
+        crew, self._kept = self._kept or self._hire(), None  # a second iterator beside this one hires its own
         coming: deque[Assembly] = deque()
         finished = False
         try:
@@ -142,9 +146,10 @@ class FastLoader:
             finished = True
         finally:
             # A crew in the middle of batches that nobody wants is not kept either.
-            if crew is not self._kept or not finished:
+            if self._persistent and finished and self._kept is None:
+                self._kept = crew
+            else:
                 crew.close()
-                self._kept = None
 
     def _hire(self) -> Crew:
         if self.crew == "threads":

@@ -11,7 +11,9 @@ list of names, so the set may be of any size. Without a folder, faces drawn for 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from common.cli import UsageError
 from dataloading.augmentation import Draws, ImageAugmentation
@@ -95,8 +97,8 @@ class LFWDataset(Dataset[Any]):
         self.files = FileList(names)
         self.people: tuple[str, ...] = tuple(people.tolist())
         self.labels: npt.NDArray[np.int64] = labels.astype(np.int64)
-        # One counter per worker, so that none is written by two; shared, so that each can add up all.
-        self._skipped = torch.zeros(1024, dtype=torch.int64).share_memory_() if on_error == "skip" else None
+        # One counter per thread of each worker, so that none is written by two; shared, so that each can add up all.
+        self._skipped = torch.zeros(4096, dtype=torch.int64).share_memory_() if on_error == "skip" else None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -116,6 +118,17 @@ class LFWDataset(Dataset[Any]):
         with self.span("transform"):
             result = image if self.transform is None else self.transform(image)
         return (result, int(self.labels[sample])) if self.with_label else result
+
+    def subset(self, samples: npt.NDArray[np.int64], people: npt.NDArray[np.int64]) -> LFWDataset:
+        """A data set of some of the files, in the order of ``samples``; all else is as it is here.
+
+        :param people: to whom these files belong, as ascending indices into :attr:`people`: its people, labelled from 0 on
+        """
+        part = copy.copy(self)
+        part.files = self.files.subset(samples)
+        part.people = tuple(self.people[person] for person in people.tolist())
+        part.labels = np.searchsorted(people, self.labels[samples]).astype(np.int64)
+        return part
 
     def path(self, sample: int) -> str:
         """Where a sample's file lies."""
@@ -176,8 +189,9 @@ class LFWDataset(Dataset[Any]):
             try:
                 width, height = self._decoded(sample).size
                 return height, width, 3
-            except BadFile as error:
-                self.skip_or_raise(error)
+            except BadFile:  # to be counted when a batch wants it
+                if self._skipped is None:
+                    raise
         raise UsageError(f"{self.storage.root}: none of its {len(self)} files can be decoded")
 
     @property
@@ -192,8 +206,7 @@ class LFWDataset(Dataset[Any]):
         """
         if self._skipped is None:
             raise error
-        info = get_worker_info()
-        self._skipped[0 if info is None else 1 + info.id % 1023] += 1
+        self._skipped[threading.get_native_id() % len(self._skipped)] += 1
         if self.skipped > self.skip_limit:
             raise BadFile(f"{error}; more than {self.skip_limit} files could not be read, so this is not skipped")
         logger.warning("skipped %s", error)

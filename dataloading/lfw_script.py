@@ -64,7 +64,10 @@ def main() -> None:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores may be the question
-        images, labels = next(iter(_loader(config, dataset, batches=1)))
+        batch = next(iter(_loader(config, dataset, batches=1)))
+        if not batch:
+            raise UsageError(f"{dataset.storage.root}: no file of the first batch of {config.batch_size} can be read")
+        images, labels = batch
         print(f"a batch: images {images.dtype} {list(images.shape)}, labels {labels.dtype} {list(labels.shape)}")
         if config.visualize_batch:
             _visualize(config, dataset, images, labels)

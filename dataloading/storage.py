@@ -138,9 +138,14 @@ class HttpFolder:
 
     def __init__(self, root: str, timeout_s: float = TIMEOUT_S) -> None:
         self.root = root.rstrip("/")
-        self._url = urllib.parse.urlsplit(self.root)
-        if not self._url.hostname:
+        try:
+            self._url = urllib.parse.urlsplit(self.root)
+            self._host, self._port = self._url.hostname, self._url.port
+        except ValueError as error:
+            raise UsageError(f"{root} is no URL: {error}") from error
+        if not self._host:
             raise UsageError(f"{root} names no host")
+        self._path = urllib.parse.quote(self._url.path, safe="/%")
         self._timeout_s = timeout_s
         self._local = _Connections()
 
@@ -162,11 +167,11 @@ class HttpFolder:
         except BadFile as error:
             raise UsageError(f"{error}; the folder cannot be listed") from error
         links = re.findall(r'href="([^"?#]+)"', page.decode("utf-8", "replace"), re.IGNORECASE)
-        relative = (urllib.parse.unquote(link) for link in links)
+        relative = (urllib.parse.unquote(link, errors="surrogateescape") for link in links)
         return sorted({link for link in relative if re.fullmatch(r"[^/:]+/?", link) and link not in ("./", "../")})
 
     def _get(self, name: str) -> bytes:
-        path = f"{self._url.path}/{urllib.parse.quote(name)}"
+        path = f"{self._path}/{urllib.parse.quote(name, errors='surrogateescape')}"
         for attempt in range(TRIES):
             if attempt:
                 time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
@@ -191,7 +196,7 @@ class HttpFolder:
         if connection is None:
             secure = self._url.scheme == "https"
             kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout_s)
+            connection = kind(self._host or "", self._port, timeout=self._timeout_s)
             self._local.put(connection)
         return connection
 
@@ -200,22 +205,30 @@ class _Connections:
     """One connection per thread; none travels to another process, by fork or by pickle."""
 
     def __init__(self) -> None:
-        self._process, self._local = os.getpid(), threading.local()
+        self._local = threading.local()
 
     def get(self) -> http.client.HTTPConnection | None:
-        if self._process != os.getpid():  # forked: the parent's socket is not ours to use
-            self.__init__()  # type: ignore[misc]
-        return getattr(self._local, "connection", None)
+        held: _Held | None = getattr(self._local, "held", None)
+        return held.connection if held and held.process == os.getpid() else None
 
     def put(self, connection: http.client.HTTPConnection) -> None:
-        self._local.connection = connection
+        self._local.held = _Held(os.getpid(), connection)
 
     def drop(self) -> None:
-        self._local.connection.close()
-        del self._local.connection
+        del self._local.held
 
     def __reduce__(self) -> tuple[type[_Connections], tuple[()]]:
         return _Connections, ()
+
+
+class _Held:
+    """A connection of this process, which is closed when its thread ends, or the storage."""
+
+    def __init__(self, process: int, connection: http.client.HTTPConnection) -> None:
+        self.process, self.connection = process, connection
+
+    def __del__(self) -> None:
+        self.connection.close()
 
 
 class FsspecFolder:

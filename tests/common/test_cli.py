@@ -181,6 +181,92 @@ def test_an_option_of_a_type_that_no_flag_can_have_is_the_programs_mistake() -> 
         parse(Odd, "odd", None, [])
 
 
+@dataclass(frozen=True)
+class Lists:
+    """Options that take several values."""
+
+    num_workers: tuple[int, ...] = option((0, 2), "loader processes", minimum=0, maximum=8)
+    rates: tuple[float, ...] = option((0.5,), "per second", above=0)
+    loaders: tuple[str, ...] | None = option(None, "which (default: all)", choices=("stock", "fast"))
+    folders: tuple[Path, ...] = option((), "places")
+    verbose: bool = option(False, "say more")
+
+
+def parse_lists(*arguments: str, underscores: bool = False) -> Lists:
+    return parse(Lists, "lists", None, arguments, underscores=underscores)
+
+
+def test_a_list_has_its_default_and_is_typed_with_commas() -> None:
+    assert parse_lists() == Lists((0, 2), (0.5,), None, (), False)
+    lists = parse_lists("--num-workers", "0, 4,8", "--rates", "1e-3,2,", "--loaders", "fast", "--folders", "a,b/c")
+    assert lists == Lists((0, 4, 8), (0.001, 2.0), ("fast",), (Path("a"), Path("b/c")), False)
+    assert [type(rate) for rate in lists.rates] == [float, float]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, unique=True))
+def test_every_list_in_the_range_is_read_in_its_order(values: list[int]) -> None:
+    assert parse_lists("--num-workers", ",".join(map(str, values))).num_workers == tuple(values)
+
+
+@pytest.mark.parametrize(
+    "flag, text, message",
+    [
+        ("--num-workers", "", "--num-workers: invalid int value: ''"),
+        ("--num-workers", ",", "--num-workers: invalid int value: ''"),
+        ("--num-workers", "1,,2", "--num-workers: invalid int value: ''"),
+        ("--num-workers", "1,many", "--num-workers: invalid int value: 'many'"),
+        ("--num-workers", "1;2", "--num-workers: invalid int value: '1;2'"),
+        ("--num-workers", "1,2,1", "--num-workers: 1,2,1 names a value twice"),
+        ("--num-workers", "1,9", "--num-workers 9 is out of range: it must be at least 0 and at most 8"),
+        ("--num-workers", "-1", "--num-workers -1 is out of range: it must be at least 0 and at most 8"),
+        ("--rates", "1,nan", "--rates nan is out of range: it must be above 0"),
+        ("--rates", "0", "--rates 0.0 is out of range: it must be above 0"),
+        ("--loaders", "fast,slow", "--loaders: invalid choice: 'slow' (choose from stock, fast)"),
+        ("--loaders", "fast,fast", "--loaders: fast,fast names a value twice"),
+    ],
+)
+def test_a_list_with_a_wrong_value_is_refused_in_a_line_that_names_it(flag: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_lists(flag, text)
+    assert str(error.value).removesuffix(" (python -m lists --help lists what there is)") == message
+
+
+def test_the_help_shows_lists_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_lists("--help")
+    help_text = " ".join(capsys.readouterr().out.split())
+    for line in (
+        "--num-workers INT,... loader processes (default: 0,2)",
+        "--rates FLOAT,... per second (default: 0.5)",
+        "--loaders stock|fast,... which (default: all)",
+    ):
+        assert line in help_text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-num_workers", "1,3", "-verbose"],
+        ["-num_workers=1,3", "--verbose"],
+        ["--num-workers", "1,3", "-verbose"],
+    ],
+)
+def test_flags_are_taken_in_the_style_of_courses_too_where_that_is_wanted(arguments: list[str]) -> None:
+    assert parse_lists(*arguments, underscores=True) == Lists(num_workers=(1, 3), verbose=True)
+
+
+def test_elsewhere_that_style_is_refused() -> None:
+    with pytest.raises(UsageError, match="unrecognized arguments: -num_workers 1"):
+        parse_lists("-num_workers", "1")
+
+
+def test_a_mistake_in_that_style_is_one_line_too() -> None:
+    with pytest.raises(UsageError, match=r"^--num-workers -1 is out of range: "):
+        parse_lists("-num_workers", "-1", underscores=True)
+    with pytest.raises(UsageError, match="-num_workers: invalid int value: 'x'"):
+        parse_lists("-num_workers", "x", underscores=True)
+
+
 def end_of(main: Callable[[], None], rank: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[float]]:
     """The exit status of a command that meets a mistake, and how long it slept before."""
     waits: list[float] = []

@@ -3,7 +3,7 @@ what is left behind.
 
     python -m tests.dataloading.faults LOADER FOLDER
 
-goes over the folder with a loader of :data:`LOADERS` without end, for a test that interrupts or kills it.
+goes over the folder with a loader of :data:`EVERY_LOADER`, slowly and without end, for a test that interrupts or kills it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import http.server
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -35,9 +36,10 @@ from common.datasets import keep_batch, start_worker
 from dataloading import crews
 from dataloading.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.fast_loader import FastLoader
+from dataloading.latency import DelayedStorage
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import ShuffledBatches, ShuffledSampler
-from dataloading.storage import BadFile
+from dataloading.storage import BadFile, LocalFolder
 
 WIDTH, HEIGHT = 24, 20
 BATCH_SIZE = 4
@@ -278,8 +280,9 @@ def _shared_maps() -> list[str]:
 
 def main() -> None:
     loader, folder = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     crews.PARENT_CHECK_S = 0.5
-    files = LFWDataset(folder)
+    files = LFWDataset(DelayedStorage(LocalFolder(folder), latency_ms=150))
     for epoch in range(1_000_000):
         for _ in load(loader, files, epoch):
             print("a batch", flush=True)

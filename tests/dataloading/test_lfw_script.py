@@ -1,0 +1,155 @@
+"""``python -m dataloading.lfw_dataset``: the course's script, and mistakes that are one line."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dataloading.lfw_script import main
+from tests.dataloading.faults import save_picture
+from tests.launch import run_command
+
+PROGRAM = "dataloading.lfw_dataset"
+Mistake = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def few(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 12 pictures of two people."""
+    root = tmp_path_factory.mktemp("few") / "people"
+    for name in ("Ann_Lee", "Bo_Ek"):
+        shutil.copytree(pictures / name, root / name)
+    return root
+
+
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As on a machine without a display."""
+    without = {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    return run_command(PROGRAM, *map(str, arguments), env=without | environment)
+
+
+@pytest.fixture
+def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Mistake:
+    """Runs the command in this process, and gives the one line in which it refuses."""
+
+    def run_here(*arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    return run_here
+
+
+def test_without_arguments_it_looks_at_the_embedded_faces(few: Path, tmp_path: Path) -> None:
+    prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v1")
+    result = run(XDG_CACHE_HOME=str(tmp_path))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        f"{prepared}: 14 images of 2 people, the first 24x20",
+        "a batch: images torch.float32 [32, 3, 20, 24], labels torch.int64 [32]",
+    ]
+
+
+COURSE_STYLE = "-visualize_batch -get_timing -num_workers 1 -batches_to_check 2 -batch_size 4 -path_to_folder"
+OUR_STYLE = "--visualize-batch --get-timing --num-workers 1 --batches-to-check 2 --batch-size 4 --path-to-folder"
+
+
+@pytest.mark.parametrize("flags", [COURSE_STYLE, OUR_STYLE])
+def test_it_draws_a_batch_and_times_some(few: Path, tmp_path: Path, flags: str) -> None:
+    result = run(*flags.split(), few, "--output", tmp_path / "made" / "here")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, batch, drawn, timed = result.stdout.splitlines()
+    assert first == f"{few}: 14 images of 2 people, the first 24x20"
+    assert batch == "a batch: images torch.float32 [4, 3, 20, 24], labels torch.int64 [4]"
+    assert drawn == f"the batch is drawn in {tmp_path}/made/here/batch.png"
+    assert re.match(
+        r"2 batches of 4 with 1 workers: \d+\.\d\d ± \d+\.\d\d s over 5 passes, .*; [\d,]+ images/s ", timed
+    )
+    with Image.open(tmp_path / "made" / "here" / "batch.png") as figure:
+        assert figure.format == "PNG"
+        assert len(np.unique(np.asarray(figure.convert("RGB")).reshape(-1, 3), axis=0)) > 100
+
+
+def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
+    (folder / "Bo_Ek" / "broken.jpg").write_bytes(b"")
+    flags = "--augmentation heavy --image-size 16 --on-error skip --batch-size 15 --seed 3"
+    result = run("-path_to_folder", folder, *flags.split())
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        f"{folder}: 15 images of 2 people, the first 16x16",
+        "a batch: images torch.float32 [14, 3, 16, 16], labels torch.int64 [14]",
+        "1 files were skipped",
+    ]
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith(f"skipped {folder}/Bo_Ek/broken.jpg is empty")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--num-workers", "-1"], "--num-workers -1 is out of range: it must be at least 0"),
+        (["-num_workers", "-1"], "--num-workers -1 is out of range: it must be at least 0"),
+        (["-batch_size", "0"], "--batch-size 0 is out of range: it must be at least 1"),
+        (["-batches_to_check", "many"], "-batches_to_check: invalid int value: 'many'"),
+        (["-augmentation", "light"], "invalid choice: 'light'"),
+        (["-speed"], "unrecognized arguments: -speed"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(mistake: Mistake, flags: list[str], words: str) -> None:
+    assert words in mistake(*flags)
+
+
+def test_a_folder_that_is_no_data_set_is_one_line(mistake: Mistake, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "lfw.tgz").touch()
+    assert mistake("-path_to_folder", tmp_path / "gone") == f"{tmp_path}/gone is not there: give a folder of JPEGs"
+    assert mistake("-path_to_folder", tmp_path / "empty").startswith(f"{tmp_path}/empty holds no JPEG file")
+    assert f"unpack it first (tar -xf {tmp_path}/lfw.tgz)" in mistake("-path_to_folder", tmp_path / "lfw.tgz")
+    assert mistake("-path_to_folder", "nothing://here").startswith("nothing://here cannot be opened by fsspec: ")
+
+
+def test_a_truncated_file_is_one_line_also_from_a_worker(mistake: Mistake, few: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    last = sorted(folder.glob("*/*.jpg"))[-1]
+    last.write_bytes(last.read_bytes()[:-60])
+    line = mistake("-path_to_folder", folder, "-batch_size", "14")
+    assert line.startswith(f"{last} is damaged: image file is truncated")
+    assert line.endswith("remove it, or go on without such files by --on-error skip")
+    result = run("-path_to_folder", folder, "-batch_size", "14", "-num_workers", "1")
+    assert (result.returncode, result.stderr) == (2, f"error: {line}\n")
+
+
+def test_images_of_several_sizes_are_one_line(mistake: Mistake, few: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
+    line = mistake("-path_to_folder", folder, "-batch_size", "14")
+    assert line == "images of several sizes make no batch: (3, 20, 24) and (3, 32, 31); give --image-size"
+
+
+def test_a_first_batch_of_which_nothing_can_be_read_is_one_line(mistake: Mistake, tmp_path: Path) -> None:
+    save_picture(tmp_path / "a.jpg", 0)
+    for number in range(9):
+        (tmp_path / f"b{number}.jpg").write_bytes(b"")
+    line = mistake("-path_to_folder", tmp_path, "-on_error", "skip", "-batch_size", "1", "-seed", "0")
+    assert line == f"{tmp_path}: no file of the first batch of 1 can be read"
+
+
+def test_a_place_that_cannot_be_written_is_one_line(mistake: Mistake, few: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
+        line = mistake("-path_to_folder", few, "-visualize_batch", "--output", place)
+        assert line == f"--output {place} cannot be written: {reason}"
