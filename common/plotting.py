@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from common.metrics import Record
 
+MOST_NAMED_CLASSES = 45
+LONG_NAME = 18  # letters that fit above an image of the grid
 COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76")
 
 
@@ -46,17 +48,19 @@ def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequen
 
     :param confusion: int64 ``[classes, classes]``, counts; rows are the true classes, columns the predicted ones
     """
-    figure, axes = _figure(1, 1, (7.4, 6.8), title)
+    side = min(max(6.8, 2.5 + 0.3 * len(classes)), 16)
+    figure, axes = _figure(1, 1, (side + 0.6, side), title)
     plot = axes[0, 0]
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     plot.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for (row, column), count in np.ndenumerate(confusion):
-        if count:
-            color = "white" if shares[row, column] > 0.5 else "black"
-            plot.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
-    recalls = [f"{name}  {100 * shares[i, i]:.1f} %" for i, name in enumerate(classes)]
-    plot.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
-    plot.set_yticks(range(len(classes)), recalls)
+    if len(classes) <= MOST_NAMED_CLASSES:
+        for (row, column), count in np.ndenumerate(confusion):
+            if count:
+                color = "white" if shares[row, column] > 0.5 else "black"
+                plot.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
+        recalls = [f"{name}  {100 * shares[i, i]:.1f} %" for i, name in enumerate(classes)]
+        plot.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
+        plot.set_yticks(range(len(classes)), recalls)
     plot.set_xlabel("predicted")
     plot.set_ylabel("true class, and the share of it that was recognized")
     figure.savefig(path, dpi=110)
@@ -82,7 +86,9 @@ def plot_samples(
         plot.imshow(image.transpose(1, 2, 0).squeeze(), cmap="gray")
         right = label == prediction
         text = classes[prediction] if right else f"{classes[prediction]}, not {classes[label]}"
-        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8)
+        if len(text) > LONG_NAME:
+            text = text.replace(", ", ",\n")
+        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8 if len(text) <= LONG_NAME else 6.5)
     figure.savefig(path, dpi=110)
 
 
@@ -175,13 +181,13 @@ def plot_bars(
         range(len(bars)), medians, xerr=errors, color=colors, height=0.62, error_kw={"capsize": 3, "ecolor": "0.3"}
     )
     for position, median in enumerate(medians):
-        text = f"{median:,.0f}   {median / medians[0]:.1f}x   {100 * median / ceiling:.0f} % of the ceiling"
+        text = f"{median:,.0f}  =  {median / medians[0]:.1f}x  =  {100 * median / ceiling:.0f} % of the ceiling"
         plot.text(1.03 * edge, position, text, va="center", fontsize=9)
     plot.axvline(ceiling, color=COLORS[1], linewidth=1.5)
     plot.text(ceiling, -0.62, ceiling_title + "  ", ha="right", va="bottom", fontsize=8.5, color=COLORS[1])
     plot.set_yticks(range(len(bars)), list(bars))
     plot.set_ylim(len(bars) - 0.45, -0.95)
-    plot.set_xlim(0, 1.4 * edge)
+    plot.set_xlim(0, 1.55 * edge)
     plot.set_xlabel(x_title)
     figure.savefig(path, dpi=110)
 

@@ -165,7 +165,10 @@ class Processes:
         self._known[lease.number] = lease.memory
         known = set(self._known)
         parts = np.array_split(np.arange(len(key.samples)), len(self._workers))
-        for (process, pipe), part in zip(self._workers, parts, strict=True):
+        first = number % len(
+            self._workers
+        )  # the first parts are the larger ones, and should not always be the same one's
+        for (process, pipe), part in zip(self._workers[first:] + self._workers[:first], parts, strict=True):
             part_key = BatchKey(key.epoch, key.samples[part])
             try:
                 pipe.send((number, lease.number, shape, known, part_key, int(part[0]) if len(part) else 0))
@@ -222,9 +225,8 @@ def _serve(pipe: Any, dataset: LFWBatches) -> None:
             if not n:
                 continue
             skipped, error = _fill(dataset, buffers[buffer][start : start + n], key, 0, n)
-            if error is not None and not isinstance(
-                error, UsageError
-            ):  # the program's own: with the place where it was
+            if error is not None and not isinstance(error, UsageError):
+                # the program's own: with the place where it was
                 error = RuntimeError(f"in a loader process:\n{''.join(traceback.format_exception(error))}")
             pipe.send((number, n, start, [start + place for place in skipped], error))
 

@@ -20,6 +20,9 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
+from common.cli import UsageError
 from common.datasets import Batch, BatchKey
 from common.machine import usable_cores
 from dataloading.batches import LFWBatches
@@ -72,6 +75,8 @@ class FastLoader:
             raise ValueError(f"num_workers {num_workers} is less than 0")
         if crew not in CREWS:
             raise ValueError(f"there is no crew {crew!r}: {', '.join(CREWS)}")
+        if pin_memory and not torch.cuda.is_available():
+            raise UsageError("pin_memory=True needs a GPU to copy to, and there is none here: leave it out")
         if crew == "processes" and pin_memory:
             raise ValueError("processes cannot write to this process's pinned memory: use threads")
         if batch_sampler is None:

@@ -85,7 +85,7 @@ def main() -> None:
         )
         for run in runs.values():
             run.close()
-        print(report(config, storage.root, seconds, decoder, ceiling.images))
+        print(report(config, seconds, decoder, ceiling.images))
 
 
 def _readable(files: LFWDataset, sample: int) -> bytes:
@@ -150,10 +150,11 @@ def _stock(dataset: Any, workers: int, **settings: Any) -> DataLoader[Any]:
         return DataLoader(dataset, num_workers=workers, worker_init_fn=start_worker, **settings)
 
 
-def report(config: LadderConfig, root: str, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:
+def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:
     """Write the JSON and the PNG, and say what they say."""
     images = dict.fromkeys(seconds, config.batches * config.batch_size) | {"ceiling": ceiling_images}
     rates = {name: [images[name] / s for s in runs] for name, runs in seconds.items()}
+    folder = config.path_to_folder or face_cache.TITLE
     courses = [name for name in rates if name.startswith(COURSE)]
     best_course = max(courses, key=lambda name: statistics.median(rates[name]))
     shown = [best_course, *[name for name in rates if name not in courses and name != "ceiling"]]
@@ -168,7 +169,7 @@ def report(config: LadderConfig, root: str, seconds: dict[str, list[float]], dec
     lines.append(f"the course's pipeline with {', '.join(others)}")
     write_json(
         config.output / f"ladder-{config.augmentation}.json",
-        {"machine": describe_machine(), "root": root, "decoder": decoder, "images_per_s": rates},
+        {"machine": describe_machine(), "folder": folder, "decoder": decoder, "images_per_s": rates},
     )
     picture = config.output / f"ladder-{config.augmentation}.png"
     bars = {name: (Spread.of(rates[name])) for name in shown}
@@ -178,7 +179,7 @@ def report(config: LadderConfig, root: str, seconds: dict[str, list[float]], dec
         ceiling=statistics.median(ceiling),
         ceiling_title=f"ceiling: {decoder} alone on {usable_cores()} cores, {statistics.median(ceiling):,.0f}",
         x_title="images/s (median and quartiles)",
-        title=f"{root}, batches of {config.batch_size}, augmentation {config.augmentation}",
+        title=f"{folder}, batches of {config.batch_size}, augmentation {config.augmentation}",
     )
     return "\n".join([*lines, f"results in {config.output}: {picture.name}, {picture.stem}.json"])
 

@@ -61,7 +61,7 @@ class LFWDataset(Dataset[Any]):
     :param image_size: make every image a square of so many pixels; None leaves them as they are
     :param on_error: ``"skip"`` gives :class:`Skipped` for a file that cannot be read or decoded, and warns with its name;
         :func:`dataloading.batches.collate` leaves it out
-    :param skip_limit: so many files may be skipped, over all workers, until that too is an error
+    :param skip_limit: so many times may a file be skipped, by all workers in all epochs, until that too is an error
     :raises UsageError: when there is no such folder, or no JPEG in it
     """
 
@@ -222,7 +222,7 @@ class LFWDataset(Dataset[Any]):
             raise self._bad(sample, error) from error
 
     def _bad(self, sample: int, error: NotDecodable) -> BadFile:
-        return BadFile(f"{self.path(sample)} is {error}; remove it, or go on without such files by --on-error skip")
+        return BadFile(f"{self.path(sample)} is {error}; fetch it again, or remove it")
 
 
 if __name__ == "__main__":

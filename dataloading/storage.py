@@ -244,12 +244,17 @@ class FsspecFolder:
                 raise UsageError(f"{root} is not there, or not a folder")
         except (ValueError, ImportError) as error:
             raise UsageError(f"{root} cannot be opened by fsspec: {error}") from error
-        except OSError as error:
-            raise UsageError(f"{root} cannot be read: {error}") from error
+        except UsageError:
+            raise
+        except Exception as error:  # each plugin has its own
+            raise UsageError(f"{root} cannot be read: {type(error).__name__}: {error}") from error
 
     def names(self) -> list[str]:
         prefix = self._path.rstrip("/") + "/"
-        paths = self._files.find(self._path, maxdepth=2)
+        try:
+            paths = self._files.find(self._path, maxdepth=2)
+        except Exception as error:
+            raise UsageError(f"{self.root} cannot be listed: {type(error).__name__}: {error}") from error
         return [path.removeprefix(prefix) for path in paths if is_image(path)]
 
     def open(self, name: str) -> Reader:

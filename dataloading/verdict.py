@@ -10,6 +10,11 @@ from common.timing import Spread, paired_ratio
 from dataloading.stages import StageCosts
 from dataloading.sweep import Measured
 
+_ADVICE = {
+    "augment": "augmentation; augment whole batches on the device, or less",
+    "resize": "resizing; keep smaller images on the disk",
+    "transform": "making float tensors; leave the pixels uint8 for the device to convert, as --loader fast does",
+}
 NOISE = 0.03  # settings whose medians differ by less are not told apart
 
 
@@ -76,8 +81,7 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
             "float), or none that must travel, would help: --loader fast"
         )
     if largest in ("augment", "resize", "transform"):
-        word = {"augment": "augmentation", "resize": "resizing", "transform": "the transform to a tensor"}[largest]
-        return f"{largest}-bound: {share} goes into {word}; do it for whole batches on the device, or do less"
+        return f"{largest}-bound: {share} goes into {_ADVICE[largest]}"
     if largest in ("open", "read"):
         return f"storage-bound: {share} goes into {largest}ing files; fewer and larger files would help"
     faster = "" if setting.decoder != "pillow" else "; a faster decoder helps (pip install 'raw-ddp[fast]', --decoder)"

@@ -20,7 +20,7 @@ from dataloading.settings import LOADERS, Library, Setting
 from dataloading.stages import STAGES, measure_stages
 from dataloading.sweep import measure, median_memory
 from tests.dataloading.faults import Traces
-from tests.launch import error_lines, run_command, start_command
+from tests.launch import error_lines, ranks_below, run_command, start_command
 
 
 def config(*arguments: str) -> BenchConfig:
@@ -197,7 +197,7 @@ def test_a_worker_that_is_killed_is_one_line(pictures: Path, tmp_path: Path) -> 
         workers: list[psutil.Process] = []
         while len(workers) < 2:
             assert process.poll() is None
-            workers = psutil.Process(process.pid).children()
+            workers = ranks_below(process.pid, ("dataloading.bench",))
         workers[0].kill()
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 2

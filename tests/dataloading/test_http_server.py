@@ -10,7 +10,7 @@ import psutil
 from dataloading.http_server import serve
 from dataloading.lfw_dataset import LFWDataset
 from tests.dataloading.faults import Traces
-from tests.launch import error_lines, run_command, start_command
+from tests.launch import error_lines, ranks_below, run_command, start_command
 
 
 def test_it_serves_the_folder_and_ends_with_the_block(pictures: Path) -> None:
@@ -43,7 +43,7 @@ def test_it_ends_when_whoever_started_it_is_killed(pictures: Path, tmp_path: Pat
         children: list[psutil.Process] = []
         while not children:
             assert process.poll() is None
-            children = psutil.Process(process.pid).children()
+            children = ranks_below(process.pid, ("dataloading.http_server",))
         process.kill()
         psutil.wait_procs(children, timeout=20)
         assert not any(child.is_running() for child in children)

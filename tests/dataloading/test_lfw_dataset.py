@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(own_pictures: Path, dam
 def test_a_damaged_file_comes_with_what_to_do(own_pictures: Path) -> None:
     files = LFWDataset(own_pictures)
     Path(files.path(0)).write_bytes(b"")
-    with pytest.raises(BadFile, match=r"is empty; remove it, or go on without such files by --on-error skip$"):
+    with pytest.raises(BadFile, match=r"is empty; fetch it again, or remove it$"):
         files.image_shape()
 
 

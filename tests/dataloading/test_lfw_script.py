@@ -128,7 +128,7 @@ def test_a_truncated_file_is_one_line_also_from_a_worker(mistake: Mistake, few: 
     last.write_bytes(last.read_bytes()[:-60])
     line = mistake("-path_to_folder", folder, "-batch_size", "14")
     assert line.startswith(f"{last} is damaged: image file is truncated")
-    assert line.endswith("remove it, or go on without such files by --on-error skip")
+    assert line.endswith("fetch it again, or remove it")
     result = run("-path_to_folder", folder, "-batch_size", "14", "-num_workers", "1")
     assert (result.returncode, result.stderr) == (2, f"error: {line}\n")
 
