@@ -150,6 +150,8 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         try:
             main()
+        except KeyboardInterrupt:
+            sys.exit(130)  # as a shell has it; nobody needs to be told where Ctrl-C found us
         except UsageError as error:
             rank = os.environ.get("RANK", "0")
             if rank == "0":

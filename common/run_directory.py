@@ -5,10 +5,12 @@ Never overwritten unless it was asked for, and then only when it is a run's dire
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,30 @@ def require_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def results_in(folder: Path) -> Iterator[None]:
+    """A block that writes a benchmark's results.
+
+    :raises UsageError: when they cannot be written
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--output {folder} cannot be written: {error.strerror or error}") from error
+
+
+def prepare_output(folder: Path) -> None:
+    """Make a benchmark's folder and try it, before the hours that may lie between now and its results.
+
+    :raises UsageError: when it cannot be written
+    """
+    with results_in(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{uuid.uuid4().hex}"
+        probe.write_bytes(bytes(4096))  # an empty file would fit on a full disk
+        probe.unlink()
 
 
 def _is_run(folder: Path) -> bool:

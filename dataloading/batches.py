@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from common.datasets import Batch, BatchKey
 from dataloading.decoders import Pixels
 from dataloading.lfw_dataset import LFWDataset, Skipped
 from dataloading.sampler import SampleKey
-from dataloading.storage import BadFile
+from dataloading.storage import BadFile, Unskippable
 
 
 def collate(items: list[Any]) -> Any:
@@ -33,7 +33,7 @@ def collate(items: list[Any]) -> Any:
     images = [item[0] if isinstance(item, tuple) else item for item in kept]
     shapes = sorted({tuple(image.shape) for image in images if isinstance(image, Tensor)})
     if len(shapes) > 1:
-        raise BadFile(f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give --image-size")
+        raise Unskippable(f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give --image-size")
     return default_collate(kept) if kept else []
 
 
@@ -118,10 +118,18 @@ class LFWBatches(Dataset[Batch]):
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
         return self.assemble(key, buffer, self.fill(buffer, key))
 
-    def fill(self, buffer: Pixels, key: BatchKey, start: int = 0, stop: int | None = None) -> list[int]:
+    def fill(
+        self,
+        buffer: Pixels,
+        key: BatchKey,
+        start: int = 0,
+        stop: int | None = None,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> list[int]:
         """Write the samples ``start`` to ``stop`` of a batch to their places in its buffer.
 
         :param buffer: uint8 ``[n, height, width, 3]``
+        :param wanted: asked before each; from the first no on, nothing is read any more
         :returns: the places of those that were skipped
         :raises BadFile: for a file that cannot be read or decoded, unless such are skipped
         """
@@ -130,16 +138,20 @@ class LFWBatches(Dataset[Batch]):
         draws = augmentation.draw(self.files.seed, key.epoch, samples) if augmentation else None
         skipped = []
         for i, sample in enumerate(samples.tolist()):
+            if not wanted():
+                break
             try:
                 self.files.pixels_into(buffer[start + i], sample, None if draws is None else draws[i])
             except BadFile as error:
-                self.files.skip_or_raise(error)
+                self.files.skip_or_raise(sample, error)
                 skipped.append(start + i)
         return skipped
 
-    def assemble(self, key: BatchKey, buffer: Pixels, skipped: list[int]) -> Batch:
-        """The batch in a buffer that is filled: a view of it, unless samples were skipped or the batch is augmented.
+    def assemble(self, key: BatchKey, buffer: Pixels, skipped: list[int], memory: Tensor | None = None) -> Batch:
+        """The batch in a buffer that is filled: a view of it, unless samples were skipped.
 
+        :param memory: the tensor that the buffer is a view of, if there is one. A pinned one must be handed out itself, since
+            torch's allocator knows of copies that are under way by the tensor's storage
         :returns: images uint8 ``[n, 3, height, width]``, in channels-last memory as they were decoded: a copy into another
             order costs a third of what decoding does, and convolutions like this one
         """
@@ -149,4 +161,5 @@ class LFWBatches(Dataset[Batch]):
         if self._augmentation.shift or self._augmentation.flip:
             images = buffer.transpose(0, 3, 1, 2)
             buffer[:] = self._augmentation(images, self.files.seed, key.epoch, samples).transpose(0, 2, 3, 1)
-        return Batch(torch.from_numpy(buffer).permute(0, 3, 1, 2), torch.from_numpy(self.labels[samples]))
+        batch = torch.from_numpy(buffer) if memory is None or skipped else memory[: len(buffer)]
+        return Batch(batch.permute(0, 3, 1, 2), torch.from_numpy(self.labels[samples]))

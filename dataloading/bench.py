@@ -29,11 +29,12 @@ from common.models import MODELS
 from common.plotting import plot_sweep
 from common.process_group import find_place
 from common.rank_logging import Progress, rank_logging
-from common.run_directory import write_json
+from common.run_directory import prepare_output, results_in, write_json
 from dataloading import face_cache
 from dataloading.augmentation import AUGMENTATIONS
 from dataloading.decoders import DECODERS, get_decoder
 from dataloading.failures import explained
+from dataloading.fast_loader import choose_crew
 from dataloading.http_server import serve
 from dataloading.lfw_dataset import ON_ERROR, SKIP_LIMIT
 from dataloading.settings import LOADERS, Library, Setting
@@ -41,7 +42,7 @@ from dataloading.stages import StageCosts, measure_stages
 from dataloading.step_time import measure_step
 from dataloading.storage import HttpFolder, open_storage
 from dataloading.sweep import Measured, measure, median_memory
-from dataloading.verdict import confidence, explain, recommend, waiting_for
+from dataloading.verdict import Recommendation, confidence, explain, recommend, waiting_for
 
 YES_NO = ("yes", "no")
 STORAGES = ("files", "http")
@@ -54,7 +55,11 @@ class BenchConfig:
     path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
     workers: str = option("auto", "4 sweeps 0, 1, 2, 3, 4; a list like 0,4 has exactly those (auto: up to cores + 2)")
     batch_size: tuple[int, ...] = option((32,), "images per batch", minimum=1)
-    loader: tuple[str, ...] = option(("stock",), "torch's DataLoader, or the fast one", choices=LOADERS)
+    loader: tuple[str, ...] = option(
+        ("stock",),
+        "torch's DataLoader, or the fast one, with the crew it chooses, or this one",
+        choices=("fast", *LOADERS),
+    )
     augmentation: tuple[str, ...] = option(("none",), "of each image", choices=AUGMENTATIONS)
     decoder: tuple[str, ...] = option(("pillow",), "what decodes the JPEGs", choices=DECODERS)
     prefetch_factor: tuple[int, ...] = option((2,), "batches on their way per worker", minimum=1)
@@ -87,6 +92,12 @@ class BenchConfig:
             raise UsageError("--pin-memory yes needs a GPU to copy to, and there is none here: leave it out")
         if self.step_ms is not None and self.model is not None:
             raise UsageError(f"--step-ms {self.step_ms} and --model {self.model} both say how long a step is: give one")
+        if self.step_ms is not None and len(self.batch_size) > 1:
+            raise UsageError(
+                f"--step-ms {self.step_ms} is the step of one --batch-size, and {self.batch_size} are several"
+            )
+        if "yes" in self.pin_memory and "fast-processes" in self.loader:
+            raise UsageError("--pin-memory yes: processes cannot write to pinned memory; use --loader fast-threads")
         if self.storage == "http" and "://" in (self.path_to_folder or ""):
             raise UsageError(f"--storage http serves a local folder, not {self.path_to_folder}: give one of the two")
 
@@ -115,7 +126,15 @@ class BenchConfig:
                 values = getattr(self, field.name)
                 axes[field.name] = [value == "yes" for value in values] if field.type == "bool" else values
         combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-        return list(dict.fromkeys(Setting(**combination).canonical() for combination in combinations))
+        return list(dict.fromkeys(self._setting(combination).canonical() for combination in combinations))
+
+    def _setting(self, combination: dict[str, Any]) -> Setting:
+        """One combination, with the crew that ``--loader fast`` would choose."""
+        if combination["loader"] == "fast":
+            per_image = combination["augmentation"] != "none" or self.image_size is not None
+            crew = choose_crew(per_image, combination["pin_memory"])
+            combination["loader"] = "fast-threads" if combination["fetch_threads"] > 1 else f"fast-{crew}"
+        return Setting(**combination)
 
 
 def _methods() -> str:
@@ -127,28 +146,23 @@ def main() -> None:
     config = parse(BenchConfig, "dataloading.bench", __doc__)
     place = find_place({}, backend="gloo")  # the only process; what it computes, it computes where ddp.train would
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    with rank_logging(place), explained(), contextlib.ExitStack() as stack:
-        try:
-            config.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
-        library = _library(config, stack)
-        progress = stack.enter_context(Progress(place, "bench", config.repeats + 1))
-        sweep = measure(
-            library,
-            config.settings(),
-            batches=config.batches,
-            repeats=config.repeats,
-            device=device,
-            after_round=lambda done: progress.advance(1, f"{len(config.settings())} settings each"),
-        )
-        explained_setting = to_explain(sweep).setting
-        dataset = library.dataset(explained_setting)
-        costs = measure_stages(dataset, explained_setting)
-        step_s = config.step_ms / 1000 if config.step_ms is not None else None
-        if config.model is not None:
-            step_s = measure_step(config.model, explained_setting.batch_size, dataset.image_shape(), device)
-        print(report(config, library, sweep, costs, step_s))
+    with rank_logging(place):
+        prepare_output(config.output)
+        with explained(), contextlib.ExitStack() as stack:
+            library = _library(config, stack)
+            settings = config.settings()
+            progress = stack.enter_context(Progress(place, "bench", config.repeats + 1))
+            sweep = measure(
+                library,
+                settings,
+                batches=config.batches,
+                repeats=config.repeats,
+                device=device,
+                after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
+            )
+            verdicts = [judge(config, library, task, device) for task in tasks(sweep)]
+        with results_in(config.output):
+            print(report(config, library, sweep, verdicts))
 
 
 def _library(config: BenchConfig, stack: contextlib.ExitStack) -> Library:
@@ -162,67 +176,90 @@ def _library(config: BenchConfig, stack: contextlib.ExitStack) -> Library:
     return Library(serving, **given)  # type: ignore[arg-type]
 
 
-def to_explain(sweep: list[Measured]) -> Measured:
-    """The best setting with workers, if there is one: where the main process alone is faster, they are what is puzzling."""
-    return recommend([measured for measured in sweep if measured.setting.workers] or sweep).chosen
+def tasks(sweep: list[Measured]) -> list[list[Measured]]:
+    """The sweep in parts whose settings do the same work: how images are augmented and how late the storage answers are
+    no choices between which a benchmark could decide."""
+    parts: dict[tuple[str, float], list[Measured]] = {}
+    for measured in sweep:
+        parts.setdefault((measured.setting.augmentation, measured.setting.latency_ms), []).append(measured)
+    return list(parts.values())
 
 
-def report(
-    config: BenchConfig, library: Library, sweep: list[Measured], costs: StageCosts, step_s: float | None
-) -> str:
-    """Write the JSON and the PNG, and say what they say."""
-    axes = varying([measured.setting for measured in sweep])
-    recommendation = recommend(sweep)
+@dataclass(frozen=True)
+class Verdict:
+    """What there is to say of the settings of one task.
+
+    :param explained: the setting to which the stage costs belong: the best with workers, if there is one, since where the
+        main process alone is faster, it is they that are puzzling
+    """
+
+    recommendation: Recommendation
+    explained: Measured
+    costs: StageCosts
+    lines: list[str]
+
+
+def judge(config: BenchConfig, library: Library, task: list[Measured], device: torch.device) -> Verdict:
+    """Choose a setting, and measure why it is as fast as it is, and what a training step would make of it."""
+    axes = varying([measured.setting for measured in task])
+    recommendation = recommend(task)
     chosen = recommendation.chosen
-    explained = to_explain(sweep)
-    verdict = [
+    with_workers = recommend([measured for measured in task if measured.setting.workers] or task).chosen
+    dataset = library.dataset(with_workers.setting)
+    costs = measure_stages(dataset, with_workers.setting)
+    lines = [
         f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} images/s "
         f"({confidence(recommendation, axes)})"
     ]
-    if chosen.setting.workers == 0 < explained.setting.workers:
-        verdict.append(
+    if chosen.setting.workers == 0 < with_workers.setting.workers:
+        lines.append(
             "but in training, the main process loads only while nothing computes; with workers, the best is "
-            f"{explained.setting.label(axes)}, {explained.images_per_s:,.0f} images/s"
+            f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
-    verdict.append(explain(explained, costs, len(library.dataset(explained.setting)), usable_cores()))
-    if step_s is not None:
-        verdict.append(waiting_for(sweep, step_s, axes))
-        if not torch.cuda.is_available():
-            verdict.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
-    if library.skipped:
-        verdict.append(f"{library.skipped} times, a file that could not be read was skipped")
+    lines.append(explain(with_workers, costs, len(dataset), usable_cores()))
+    for batch_size in config.batch_size if config.step_ms or config.model else ():
+        step_s = (config.step_ms or 0) / 1000
+        if config.model is not None:
+            step_s = measure_step(config.model, batch_size, dataset.image_shape(), device)
+        lines.append(waiting_for([m for m in task if m.setting.batch_size == batch_size], step_s, axes))
+    if (config.step_ms or config.model) and device.type == "cpu":
+        lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
+    return Verdict(recommendation, with_workers, costs, lines)
+
+
+def report(config: BenchConfig, library: Library, sweep: list[Measured], verdicts: list[Verdict]) -> str:
+    """Write the JSON and the PNG, and say what they say."""
+    axes = varying([measured.setting for measured in sweep])
     write_json(
         config.output / "sweep.json",
         {
             "machine": describe_machine(),
             "config": dataclasses.asdict(config),
-            "settings": [
+            "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
+            "verdicts": [
                 {
-                    **dataclasses.asdict(measured),
-                    "images_per_s": measured.images_per_s,
-                    "ratio_to_best": dataclasses.asdict(ratio),
+                    "recommended": dataclasses.asdict(verdict.recommendation.chosen.setting),
+                    "explained": dataclasses.asdict(verdict.explained.setting),
+                    "stage_costs": dataclasses.asdict(verdict.costs),
+                    "lines": verdict.lines,
                 }
-                for measured, ratio in zip(sweep, recommendation.ratios, strict=True)
+                for verdict in verdicts
             ],
-            "stage_costs": dataclasses.asdict(costs),
-            "step_s": step_s,
-            "recommended": dataclasses.asdict(chosen.setting),
-            "verdict": verdict,
+            "skipped": library.skipped,
         },
     )
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
     plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), cores=usable_cores(), title=title)
-    return "\n".join(
-        [
-            *_table(sweep, axes),
-            "",
-            f"an image costs one worker, with {explained.setting.label(axes)}:",
-            *_stage_table(costs),
-            "",
-            *verdict,
-            f"results in {config.output}: sweep.png, sweep.json",
-        ]
+    lines = _table(sweep, axes)
+    for verdict in verdicts:
+        lines += ["", f"an image costs one worker, with {verdict.explained.setting.label(axes)}:"]
+        lines += [*_stage_table(verdict.costs), "", *verdict.lines]
+    if library.skipped:
+        lines.append(f"{library.skipped} files that could not be read were skipped")
+    lines.append(
+        "(files that were read before come from memory: a folder larger than that, or cold, takes longer to read)"
     )
+    return "\n".join([*lines, f"results in {config.output}: sweep.png, sweep.json"])
 
 
 def varying(settings: list[Setting]) -> list[str]:

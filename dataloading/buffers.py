@@ -95,7 +95,8 @@ def shared(shape: tuple[int, ...]) -> Tensor:
         if state.f_bavail * state.f_frsize < needed:
             raise UsageError(_full(needed, state.f_bavail * state.f_frsize))
     try:
-        memory: Tensor = torch.empty(shape, dtype=torch.uint8).share_memory_()
+        memory: Tensor = torch.empty(shape, dtype=torch.uint8)
+        memory.untyped_storage()._share_fd_cpu_()  # as share_memory_() does, unless its strategy was changed to names
         return memory
     except RuntimeError as error:
         raise UsageError(f"{_full(needed, None)} ({str(error).splitlines()[0]})") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -73,6 +74,7 @@ class Ceiling:
 def _decode(pipe: Connection, images: Sequence[bytes], decoder: str) -> None:
     """A process's life; it ends with the one that made it, whose end of the pipe our siblings also hold."""
     parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that decides
     decode = get_decoder(decoder)
     out = np.empty_like(decode_pillow(images[0])) if images else np.empty(0, np.uint8)
     while os.getppid() == parent:

@@ -17,6 +17,7 @@ import signal
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, Protocol
@@ -107,7 +108,9 @@ class Threads:
     def _work(self) -> None:
         while (chunk := self._chunks.get()) is not None and not self._stopping:
             assembly, start, stop = chunk
-            skipped, error = _fill(self._dataset, assembly.lease.pixels, assembly.key, start, stop)
+            skipped, error = _fill(
+                self._dataset, assembly.lease.pixels, assembly.key, start, stop, lambda: not self._stopping
+            )
             with self._changed:
                 assembly.skipped += skipped
                 assembly.errors += [] if error is None else [(start, error)]
@@ -118,10 +121,15 @@ class Threads:
 
 
 def _fill(
-    dataset: LFWBatches, pixels: npt.NDArray[np.uint8], key: BatchKey, start: int, stop: int
+    dataset: LFWBatches,
+    pixels: npt.NDArray[np.uint8],
+    key: BatchKey,
+    start: int,
+    stop: int,
+    wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[list[int], BaseException | None]:
     try:
-        return dataset.fill(pixels, key, start, stop), None
+        return dataset.fill(pixels, key, start, stop, wanted), None
     except BaseException as error:
         return [], error
 

@@ -26,11 +26,16 @@ from common.cli import UsageError
 from common.datasets import Batch, BatchKey
 from common.machine import usable_cores
 from dataloading.batches import LFWBatches
-from dataloading.buffers import BufferPool, PinnedMemory, private, shared
+from dataloading.buffers import BufferPool, Lease, PinnedMemory, private, shared
 from dataloading.crews import Assembly, Crew, Processes, Threads
 from dataloading.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key
 
 CREWS = ("auto", "threads", "processes")
+
+
+def choose_crew(works_per_image: bool, pin_memory: bool) -> str:
+    """What ``"auto"`` means: processes where more is done to an image than decoding it, if they can write to the memory."""
+    return "processes" if works_per_image and not pin_memory else "threads"
 
 
 class FastLoader:
@@ -42,7 +47,8 @@ class FastLoader:
     :param sampler: yields indices, or :class:`SampleKey`
     :param batch_sampler: yields lists of these, or :class:`BatchKey`
     :param num_workers: threads or processes; 0 decodes in the thread that asks, when it asks; None takes the usable cores
-    :param crew: ``"threads"``, ``"processes"``, or ``"auto"``: processes if images are augmented or resized one by one
+    :param crew: ``"threads"``, ``"processes"``, or ``"auto"``: processes if images are augmented or resized one by
+        one and the memory is not pinned, otherwise threads
     :param prefetch_batches: batches that are being filled, or wait, ahead of the one that was handed out
     :param persistent_workers: keep the crew between epochs, until :meth:`close` or the loader's end
     :param pin_memory: page-locked memory, for copies to a GPU that do not wait; for threads only
@@ -86,7 +92,7 @@ class FastLoader:
         self.dataset, self.batch_sampler = dataset, batch_sampler
         self.num_workers = usable_cores() if num_workers is None else num_workers
         if crew == "auto":
-            crew = "processes" if dataset.works_per_image and not pin_memory else "threads"
+            crew = choose_crew(dataset.works_per_image, pin_memory)
         self.crew, self.prefetch_batches = crew, max(1, prefetch_batches)
         self._start_method, self._persistent = multiprocessing_context, persistent_workers
         self._epoch = 0
@@ -124,9 +130,9 @@ class FastLoader:
 
     def _at_once(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         for key in keys:
-            pixels = self._pool.take(len(key.samples)).pixels
-            batch = self.dataset.assemble(key, pixels, self.dataset.fill(pixels, key))
-            del pixels
+            lease = self._pool.take(len(key.samples))
+            batch = self._assemble(key, lease, self.dataset.fill(lease.pixels, key))
+            del lease
             yield batch
             del batch  # from here on, the user's references decide when the memory is used again
 
@@ -144,7 +150,7 @@ class FastLoader:
                 assembly = coming.popleft()
                 crew.wait(assembly)
                 assembly.raise_first()
-                batch = self.dataset.assemble(assembly.key, assembly.lease.pixels, sorted(assembly.skipped))
+                batch = self._assemble(assembly.key, assembly.lease, sorted(assembly.skipped))
                 del assembly
                 yield batch
                 del batch  # from here on, the user's references decide when the memory is used again
@@ -155,6 +161,10 @@ class FastLoader:
                 self._kept = crew
             else:
                 crew.close()
+
+    def _assemble(self, key: BatchKey, lease: Lease, skipped: list[int]) -> Batch:
+        pinned = isinstance(self._pool, PinnedMemory)
+        return self.dataset.assemble(key, lease.pixels, skipped, lease.memory if pinned else None)
 
     def _hire(self) -> Crew:
         if self.crew == "threads":

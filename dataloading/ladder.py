@@ -11,22 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from common.cli import UsageError, command, option, parse
-from common.datasets import keep_batch, start_worker
+from common.cli import command, option, parse
+from common.datasets import keep_batch
 from common.machine import describe_machine, usable_cores
 from common.plotting import plot_bars
 from common.process_group import find_place
 from common.rank_logging import Progress, rank_logging
-from common.run_directory import write_json
+from common.run_directory import prepare_output, results_in, write_json
 from common.timing import Spread, interleave, paired_ratio
 from dataloading import face_cache
 from dataloading.augmentation import AUGMENTATIONS, course_transform
@@ -37,6 +35,7 @@ from dataloading.fast_loader import FastLoader
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.settings import Listed
+from dataloading.stock_loader import stock_loader
 from dataloading.storage import Storage, open_storage
 from dataloading.sweep import Run
 
@@ -63,10 +62,7 @@ def main() -> None:
     config = parse(LadderConfig, "dataloading.ladder", __doc__)
     place = find_place({}, backend="gloo")
     with rank_logging(place), explained(), contextlib.ExitStack() as stack:
-        try:
-            config.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+        prepare_output(config.output)
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
         images = [_readable(files, i % len(files)) for i in range(CEILING_IMAGES)]
@@ -76,15 +72,19 @@ def main() -> None:
 
         workers = config.workers or usable_cores()
         rungs = _rungs(config, storage, workers, decoder)
-        runs = {name: Run(make, count, 2, config.batches, torch.device("cpu")) for name, (count, make) in rungs.items()}
+        runs = {
+            name: Run(make, count, 2 * count, config.batches, torch.device("cpu"))
+            for name, (count, make) in rungs.items()
+        }
+        for run in runs.values():
+            stack.callback(run.close)
         progress = stack.enter_context(Progress(place, "ladder", config.repeats + 1))
         seconds = interleave(
             {**runs, "ceiling": ceiling},
             config.repeats,
             after_round=lambda done: progress.advance(1, f"{len(runs)} rungs and the ceiling"),
         )
-        for run in runs.values():
-            run.close()
+    with results_in(config.output):
         print(report(config, seconds, decoder, ceiling.images))
 
 
@@ -108,10 +108,11 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
         return ShuffledSampler(len(dataset), length=batches * config.batch_size)
 
     def per_image(dataset: LFWDataset, workers: int) -> Make:
-        return lambda batches: _stock(dataset, workers, batch_size=config.batch_size, sampler=sampler(dataset, batches))
+        size = config.batch_size
+        return lambda batches: stock_loader(dataset, workers, batch_size=size, sampler=sampler(dataset, batches))
 
     def whole(dataset: LFWDataset) -> Make:
-        return lambda batches: _stock(
+        return lambda batches: stock_loader(
             LFWBatches(dataset),
             workers,
             batch_sampler=ShuffledBatches(sampler(dataset, batches), config.batch_size),
@@ -142,12 +143,6 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
 
 
 COURSE = "the course's pipeline"
-
-
-def _stock(dataset: Any, workers: int, **settings: Any) -> DataLoader[Any]:
-    with warnings.catch_warnings():  # more workers than cores may be the question
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        return DataLoader(dataset, num_workers=workers, worker_init_fn=start_worker, **settings)
 
 
 def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,7 +29,7 @@ from dataloading.augmentation import Draws, ImageAugmentation
 from dataloading.decoders import NotDecodable, Pixels, get_decoder, open_pillow
 from dataloading.file_list import FileList
 from dataloading.sampler import SampleKey
-from dataloading.storage import BadFile, Storage, open_storage
+from dataloading.storage import BadFile, Storage, Unskippable, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class LFWDataset(Dataset[Any]):
     :param image_size: make every image a square of so many pixels; None leaves them as they are
     :param on_error: ``"skip"`` gives :class:`Skipped` for a file that cannot be read or decoded, and warns with its name;
         :func:`dataloading.batches.collate` leaves it out
-    :param skip_limit: so many times may a file be skipped, by all workers in all epochs, until that too is an error
+    :param skip_limit: so many files may be skipped, over all workers and epochs, until that too is an error
     :raises UsageError: when there is no such folder, or no JPEG in it
     """
 
@@ -97,8 +96,8 @@ class LFWDataset(Dataset[Any]):
         self.files = FileList(names)
         self.people: tuple[str, ...] = tuple(people.tolist())
         self.labels: npt.NDArray[np.int64] = labels.astype(np.int64)
-        # One counter per thread of each worker, so that none is written by two; shared, so that each can add up all.
-        self._skipped = torch.zeros(4096, dtype=torch.int64).share_memory_() if on_error == "skip" else None
+        # A mark for each file, so that one that is met again counts once; shared, so that every worker can add up all.
+        self._skipped = torch.zeros(len(names), dtype=torch.uint8).share_memory_() if on_error == "skip" else None
 
     def __len__(self) -> int:
         return len(self.files)
@@ -113,7 +112,7 @@ class LFWDataset(Dataset[Any]):
         try:
             image = self.image(sample, draws)
         except BadFile as error:
-            self.skip_or_raise(error)
+            self.skip_or_raise(sample, error)
             return Skipped()
         with self.span("transform"):
             result = image if self.transform is None else self.transform(image)
@@ -128,6 +127,8 @@ class LFWDataset(Dataset[Any]):
         part.files = self.files.subset(samples)
         part.people = tuple(self.people[person] for person in people.tolist())
         part.labels = np.searchsorted(people, self.labels[samples]).astype(np.int64)
+        if self._skipped is not None:
+            part._skipped = torch.zeros(len(samples), dtype=torch.uint8).share_memory_()
         return part
 
     def path(self, sample: int) -> str:
@@ -176,7 +177,7 @@ class LFWDataset(Dataset[Any]):
                 raise self._bad(sample, error) from error
         if pixels.shape != out.shape:
             height, width = pixels.shape[:2]
-            raise BadFile(
+            raise Unskippable(
                 f"{self.path(sample)} has {width}x{height} pixels, where the first image has {out.shape[1]}x{out.shape[0]}: "
                 "images of several sizes make no batch; give --image-size"
             )
@@ -197,18 +198,20 @@ class LFWDataset(Dataset[Any]):
     @property
     def skipped(self) -> int:
         """Files skipped so far, by all workers."""
-        return 0 if self._skipped is None else int(self._skipped.sum())
+        return 0 if self._skipped is None else int(self._skipped.count_nonzero())
 
-    def skip_or_raise(self, error: BadFile) -> None:
-        """Count a file as skipped.
+    def skip_or_raise(self, sample: int, error: BadFile) -> None:
+        """Mark a file as skipped, and say so the first time.
 
         :raises BadFile: the error itself if files are not to be skipped, or too many were
         """
-        if self._skipped is None:
+        if self._skipped is None or isinstance(error, Unskippable):
             raise error
-        self._skipped[threading.get_native_id() % len(self._skipped)] += 1
+        if self._skipped[sample]:
+            return
+        self._skipped[sample] = 1
         if self.skipped > self.skip_limit:
-            raise BadFile(f"{error}; more than {self.skip_limit} files could not be read, so this is not skipped")
+            raise Unskippable(f"{error}; more than {self.skip_limit} files could not be read, so this is not skipped")
         logger.warning("skipped %s", error)
 
     def _decoded(self, sample: int) -> Image.Image:

@@ -6,7 +6,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +13,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.cli import UsageError, command, option, parse
-from common.datasets import start_worker
 from common.plotting import plot_grid
+from common.run_directory import prepare_output, results_in
 from dataloading import face_cache
 from dataloading.augmentation import AUGMENTATIONS, course_transform
 from dataloading.batches import collate
 from dataloading.decoders import DECODERS
+from dataloading.failures import explained
 from dataloading.lfw_dataset import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.sampler import ShuffledSampler
+from dataloading.stock_loader import each, stock_loader
 
 PASSES = 5
 SHOWN = 32
@@ -50,6 +51,8 @@ def main() -> None:
     config = parse(
         LFWConfig, "dataloading.lfw_dataset", "A folder of JPEG files, and a first look at it.", underscores=True
     )
+    if config.visualize_batch:
+        prepare_output(config.output)
     dataset = LFWDataset(
         config.path_to_folder or face_cache.ensure(),
         transform=course_transform(config.augmentation),
@@ -62,9 +65,8 @@ def main() -> None:
     print(
         f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.people):,} people, the first {width}x{height}"
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores may be the question
-        batch = next(iter(_loader(config, dataset, batches=1)))
+    with explained():
+        batch = next(each(_loader(config, dataset, batches=1)))
         if not batch:
             raise UsageError(f"{dataset.storage.root}: no file of the first batch of {config.batch_size} can be read")
         images, labels = batch
@@ -80,14 +82,8 @@ def main() -> None:
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
     """The stock loader as courses use it; it goes over the files more than once where they are too few."""
     length = batches * config.batch_size
-    return DataLoader(
-        dataset,
-        config.batch_size,
-        sampler=ShuffledSampler(len(dataset), seed=config.seed, length=length),
-        num_workers=config.num_workers,
-        collate_fn=collate,
-        worker_init_fn=start_worker,
-    )
+    sampler = ShuffledSampler(len(dataset), seed=config.seed, length=length)
+    return stock_loader(dataset, config.num_workers, batch_size=config.batch_size, sampler=sampler, collate_fn=collate)
 
 
 def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -97,12 +93,9 @@ def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, lab
     columns = min(8, len(images))
     grid = make_grid(images, nrow=columns, padding=2)
     path = config.output / "batch.png"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        names = [dataset.people[label].replace("_", " ") for label in labels.tolist()]
+    names = [dataset.people[label].replace("_", " ") for label in labels.tolist()]
+    with results_in(config.output):
         plot_grid(path, grid.permute(1, 2, 0).numpy(), names, columns, dataset.storage.root)
-    except OSError as error:
-        raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
     print(f"the batch is drawn in {path}")
     if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         from PIL import Image
@@ -114,7 +107,7 @@ def _time(config: LFWConfig, dataset: LFWDataset) -> None:
     seconds = []
     for _ in range(PASSES):
         began = time.perf_counter()
-        for _ in _loader(config, dataset, config.batches_to_check):
+        for _ in each(_loader(config, dataset, config.batches_to_check)):
             pass
         seconds.append(time.perf_counter() - began)
     images = config.batches_to_check * config.batch_size

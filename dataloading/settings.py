@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from common.datasets import start_worker
 from dataloading.augmentation import course_transform
 from dataloading.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.fast_loader import FastLoader
 from dataloading.latency import DelayedStorage
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import ShuffledBatches, ShuffledSampler
+from dataloading.stock_loader import stock_loader
 from dataloading.storage import Storage, open_storage
 
-LOADERS = ("stock", "fast", "fast-threads", "fast-processes")
+LOADERS = ("stock", "fast-threads", "fast-processes")
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Setting:
     """What a person may choose.
 
     :param loader: ``stock``: ``DataLoader`` over images that become float tensors one by one and are collated, as courses
-        have it; ``fast``: ours, with the crew that it chooses itself, or with the one named
+        have it; ``fast-threads`` and ``fast-processes``: ours, with this crew
     :param workers: processes, or threads; 0 loads in the main process
     :param fetch_threads: that fetch a batch's files at the same time, inside each worker
     :param latency_ms: median of the wait that each open is made to take; 0 for none
@@ -49,27 +48,24 @@ class Setting:
 
     def canonical(self) -> Setting:
         """The same with what has no meaning here at its default, so that two settings that mean the same are equal."""
-        defaults: dict[str, Any] = {}
+        meaningless = []
         if self.workers == 0:
-            meaningless = ["prefetch_factor", "persistent_workers", "start_method", "in_order"]
-        elif self.loader == "stock":
-            meaningless = []
-        else:  # persistent threads are no gain, and the order is always kept
-            meaningless = ["in_order"] + ([] if self.uses_processes else ["persistent_workers", "start_method"])
-        for field in dataclasses.fields(self):
-            if field.name in meaningless:
-                defaults[field.name] = field.default
+            meaningless += ["prefetch_factor", "persistent_workers", "start_method", "in_order"]
+        if (
+            self.loader != "stock"
+        ):  # which keeps the order; kept threads are no gain, and a process fetches file after file
+            meaningless += ["in_order"]
+            meaningless += ["fetch_threads"] if self.uses_processes else ["persistent_workers", "start_method"]
+            meaningless += ["fetch_threads"] if self.workers == 0 else []
+        defaults: dict[str, Any] = {
+            field.name: field.default for field in dataclasses.fields(self) if field.name in meaningless
+        }
         return dataclasses.replace(self, **defaults)
 
     @property
     def uses_processes(self) -> bool:
         """Whether its workers are processes."""
-        if self.workers == 0:
-            return False
-        fast_processes = self.loader == "fast-processes" or (
-            self.loader == "fast" and self.augmentation != "none" and self.fetch_threads == 1 and not self.pin_memory
-        )
-        return self.loader == "stock" or fast_processes
+        return self.workers > 0 and self.loader in ("stock", "fast-processes")
 
     def label(self, axes: Iterable[str]) -> str:
         """What is particular to it, among settings that differ in these fields only."""
@@ -167,18 +163,15 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> D
             "multiprocessing_context": setting.start_method,
             "in_order": setting.in_order,
         }
-    with warnings.catch_warnings():  # more workers than cores may be the question
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        return DataLoader(
-            ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
-            setting.batch_size,
-            sampler=sampler,
-            num_workers=setting.workers,
-            collate_fn=collate,
-            worker_init_fn=start_worker,
-            pin_memory=setting.pin_memory,
-            **workers,
-        )
+    return stock_loader(
+        ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
+        setting.workers,
+        batch_size=setting.batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        pin_memory=setting.pin_memory,
+        **workers,
+    )
 
 
 class Listed:
@@ -191,9 +184,5 @@ class Listed:
     def names(self) -> list[str]:
         return self._names
 
-
-def each(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's iterator, without the warning that there are more workers than cores."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")
-        return iter(loader)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": []}  # a worker reads files, and a list of all names would be its own

@@ -22,7 +22,8 @@ from common.datasets import BatchKey
 from dataloading.batches import LFWBatches, collate
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import SampleKey
-from dataloading.settings import Setting, each
+from dataloading.settings import Setting
+from dataloading.stock_loader import each
 
 STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "hand-over")
 SAMPLES = 256
@@ -95,7 +96,8 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     :param dataset: as ``Library.dataset`` gives it for the setting
     """
     rng = np.random.default_rng(0)
-    samples = rng.permutation(len(dataset))[: SLOW_SAMPLES if setting.latency_ms else max(setting.batch_size, SAMPLES)]
+    batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # whole ones
+    samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
     stopwatch, before, threads = _Stopwatch(), dataset.span, torch.get_num_threads()
     dataset.span = stopwatch
     torch.set_num_threads(1)  # as in a worker
@@ -108,7 +110,7 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
         torch.set_num_threads(threads)
     receiving = 0.0
     if items and setting.uses_processes:
-        total, receiving = _send(items[: setting.batch_size], setting)
+        total, receiving = _send(items, setting)
         collating = stopwatch.wall["collate"] / len(samples)
         stopwatch.wall["hand-over"] = stopwatch.cpu["hand-over"] = max(0.0, total - collating) * len(samples)
     stages = {

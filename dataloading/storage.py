@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.parse
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from common.cli import UsageError
 
@@ -36,7 +36,11 @@ class BadFile(UsageError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(message.rstrip().rsplit("BadFile: ", 1)[-1])
+        super().__init__(message.rstrip().rsplit(f"{type(self).__name__}: ", 1)[-1])
+
+
+class Unskippable(BadFile):
+    """Not this file is bad but the machine, the server, or the way in which files are asked for: others would fail too."""
 
 
 class Reader(Protocol):
@@ -106,7 +110,10 @@ class LocalFolder:
         try:
             return _Descriptor(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)), path)
         except OSError as error:
-            raise BadFile(f"{path} cannot be opened: {error.strerror}{_advice(error)}") from error
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                advice = "raise the limit with ulimit -n, or use fewer workers or threads"
+                raise Unskippable(f"{path} cannot be opened: {error.strerror} ({advice})") from error
+            raise BadFile(f"{path} cannot be opened: {error.strerror}") from error
 
 
 class _Descriptor:
@@ -141,6 +148,7 @@ class HttpFolder:
         try:
             self._url = urllib.parse.urlsplit(self.root)
             self._host, self._port = self._url.hostname, self._url.port
+            (self._host or "").encode("idna")
         except ValueError as error:
             raise UsageError(f"{root} is no URL: {error}") from error
         if not self._host:
@@ -189,7 +197,7 @@ class HttpFolder:
             reason = f"the server says {response.status} {response.reason}"
             if response.status < 500 and response.status != 429:  # it means it
                 raise BadFile(f"{self.root}/{name} cannot be read: {reason}")
-        raise BadFile(f"{self.root}/{name} cannot be read in {TRIES} tries: {reason}; is the server well?")
+        raise Unskippable(f"{self.root}/{name} cannot be read in {TRIES} tries: {reason}; is the server well?")
 
     def _connection(self) -> http.client.HTTPConnection:
         connection = self._local.get()
@@ -235,12 +243,10 @@ class FsspecFolder:
     """Whatever fsspec knows: ``s3://``, ``gs://``, ``memory://`` and so on, with the user's own plugins and settings."""
 
     def __init__(self, root: str) -> None:
-        import fsspec
-
         self.root = root.rstrip("/")
         try:
-            self._files, self._path = fsspec.core.url_to_fs(self.root)
-            if not self._files.isdir(self._path):
+            files, self._path = self._connect()
+            if not files.isdir(self._path):
                 raise UsageError(f"{root} is not there, or not a folder")
         except (ValueError, ImportError) as error:
             raise UsageError(f"{root} cannot be opened by fsspec: {error}") from error
@@ -252,24 +258,26 @@ class FsspecFolder:
     def names(self) -> list[str]:
         prefix = self._path.rstrip("/") + "/"
         try:
-            paths = self._files.find(self._path, maxdepth=2)
+            paths = self._connect()[0].find(self._path, maxdepth=2)
         except Exception as error:
             raise UsageError(f"{self.root} cannot be listed: {type(error).__name__}: {error}") from error
         return [path.removeprefix(prefix) for path in paths if is_image(path)]
 
     def open(self, name: str) -> Reader:
         try:
-            return io.BytesIO(self._files.cat_file(f"{self._path.rstrip('/')}/{name}"))
+            return io.BytesIO(self._connect()[0].cat_file(f"{self._path.rstrip('/')}/{name}"))
         except Exception as error:  # each plugin has its own
             raise BadFile(f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}") from error
+
+    def _connect(self) -> tuple[Any, str]:
+        """The plugin's file system and the path in it. fsspec keeps one for each process, since most do not survive a fork;
+        so it is asked each time."""
+        import fsspec
+
+        found: tuple[Any, str] = fsspec.core.url_to_fs(self.root)
+        return found
 
 
 def is_image(name: str) -> bool:
     """Whether the name is that of a JPEG file; those that begin with a dot are some system's own."""
     return name.lower().endswith(SUFFIXES) and not name.rsplit("/", 1)[-1].startswith(".")
-
-
-def _advice(error: OSError) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return " (raise the limit with ulimit -n, or use fewer workers or threads)"
-    return ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import psutil
 import torch
 
 from common.timing import interleave
-from dataloading.settings import Library, Setting, each
+from dataloading.settings import Library, Setting
+from dataloading.stock_loader import each
 
 
 @dataclass(frozen=True)
@@ -65,49 +67,42 @@ def measure(
     :param batches: of each run, after those with which it gets going
     :param device: where batches are copied to, if it is not the CPU
     """
-    runs = {
-        setting: Run(
-            functools.partial(library.loader, setting), setting.workers, setting.prefetch_factor, batches, device
-        )
-        for setting in settings
-    }
-    interleaved(runs, repeats, after_round)
-    return [
-        Measured(setting, batches, run.first_batch[-repeats:], run.steady[-repeats:], run.memory)
-        for setting, run in runs.items()
-    ]
-
-
-def interleaved(
-    runs: Mapping[Any, Run], repeats: int, after_round: Callable[[int], None] = lambda done: None
-) -> dict[Any, list[float]]:
-    """Each run once per round; gives the seconds of each, and ends what the runs have kept."""
-    try:
-        return interleave(runs, repeats, after_round=after_round)
-    finally:
-        for run in runs.values():
-            run.close()
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for setting in settings:
+            make_loader = functools.partial(library.loader, setting)
+            ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
+            runs[setting] = Run(make_loader, setting.workers, ahead, batches, device, persistent=kept)
+            stack.callback(runs[setting].close)
+        interleave({str(number): run for number, run in enumerate(runs.values())}, repeats, after_round=after_round)
+        return [
+            Measured(setting, batches, run.first_batch[-repeats:], run.steady[-repeats:], run.memory)
+            for setting, run in runs.items()
+        ]
 
 
 class Run:
     """Repeated runs of one loader; calling it makes one, and gives the seconds of its steady part.
 
     :param make_loader: makes a loader of so many batches
+    :param ahead: batches that the loader has on their way
     :param batches: that are timed, after those with which it gets going
+    :param persistent: whether its workers are kept; they are then left without work when a run ends
     """
 
     def __init__(
         self,
         make_loader: Callable[[int], Iterable[Any]],
         workers: int,
-        prefetch_factor: int,
+        ahead: int,
         batches: int,
         device: torch.device,
+        persistent: bool = False,
     ) -> None:
         # The first batches come while other workers are still in their first; the last would come while some have no work
         # any more. So the run lies between, and those that are on their way at its end are never asked for.
-        self._going, self._batches, self._device = max(2, workers), batches, device
-        self._loader = make_loader(self._going + batches + prefetch_factor * max(1, workers))
+        self._going, self._batches, self._device, self._persistent = max(2, workers), batches, device, persistent
+        self._loader = make_loader(self._going + batches + max(2, ahead))
         self._workers: list[int] = []
         self.first_batch: list[float] = []
         self.steady: list[float] = []
@@ -129,6 +124,9 @@ class Run:
         self.memory = [_memory(pid) for pid in self._workers]
         self.first_batch.append(first - began)
         self.steady.append(end - going)
+        if self._persistent:  # what is on its way would be made while another loader is timed
+            for _ in iterator:
+                pass
         return end - going
 
     def close(self) -> None:
@@ -139,9 +137,9 @@ class Run:
 
     def _take(self, iterator: Any, batches: int) -> None:
         for _ in range(batches):
-            images, _ = next(iterator)
-            if self._device.type != "cpu":
-                images = images.to(self._device, non_blocking=True)
+            batch = next(iterator)
+            if self._device.type != "cpu" and len(batch):  # a batch of files that were all skipped has no images
+                batch[0].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

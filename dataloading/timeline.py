@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine
-from common.run_directory import write_json
+from common.run_directory import prepare_output, results_in, write_json
 from dataloading import face_cache
 from dataloading.augmentation import AUGMENTATIONS, course_transform
 from dataloading.decoders import DECODERS
@@ -82,17 +82,12 @@ class TimelineConfig:
 @command
 def main() -> None:
     config = parse(TimelineConfig, "dataloading.timeline", __doc__)
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+    prepare_output(config.output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it too leaves no worker and no temporary file
-    try:
-        with explained():
-            runs = measure(config)
+    with explained():
+        runs = measure(config)
+    with results_in(config.output):
         print(report(config, runs))
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 def measure(config: TimelineConfig) -> list[Run]:

@@ -15,7 +15,7 @@ _ADVICE = {
     "resize": "resizing; keep smaller images on the disk",
     "transform": "making float tensors; leave the pixels uint8 for the device to convert, as --loader fast does",
 }
-NOISE = 0.03  # settings whose medians differ by less are not told apart
+NOISE = 0.03  # settings are not told apart if they differ by less, or if a quarter of the rounds had the other order
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def recommend(sweep: list[Measured]) -> Recommendation:
     """
     best = max(sweep, key=lambda measured: measured.images_per_s)
     ratios = [paired_ratio(measured.per_image, best.per_image) for measured in sweep]
-    alike = [m for m, ratio in zip(sweep, ratios, strict=True) if m is best or ratio.median <= 1 + NOISE]
+    alike = [m for m, ratio in zip(sweep, ratios, strict=True) if ratio.median <= 1 + NOISE or ratio.low <= 1]
     chosen = min(alike, key=_cost)
     return Recommendation(best, chosen, [measured for measured in alike if measured is not chosen], ratios)
 
@@ -60,10 +60,18 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
     """
     setting = chosen.setting
     epoch_s = samples / chosen.images_per_s
-    start_s = max(0.0, statistics.median(chosen.first_batch) - setting.batch_size / chosen.images_per_s)
+    # The stock loader's first batch is one worker's work, the fast loader's that of all.
+    first_s = costs.wall * setting.batch_size if setting.loader == "stock" else setting.batch_size / chosen.images_per_s
+    start_s = max(0.0, statistics.median(chosen.first_batch) - first_s)
     if start_s > epoch_s:
         cure = "" if setting.persistent_workers else ": --persistent-workers yes saves it in all epochs but the first"
         return f"startup-bound: the workers take {start_s:.2f} s to start, an epoch {epoch_s:.2f} s{cure}"
+    receiving = costs.receiving * chosen.images_per_s
+    if receiving > 0.8:
+        return (
+            f"transfer-bound: the main process is busy {100 * receiving:.0f} % of the time receiving batches, and no worker "
+            "can do that for it; a quarter of the bytes (uint8 instead of float) would help: --loader fast"
+        )
     workers, requests = max(1, setting.workers), max(1, setting.workers) * setting.fetch_threads
     busy_cores = requests * (1 - costs.waiting)
     if costs.waiting > 0.5 and busy_cores < 0.8 * cores:
@@ -85,7 +93,7 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
     if largest in ("open", "read"):
         return f"storage-bound: {share} goes into {largest}ing files; fewer and larger files would help"
     faster = "" if setting.decoder != "pillow" else "; a faster decoder helps (pip install 'raw-ddp[fast]', --decoder)"
-    saturated = f"on all of {cores} cores" if requests >= cores else f"and {cores} cores can do more than {requests}"
+    saturated = f"on {min(requests, cores)} of {cores} cores"
     return f"decode-bound: {share} goes into decoding, {saturated}{faster}"
 
 
@@ -93,6 +101,8 @@ def waiting_for(sweep: list[Measured], step_s: float, axes: list[str]) -> str:
     """Whether training with steps of this length would wait for its data, and which setting cures it.
 
     It supposes that the step leaves the workers their cores, as a GPU's does.
+
+    :param sweep: settings of one batch size
     """
     enough = [measured for measured in sweep if wait_share(measured, step_s) < 0.01]
     step = f"a training step of {_ms(step_s)}"
@@ -117,8 +127,8 @@ def wait_share(measured: Measured, step_s: float) -> float:
 def confidence(recommendation: Recommendation, axes: list[str]) -> str:
     """How sure the choice is: who cannot be told from it, or by how much the next is slower."""
     if recommendation.equals:
-        names = " and ".join(measured.setting.label(axes) for measured in recommendation.equals)
-        return f"{names} {'is' if len(recommendation.equals) == 1 else 'are'} within noise of it, and cost more"
+        names = "; ".join(measured.setting.label(axes) for measured in recommendation.equals)
+        return f"within noise of it, and no cheaper: {names}"
     others = [ratio for ratio in recommendation.ratios if ratio.median > 1 + NOISE]
     if not others:
         return "the only setting that was tried"

@@ -32,6 +32,7 @@ from common.profiling import profile_steps
 from common.randomness import derive_seed, seed_torch
 from common.rank_logging import Progress, add_log_file, rank_logging
 from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, require_writable, write_json
+from dataloading.failures import explained
 from ddp import checkpoint
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.config import TrainConfig, micro_batch_size
@@ -229,7 +230,8 @@ def batches_of(job: Job, window: Window) -> Iterator[Batch]:
     images, to where the window ends and all can stop together.
     """
     try:
-        yield from job.loader
+        with explained():  # a loader worker that was killed, a full /dev/shm
+            yield from job.loader
     except UsageError as error:
         window.mistake = error
         while True:

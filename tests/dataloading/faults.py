@@ -261,7 +261,7 @@ class Traces:
     children: list[int] = field(default_factory=lambda: sorted(child.pid for child in psutil.Process().children(True)))
     threads: list[str] = field(default_factory=lambda: sorted(str(thread.ident) for thread in threading.enumerate()))
     shared_maps: list[str] = field(default_factory=lambda: _shared_maps())
-    shared_files: list[str] = field(default_factory=lambda: sorted(os.listdir("/dev/shm")))
+    shared_files: list[str] = field(default_factory=lambda: _shared_files())
 
 
 def _descriptors() -> list[str]:
@@ -271,6 +271,12 @@ def _descriptors() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # the one that lists
             targets.append(re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{descriptor}")))
     return sorted(targets)
+
+
+def _shared_files() -> list[str]:
+    """torch's, of this process and of those that are gone; others may be at work on this machine."""
+    owners = {name: int(name.split("_")[1]) for name in os.listdir("/dev/shm") if re.match(r"torch_\d+_", name)}
+    return sorted(name for name, pid in owners.items() if pid == os.getpid() or not psutil.pid_exists(pid))
 
 
 def _shared_maps() -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,12 +14,12 @@ import torch
 
 from common.cli import UsageError, parse
 from common.machine import usable_cores
-from dataloading.bench import BenchConfig, varying
+from dataloading.bench import BenchConfig, tasks, varying
 from dataloading.ceiling import Ceiling, fastest_decoder
 from dataloading.decoders import installed
 from dataloading.settings import LOADERS, Library, Setting
 from dataloading.stages import STAGES, measure_stages
-from dataloading.sweep import measure, median_memory
+from dataloading.sweep import Measured, measure, median_memory
 from tests.dataloading.faults import Traces
 from tests.launch import error_lines, ranks_below, run_command, start_command
 
@@ -58,6 +59,7 @@ def test_all_combinations_are_tried_and_those_that_mean_the_same_once() -> None:
         (("--batch-size", "8,0"), "--batch-size 0 is out of range"),
         (("--batch-size", "8,8"), "names a value twice"),
         (("--step-ms", "5", "--model", "mlp"), "both say how long a step is"),
+        (("--step-ms", "5", "--batch-size", "8,16"), "is the step of one --batch-size"),
         (("--storage", "http", "--path-to-folder", "http://host/lfw"), "--storage http serves a local folder"),
     ],
 )
@@ -65,6 +67,25 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], words: str) 
     with pytest.raises(UsageError, match="--") as refusal:
         config(*arguments)
     assert words in str(refusal.value)
+
+
+def test_the_fast_loader_s_crew_is_the_one_that_training_would_have() -> None:
+    def crews(*arguments: str) -> list[str]:
+        return [setting.loader for setting in config("--loader", "fast", "--workers", "1,", *arguments).settings()]
+
+    assert crews() == ["fast-threads"]
+    assert crews("--augmentation", "affine") == ["fast-processes"]
+    assert crews("--image-size", "64") == ["fast-processes"]
+    assert crews("--augmentation", "affine", "--fetch-threads", "4") == ["fast-threads"]
+
+
+def test_settings_of_different_tasks_are_not_compared() -> None:
+    def measured(**setting: Any) -> Measured:
+        return Measured(Setting(**setting), 1, [1.0], [1.0], [])
+
+    plain, late = measured(), measured(latency_ms=20.0)
+    affine = [measured(augmentation="affine", workers=workers) for workers in (1, 2)]
+    assert tasks([plain, affine[0], late, affine[1]]) == [[plain], affine, [late]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -84,7 +105,7 @@ def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) ->
     settings += [
         Setting(workers=1, batch_size=4, fetch_threads=2, latency_ms=0.1),
         Setting(workers=2, batch_size=4, persistent_workers=True, in_order=False, prefetch_factor=3),
-        Setting(loader="fast", workers=2, batch_size=4, persistent_workers=True, augmentation="affine"),
+        Setting(loader="fast-processes", workers=2, batch_size=4, persistent_workers=True, augmentation="affine"),
     ]
     settings = list(dict.fromkeys(setting.canonical() for setting in settings))
     library = Library.of(str(pictures), image_size=16)
@@ -104,7 +125,7 @@ def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) ->
     [
         (Setting(workers=0), ["open", "read", "decode", "resize", "transform", "collate"]),
         (Setting(workers=1, augmentation="affine"), list(STAGES)),
-        (Setting(loader="fast", workers=1), ["open", "read", "decode", "resize"]),
+        (Setting(loader="fast-threads", workers=1), ["open", "read", "decode", "resize"]),
     ],
 )
 def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Setting, stages: list[str]) -> None:
@@ -142,7 +163,7 @@ def test_the_command_ends_with_a_verdict_and_leaves_its_results(pictures: Path, 
         assert words in done.stdout
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert len(content["settings"]) == 4
-    assert content["recommended"]["batch_size"] == 4
+    assert content["verdicts"][0]["recommended"]["batch_size"] == 4
     assert content["machine"]["usable_cores"] == usable_cores()
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

@@ -142,12 +142,21 @@ def test_shared_memory_that_is_full_is_one_line_with_what_to_do(monkeypatch: pyt
 
 
 def test_shared_memory_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: torch.Tensor) -> torch.Tensor:
+    def refuse(self: torch.UntypedStorage) -> None:
         raise RuntimeError("unable to open shared memory object\nException raised from THMapAlloc\nframe #0")
 
-    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", refuse)
     with pytest.raises(UsageError, match=r"^shared memory .* \(unable to open shared memory object\)$"):
         shared((2, *SHAPE))
+
+
+def test_shared_memory_does_not_depend_on_the_sharing_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared by name, as "file_system" has it, asking for the descriptor would move it elsewhere."""
+    monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+    memory = shared((2, *SHAPE))
+    address = memory.data_ptr()
+    memory.untyped_storage()._share_fd_cpu_()
+    assert memory.data_ptr() == address
 
 
 @pytest.mark.gpu

@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import psutil
 import pytest
 import torch
+from fsspec import AbstractFileSystem
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torchvision.transforms import PILToTensor
 
@@ -162,7 +164,6 @@ def test_torchs_own_samplers_can_be_used(dataset: LFWBatches) -> None:
         ({"batch_sampler": [[0]], "drop_last": True}, "batch_sampler decides alone"),
         ({"sampler": [0], "shuffle": True}, "the sampler decides the order"),
         ({"crew": "robots"}, "there is no crew 'robots': auto, threads, processes"),
-        ({"crew": "processes", "pin_memory": True}, "use threads"),
         ({"batch_size": 0}, "batch_size 0 is less than 1"),
         ({"num_workers": -1}, "num_workers -1 is less than 0"),
     ],
@@ -604,3 +605,32 @@ def test_pinned_batches_are_page_locked_and_right(dataset: LFWBatches) -> None:
         moved = batch.images.to("cuda", non_blocking=True)
         del batch
         assert torch.equal(moved.cpu(), fresh(dataset, samples).images)
+
+
+class ShyFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Local files, only in the process that made it, as the object stores' plugins have it."""
+
+    protocol = "shy"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.process = os.getpid()
+
+    def isdir(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def find(self, path: str, **settings: Any) -> list[str]:
+        return [str(found) for found in Path(path).rglob("*.jpg")]
+
+    def cat_file(self, path: str, **settings: Any) -> bytes:
+        assert os.getpid() == self.process, "not fork-safe"
+        return Path(path).read_bytes()
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_a_plugin_that_does_not_survive_a_fork_is_made_anew(pictures: Path, crew: str) -> None:
+    fsspec.register_implementation("shy", ShyFileSystem, clobber=True)
+    shy, local = LFWDataset(f"shy://{pictures}"), LFWDataset(pictures)
+    batches = FastLoader(LFWBatches(shy), 5, num_workers=2, crew=crew)
+    for batch, expected in zip(batches, FastLoader(LFWBatches(local), 5, num_workers=0), strict=True):
+        assert torch.equal(batch.images, expected.images)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dataloading.faces import draw, encode
 from dataloading.latency import DelayedStorage
 from dataloading.lfw_dataset import LFWDataset, Skipped
 from dataloading.sampler import SampleKey
-from dataloading.storage import BadFile, LocalFolder, Storage
+from dataloading.storage import BadFile, LocalFolder, Reader, Storage, Unskippable
 from tests.dataloading.conftest import PEOPLE, PICTURES
 from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture, serve
 
@@ -228,21 +227,30 @@ def test_a_limit_of_zero_skips_nothing(own_pictures: Path) -> None:
         files[0]
 
 
-def test_no_skip_is_lost_between_threads(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=1_000_000)
-    Path(files.path(0)).unlink()
-    logging.getLogger("dataloading").setLevel(logging.ERROR)
-    at_once = threading.Barrier(8)
+def test_a_file_that_is_met_again_is_skipped_again_but_counted_and_said_once(
+    own_pictures: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = LFWDataset(own_pictures, on_error="skip", skip_limit=2)
+    for sample in (0, 3):
+        Path(files.path(sample)).unlink()
+    with ThreadPoolExecutor(4) as threads:
+        met = list(threads.map(files.__getitem__, [0, 3] * 50))
+    assert all(isinstance(item, Skipped) for item in met)
+    assert files.skipped == 2
+    said = {record.message for record in caplog.records}
+    assert len(said) == 2
+    assert all(any(files.path(sample) in line for line in said) for sample in (0, 3))
 
-    def skip(_: int) -> None:
-        at_once.wait(10)
-        for _ in range(200):
-            files[0]
 
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(skip, range(8)))
-    logging.getLogger("dataloading").setLevel(logging.NOTSET)
-    assert files.skipped == 8 * 200
+def test_what_is_not_the_files_fault_is_not_skipped(own_pictures: Path) -> None:
+    class Exhausted(LocalFolder):
+        def open(self, name: str) -> Reader:
+            raise Unskippable("too many open files")
+
+    files = LFWDataset(Exhausted(str(own_pictures)), on_error="skip")
+    with pytest.raises(Unskippable, match="too many open files"):
+        files[0]
+    assert files.skipped == 0
 
 
 def test_the_shape_is_that_of_the_first_file_that_can_be_read_and_looking_for_it_skips_none(

@@ -34,7 +34,7 @@ def test_the_cheapest_of_those_that_cannot_be_told_apart_is_chosen() -> None:
     recommendation = recommend(sweep)
     assert recommendation.chosen is sweep[1]
     assert recommendation.equals == sweep[2:]
-    assert confidence(recommendation, ["workers"]) == "3 workers and 4 workers are within noise of it, and cost more"
+    assert confidence(recommendation, ["workers"]) == "within noise of it, and no cheaper: 3 workers; 4 workers"
 
 
 def test_a_clear_winner_says_how_much_slower_the_next_is() -> None:
@@ -52,12 +52,19 @@ def test_rounds_in_bad_weather_do_not_decide() -> None:
     assert recommend(sweep).chosen is sweep[1]
 
 
+def test_who_was_faster_in_a_quarter_of_the_rounds_is_not_called_slower() -> None:
+    sweep = [measured([0.9, 1.2, 1.2, 1.2], workers=1), measured([1.0, 1.0, 1.0, 1.0], workers=2)]
+    sweep[0].steady[1] = 0.9
+    assert recommend(sweep).chosen is sweep[0]
+
+
 @given(st.lists(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_the_choice_is_among_the_settings_and_within_noise_of_the_best(seconds: list[list[float]]) -> None:
     sweep = [measured(runs, workers=workers) for workers, runs in enumerate(seconds)]
     recommendation = recommend(sweep)
     position = sweep.index(recommendation.chosen)
-    assert recommendation.chosen is recommendation.best or recommendation.ratios[position].median <= 1 + NOISE
+    ratio = recommendation.ratios[position]
+    assert recommendation.chosen is recommendation.best or ratio.median <= 1 + NOISE or ratio.low <= 1
     assert recommendation.chosen not in recommendation.equals
 
 
@@ -67,7 +74,7 @@ def test_what_limits_is_named() -> None:
     def why(stage_costs: StageCosts) -> str:
         return explain(setting, stage_costs, samples=100_000, cores=2)
 
-    assert why(DECODING).startswith("decode-bound: 95 % of an image's 210 µs goes into decoding, on all of 2 cores")
+    assert why(DECODING).startswith("decode-bound: 95 % of an image's 210 µs goes into decoding, on 2 of 2 cores")
     assert why(costs(decode=(2e-4, 2e-4), hand_over=(4e-4, 4e-4))).startswith("transfer-bound: 67 %")
     assert why(costs(decode=(2e-4, 2e-4), augment=(4e-4, 4e-4))).startswith("augment-bound")
     assert why(costs(open=(5e-4, 5e-4), decode=(2e-4, 2e-4))).startswith("storage-bound")
@@ -84,6 +91,18 @@ def test_enough_requests_at_a_time_make_it_a_question_of_cores_again() -> None:
     slow = costs(open=(20e-3, 0.1e-3), decode=(0.4e-3, 0.4e-3))
     text = explain(measured([1.0, 1.0], workers=2, fetch_threads=64), slow, samples=100_000, cores=2)
     assert text.startswith("decode-bound")
+
+
+def test_a_main_process_that_only_receives_is_the_limit() -> None:
+    busy = StageCosts({"decode": Stage(2e-4, 2e-4)}, receiving=1e-3)
+    text = explain(measured([0.3, 0.3], workers=16), busy, samples=100_000, cores=16)
+    assert text.startswith("transfer-bound: the main process is busy")
+
+
+def test_a_first_batch_that_one_worker_makes_alone_is_not_its_start() -> None:
+    slow = costs(decode=(10e-3, 10e-3))
+    setting = measured([0.4, 0.4], first_batch=0.33, workers=8)
+    assert explain(setting, slow, samples=320, cores=8).startswith("decode-bound")
 
 
 def test_a_short_epoch_is_all_start() -> None:
