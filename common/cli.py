@@ -16,6 +16,7 @@ Nothing heavy is imported here, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ import math
 import operator
 import os
 import sys
+import threading
 import time
 import types
 import typing
@@ -135,7 +137,7 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
     wanted = [(words[name], limits[name], holds) for name, holds in tests if limits[name] is not None]
     finite = isinstance(value, int) or math.isfinite(value)
     if not (finite and all(holds(value, limit) for _, limit, holds in wanted)):
-        allowed = " and ".join(f"{word} {limit}" for word, limit, _ in wanted) or "a finite number"
+        allowed = " and ".join([*(["finite"] if not finite else []), *(f"{word} {limit}" for word, limit, _ in wanted)])
         raise UsageError(f"{flag_of(field.name)} {value} is out of range: it must be {allowed}")
 
 
@@ -146,8 +148,16 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     have torchrun end rank 0 before it has spoken; if nobody has ended them by then, the mistake was theirs alone.
     """
 
+    def interrupted(unraisable: Any) -> None:
+        """Python drops what is raised in a ``__del__``, and calls this: Ctrl-C there is not to be lost with it."""
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()  # when the __del__ is over
+        else:
+            sys.__unraisablehook__(unraisable)
+
     @functools.wraps(main)
     def run() -> None:
+        others, sys.unraisablehook = sys.unraisablehook, interrupted
         try:
             main()
         except KeyboardInterrupt:
@@ -162,6 +172,8 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 time.sleep(WAIT_FOR_RANK_ZERO_S)
                 print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
             sys.exit(2)
+        finally:
+            sys.unraisablehook = others
 
     return run
 

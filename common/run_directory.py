@@ -69,6 +69,8 @@ def results_in(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileExistsError as error:
+        raise UsageError(f"--output {folder} is a file: give a folder") from error
     except OSError as error:
         raise UsageError(f"--output {folder} cannot be written: {error.strerror or error}") from error
 

@@ -72,7 +72,7 @@ class BenchConfig:
     latency_ms: tuple[float, ...] = option((0.0,), "median wait injected into each open", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches at a time", minimum=1)
     storage: str = option("files", "http serves the folder from a server on this machine", choices=STORAGES)
-    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1)
+    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
@@ -255,7 +255,7 @@ def report(config: BenchConfig, library: Library, sweep: list[Measured], verdict
         lines += ["", f"an image costs one worker, with {verdict.explained.setting.label(axes)}:"]
         lines += [*_stage_table(verdict.costs), "", *verdict.lines]
     if library.skipped:
-        lines.append(f"{library.skipped} files that could not be read were skipped")
+        lines.append(f"files skipped, since they could not be read: {library.skipped}")
     lines.append(
         "(files that were read before come from memory: a folder larger than that, or cold, takes longer to read)"
     )

@@ -90,10 +90,7 @@ def shared(shape: tuple[int, ...]) -> Tensor:
     """
     # A file there is sparse: where the space is missing, the first write to it would be the end of the process (SIGBUS).
     needed = int(np.prod(shape))
-    if os.path.isdir("/dev/shm"):
-        state = os.statvfs("/dev/shm")
-        if state.f_bavail * state.f_frsize < needed:
-            raise UsageError(_full(needed, state.f_bavail * state.f_frsize))
+    require_shared_memory(needed)
     try:
         memory: Tensor = torch.empty(shape, dtype=torch.uint8)
         memory.untyped_storage()._share_fd_cpu_()  # as share_memory_() does, unless its strategy was changed to names
@@ -102,9 +99,21 @@ def shared(shape: tuple[int, ...]) -> Tensor:
         raise UsageError(f"{_full(needed, None)} ({str(error).splitlines()[0]})") from error
 
 
+def require_shared_memory(needed: int) -> None:
+    """Look before batches are put there, and torch leaves behind what found no room.
+
+    :param needed: bytes
+    :raises UsageError: when there are fewer
+    """
+    if os.path.isdir("/dev/shm"):
+        state = os.statvfs("/dev/shm")
+        if state.f_bavail * state.f_frsize < needed:
+            raise UsageError(_full(needed, state.f_bavail * state.f_frsize))
+
+
 def _full(needed: int, free: int | None) -> str:
     left = "" if free is None else f" and {free / 1e6:.1f} MB are left"
     return (
-        f"shared memory (/dev/shm) is full: a batch needs {needed / 1e6:.1f} MB{left}; make it larger (in a container, "
+        f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB{left}; make it larger (in a container, "
         "--shm-size or --ipc=host), or use a smaller --batch-size, fewer --workers, or a loader of threads"
     )

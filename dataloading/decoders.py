@@ -1,7 +1,8 @@
 """From a JPEG file's bytes to pixels: Pillow, and two faster ones where they are installed (extra ``fast``).
 
 All three rest on libjpeg-turbo and give the same pixels. Pillow pays for an image object and a four-byte pixel format of
-its own on the way; the others write RGB where they are told to. All release the GIL while they decode.
+its own on the way; simplejpeg writes RGB where it is told to, torchcodec where it likes, to be copied. All release the GIL
+while they decode.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dataloading.faces import IDENTITIES, draw, encode, images_of, name_of
 
 # The number changes whenever the drawing does, so that an older version's faces are not taken for these.
 _NAME = "faces-v1"
-TITLE = "embedded faces"
+TITLE = "drawn faces"
 _ABANDONED_AFTER_S = 3600
 # A face takes three of a file system's usual blocks, and a person's folder one.
 _KB_PER_IMAGE = 12

@@ -63,9 +63,7 @@ def _reason(text: str) -> str:
         "Terminated": "somebody sent it SIGTERM",
         "Segmentation fault": "a library in it crashed; try another --decoder",
     }
-    return next(
-        (reason for signal, reason in reasons.items() if signal in text), f"by whom is not known; {out_of_memory}"
-    )
+    return next((reason for signal, reason in reasons.items() if signal in text), f"most often, {out_of_memory}")
 
 
 def _first_line(text: str) -> str:

@@ -75,6 +75,12 @@ class FastLoader:
             raise ValueError("batch_sampler decides alone: give no batch_size, shuffle, sampler or drop_last with it")
         if sampler is not None and shuffle:
             raise ValueError("the sampler decides the order: shuffle=True contradicts it")
+        if not isinstance(dataset, LFWBatches):
+            raise TypeError(
+                f"the fast loader fills whole batches: give it LFWBatches(dataset), not {type(dataset).__name__}"
+            )
+        if prefetch_batches < 1:
+            raise ValueError(f"prefetch_batches {prefetch_batches} is less than 1")
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size} is less than 1")
         if num_workers is not None and num_workers < 0:
@@ -93,7 +99,7 @@ class FastLoader:
         self.num_workers = usable_cores() if num_workers is None else num_workers
         if crew == "auto":
             crew = choose_crew(dataset.works_per_image, pin_memory)
-        self.crew, self.prefetch_batches = crew, max(1, prefetch_batches)
+        self.crew, self.prefetch_batches = crew, prefetch_batches
         self._start_method, self._persistent = multiprocessing_context, persistent_workers
         self._epoch = 0
         self._pool: BufferPool | PinnedMemory

@@ -53,7 +53,7 @@ class LadderConfig:
     batch_size: int = option(64, "images per batch", minimum=1)
     batches: int = option(40, "batches of each run", minimum=1)
     repeats: int = option(7, "rounds that count", minimum=2)
-    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1)
+    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     output: Path = option(Path("runs/ladder"), "folder of the JSON and the PNG")
 
 

@@ -212,7 +212,7 @@ class LFWDataset(Dataset[Any]):
         self._skipped[sample] = 1
         if self.skipped > self.skip_limit:
             raise Unskippable(f"{error}; more than {self.skip_limit} files could not be read, so this is not skipped")
-        logger.warning("skipped %s", error)
+        logger.warning("skipped: %s", error)
 
     def _decoded(self, sample: int) -> Image.Image:
         data = self.read(sample)

@@ -40,7 +40,7 @@ class LFWConfig:
     batches_to_check: int = option(100, "batches of each pass of --get-timing", minimum=1)
     augmentation: str = option("none", "affine is RandomAffine(5, (0.1, 0.1), (0.5, 2.0))", choices=AUGMENTATIONS)
     decoder: str = option("pillow", "what decodes the JPEGs", choices=DECODERS)
-    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1)
+    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     seed: int = option(0, "of the order", minimum=0)
     output: Path = option(Path("runs/lfw-dataset"), "folder of the picture")
@@ -76,7 +76,7 @@ def main() -> None:
         if config.get_timing:
             _time(config, dataset)
     if dataset.skipped:
-        print(f"{dataset.skipped} files were skipped")
+        print(f"files skipped: {dataset.skipped}")
 
 
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from dataloading.augmentation import course_transform
 from dataloading.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.buffers import require_shared_memory
 from dataloading.fast_loader import FastLoader
 from dataloading.latency import DelayedStorage
 from dataloading.lfw_dataset import LFWDataset
@@ -48,19 +50,23 @@ class Setting:
 
     def canonical(self) -> Setting:
         """The same with what has no meaning here at its default, so that two settings that mean the same are equal."""
-        meaningless = []
+        meaningless = self.meaningless()
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in meaningless}
+        return dataclasses.replace(self, **defaults)
+
+    def meaningless(self) -> set[str]:
+        """The fields that change nothing here."""
+        names: set[str] = set()
         if self.workers == 0:
-            meaningless += ["prefetch_factor", "persistent_workers", "start_method", "in_order"]
+            names |= {"prefetch_factor", "persistent_workers", "start_method", "in_order"}
         if (
             self.loader != "stock"
         ):  # which keeps the order; kept threads are no gain, and a process fetches file after file
-            meaningless += ["in_order"]
-            meaningless += ["fetch_threads"] if self.uses_processes else ["persistent_workers", "start_method"]
-            meaningless += ["fetch_threads"] if self.workers == 0 else []
-        defaults: dict[str, Any] = {
-            field.name: field.default for field in dataclasses.fields(self) if field.name in meaningless
-        }
-        return dataclasses.replace(self, **defaults)
+            names |= {"in_order"} | (
+                {"fetch_threads"} if self.uses_processes else {"persistent_workers", "start_method"}
+            )
+            names |= {"fetch_threads"} if self.workers == 0 else set()
+        return names
 
     @property
     def uses_processes(self) -> bool:
@@ -69,7 +75,8 @@ class Setting:
 
     def label(self, axes: Iterable[str]) -> str:
         """What is particular to it, among settings that differ in these fields only."""
-        return ", ".join(_phrase(axis, getattr(self, axis)) for axis in axes) or "this setting"
+        meaningful = [axis for axis in axes if axis not in self.meaningless()]
+        return ", ".join(_phrase(axis, getattr(self, axis)) for axis in meaningful) or "this setting"
 
 
 def _phrase(axis: str, value: Any) -> str:
@@ -140,6 +147,9 @@ class Library:
         dataset = self.dataset(setting)
         sampler = ShuffledSampler(len(dataset), seed=self._seed, length=batches * setting.batch_size)
         if setting.loader == "stock":
+            if setting.workers:  # each pixel is a float
+                on_their_way = setting.prefetch_factor * setting.workers
+                require_shared_memory(4 * math.prod(dataset.image_shape()) * setting.batch_size * on_their_way)
             return _stock(setting, dataset, sampler)
         crew = "processes" if setting.uses_processes else "threads"
         return FastLoader(

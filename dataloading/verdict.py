@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from common.timing import Spread, paired_ratio
+from dataloading.decoders import installed
 from dataloading.stages import StageCosts
 from dataloading.sweep import Measured
 
@@ -63,9 +64,9 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
     # The stock loader's first batch is one worker's work, the fast loader's that of all.
     first_s = costs.wall * setting.batch_size if setting.loader == "stock" else setting.batch_size / chosen.images_per_s
     start_s = max(0.0, statistics.median(chosen.first_batch) - first_s)
-    if start_s > epoch_s:
+    if setting.uses_processes and start_s > epoch_s:
         cure = "" if setting.persistent_workers else ": --persistent-workers yes saves it in all epochs but the first"
-        return f"startup-bound: the workers take {start_s:.2f} s to start, an epoch {epoch_s:.2f} s{cure}"
+        return f"startup-bound: the workers take {start_s:.2f} s to start, {samples:,} images {epoch_s:.2f} s{cure}"
     receiving = costs.receiving * chosen.images_per_s
     if receiving > 0.8:
         return (
@@ -82,19 +83,22 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
             "cores do not"
         )
     largest = costs.largest
-    share = f"{100 * costs.stages[largest].cpu / costs.cpu:.0f} % of an image's {_ms(costs.cpu)}"
+    share = f"{100 * costs.stages[largest].cpu / costs.cpu:.0f} % of an image's {_ms(costs.cpu)} of work"
+    hidden = f"waiting for storage is hidden by {requests} requests at a time; now " if costs.waiting > 0.5 else ""
     if largest in ("hand-over", "collate"):
         return (
-            f"transfer-bound: {share} goes into {largest}, not into the image; a quarter of the bytes (uint8 instead of "
-            "float), or none that must travel, would help: --loader fast"
+            f"{hidden}transfer-bound: {share} goes into {largest}, not into the image; a quarter of the bytes (uint8 "
+            "instead of float), or none that must travel, would help: --loader fast"
         )
     if largest in ("augment", "resize", "transform"):
-        return f"{largest}-bound: {share} goes into {_ADVICE[largest]}"
+        return f"{hidden}{largest}-bound: {share} goes into {_ADVICE[largest]}"
     if largest in ("open", "read"):
-        return f"storage-bound: {share} goes into {largest}ing files; fewer and larger files would help"
-    faster = "" if setting.decoder != "pillow" else "; a faster decoder helps (pip install 'raw-ddp[fast]', --decoder)"
+        return f"{hidden}storage-bound: {share} goes into {largest}ing files; fewer and larger files would help"
+    fastest = installed()[0]
+    how = "pip install 'raw-ddp[fast]'" if fastest == "pillow" else f"--decoder {fastest}"
+    faster = f"; a faster decoder helps ({how})" if setting.decoder == "pillow" else ""
     saturated = f"on {min(requests, cores)} of {cores} cores"
-    return f"decode-bound: {share} goes into decoding, {saturated}{faster}"
+    return f"{hidden}decode-bound: {share} goes into decoding, {saturated}{faster}"
 
 
 def waiting_for(sweep: list[Measured], step_s: float, axes: list[str]) -> str:
@@ -136,4 +140,6 @@ def confidence(recommendation: Recommendation, axes: list[str]) -> str:
 
 
 def _ms(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
     return f"{1000 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"

@@ -136,7 +136,7 @@ def test_shared_memory_that_is_full_is_one_line_with_what_to_do(monkeypatch: pyt
     with pytest.raises(UsageError) as full:
         shared((512, 250, 250, 3))
     message = str(full.value)
-    assert message.startswith("shared memory (/dev/shm) is full: a batch needs 96.0 MB and 0.0 MB are left; ")
+    assert message.startswith("shared memory (/dev/shm) is full: its batches need 96.0 MB and 0.0 MB are left; ")
     assert all(way in message for way in ("--shm-size", "--batch-size", "--workers", "threads"))
     assert "\n" not in message
 

@@ -23,7 +23,7 @@ from dataloading.failures import explained
         ),
         (
             RuntimeError("DataLoader worker (pid(s) 42, 43) exited unexpectedly"),
-            "loader worker (pid 42, 43) was killed: by whom is not known",
+            "loader worker (pid 42, 43) was killed: most often, the kernel does this",
         ),
         (OSError(errno.EMFILE, "Too many open files"), "too many open files: "),
         (RuntimeError("unable to open shared memory object </torch_1_2_3> in read-write mode: Too many open files (24)"),

@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_read_is_skipped_with_a_warning_that_names_it(
         assert all(isinstance(files[sample], Skipped) for sample in range(len(DAMAGE)))
     assert files.skipped == len(DAMAGE)
     for path, (_, reason), line in zip(paths, DAMAGE.values(), caplog.messages, strict=True):
-        assert line.startswith(f"skipped {path} {reason}")
+        assert line.startswith(f"skipped: {path} {reason}")
     assert not isinstance(files[len(DAMAGE)], Skipped)
 
 

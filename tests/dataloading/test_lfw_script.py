@@ -92,10 +92,10 @@ def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> N
     assert result.stdout.splitlines() == [
         f"{folder}: 15 images of 2 people, the first 16x16",
         "a batch: images torch.float32 [14, 3, 16, 16], labels torch.int64 [14]",
-        "1 files were skipped",
+        "files skipped: 1",
     ]
     (warning,) = result.stderr.splitlines()
-    assert warning.startswith(f"skipped {folder}/Bo_Ek/broken.jpg is empty")
+    assert warning.startswith(f"skipped: {folder}/Bo_Ek/broken.jpg is empty")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_what_limits_is_named() -> None:
     def why(stage_costs: StageCosts) -> str:
         return explain(setting, stage_costs, samples=100_000, cores=2)
 
-    assert why(DECODING).startswith("decode-bound: 95 % of an image's 210 µs goes into decoding, on 2 of 2 cores")
+    assert why(DECODING).startswith(
+        "decode-bound: 95 % of an image's 210 µs of work goes into decoding, on 2 of 2 cores"
+    )
     assert why(costs(decode=(2e-4, 2e-4), hand_over=(4e-4, 4e-4))).startswith("transfer-bound: 67 %")
     assert why(costs(decode=(2e-4, 2e-4), augment=(4e-4, 4e-4))).startswith("augment-bound")
     assert why(costs(open=(5e-4, 5e-4), decode=(2e-4, 2e-4))).startswith("storage-bound")
@@ -90,7 +92,7 @@ def test_waiting_for_storage_is_cured_by_more_requests_not_by_more_cores() -> No
 def test_enough_requests_at_a_time_make_it_a_question_of_cores_again() -> None:
     slow = costs(open=(20e-3, 0.1e-3), decode=(0.4e-3, 0.4e-3))
     text = explain(measured([1.0, 1.0], workers=2, fetch_threads=64), slow, samples=100_000, cores=2)
-    assert text.startswith("decode-bound")
+    assert text.startswith("waiting for storage is hidden by 128 requests at a time; now decode-bound")
 
 
 def test_a_main_process_that_only_receives_is_the_limit() -> None:
@@ -109,6 +111,10 @@ def test_a_short_epoch_is_all_start() -> None:
     text = explain(measured([1.0, 1.0], first_batch=3.0, workers=2), DECODING, samples=320, cores=2)
     assert text.startswith("startup-bound")
     assert "--persistent-workers yes" in text
+    threads = explain(
+        measured([1.0, 1.0], first_batch=3.0, workers=2, loader="fast-threads"), DECODING, samples=320, cores=2
+    )
+    assert threads.startswith("decode-bound")  # there is nothing to start
 
 
 def test_training_waits_until_loading_is_as_fast_as_its_step() -> None:
