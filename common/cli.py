@@ -16,13 +16,13 @@ Nothing heavy is imported here, so that ``--help`` answers at once.
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import dataclasses
 import functools
 import math
 import operator
 import os
+import signal
 import sys
 import threading
 import time
@@ -151,7 +151,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     def interrupted(unraisable: Any) -> None:
         """Python drops what is raised in a ``__del__``, and calls this: Ctrl-C there is not to be lost with it."""
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main).start()  # when the __del__ is over
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()  # when the __del__ is over
         else:
             sys.__unraisablehook__(unraisable)
 

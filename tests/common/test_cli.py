@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, UsageError, command, option, parse
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, run_ranks
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,13 @@ def test_inclusive_limits_are_in_the_range(value: str) -> None:
         ("--batch-size", "1001", "at least 1 and at most 1000"),
         ("--limit", "-1", "at least 1"),
         ("--lr", "0", "above 0"),
-        ("--lr", "nan", "above 0"),
-        ("--lr", "inf", "above 0"),
-        ("--lr", "1e999", "above 0"),
+        ("--lr", "nan", "finite and above 0"),
+        ("--lr", "inf", "finite and above 0"),
+        ("--lr", "1e999", "finite and above 0"),
         ("--dropout", "1", "at least 0 and below 1"),
         ("--dropout", "-0.1", "at least 0 and below 1"),
-        ("--dropout", "nan", "at least 0 and below 1"),
-        ("--dropout=-inf", "", "at least 0 and below 1"),
+        ("--dropout", "nan", "finite and at least 0 and below 1"),
+        ("--dropout=-inf", "", "finite and at least 0 and below 1"),
     ],
 )
 def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: str, allowed: str) -> None:
@@ -219,7 +221,7 @@ def test_every_list_in_the_range_is_read_in_its_order(values: list[int]) -> None
         ("--num-workers", "1,2,1", "--num-workers: 1,2,1 names a value twice"),
         ("--num-workers", "1,9", "--num-workers 9 is out of range: it must be at least 0 and at most 8"),
         ("--num-workers", "-1", "--num-workers -1 is out of range: it must be at least 0 and at most 8"),
-        ("--rates", "1,nan", "--rates nan is out of range: it must be above 0"),
+        ("--rates", "1,nan", "--rates nan is out of range: it must be finite and above 0"),
         ("--rates", "0", "--rates 0.0 is out of range: it must be above 0"),
         ("--loaders", "fast,slow", "--loaders: invalid choice: 'slow' (choose from stock, fast)"),
         ("--loaders", "fast,fast", "--loaders: fast,fast names a value twice"),
@@ -336,3 +338,26 @@ def test_nothing_heavy_is_imported_with_it() -> None:
     program = "import sys, common.cli; print(*{'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+class Interrupted:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def interrupted_in_a_finalizer() -> int | str | None:
+    @command
+    def main() -> None:
+        thing = Interrupted()
+        del thing
+        time.sleep(60)
+
+    try:
+        main()
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
+    assert run_ranks(interrupted_in_a_finalizer, 1) == [130]

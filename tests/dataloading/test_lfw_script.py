@@ -150,6 +150,9 @@ def test_a_first_batch_of_which_nothing_can_be_read_is_one_line(mistake: Mistake
 
 def test_a_place_that_cannot_be_written_is_one_line(mistake: Mistake, few: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
+    for place, reason in (
+        (tmp_path / "file", "is a file: give a folder"),
+        (tmp_path / "file" / "below", "cannot be written: Not a directory"),
+    ):
         line = mistake("-path_to_folder", few, "-visualize_batch", "--output", place)
-        assert line == f"--output {place} cannot be written: {reason}"
+        assert line == f"--output {place} {reason}"
