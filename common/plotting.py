@@ -88,7 +88,7 @@ def plot_samples(
         text = classes[prediction] if right else f"{classes[prediction]}, not {classes[label]}"
         if len(text) > LONG_NAME:
             text = text.replace(", ", ",\n")
-        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8 if len(text) <= LONG_NAME else 6.5)
+        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8)
     figure.savefig(path, dpi=110)
 
 
