@@ -551,7 +551,9 @@ def test_after_ctrl_c_nothing_is_left(pictures: Path, loader: str, processes: in
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("loader", ["fast-3-kept-processes", "fast-2-spawned-processes"])
+@pytest.mark.parametrize(
+    "loader", ["fast-3-kept-processes", pytest.param("fast-2-spawned-processes", marks=pytest.mark.slow)]
+)
 def test_processes_end_when_the_one_that_they_load_for_is_killed(pictures: Path, loader: str) -> None:
     with start_command("tests.dataloading.faults", loader, str(pictures)) as process:
         assert process.stdout is not None
