@@ -17,6 +17,7 @@ import itertools
 import multiprocessing
 import os
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,14 @@ from dataloading.failures import explained
 from dataloading.fast_loader import choose_crew
 from dataloading.http_server import serve
 from dataloading.lfw_dataset import ON_ERROR, SKIP_LIMIT
-from dataloading.settings import LOADERS, Library, Setting
+from dataloading.settings import LOADERS, Library, Setting, with_latency
 from dataloading.stages import StageCosts, measure_stages
 from dataloading.step_time import measure_step
-from dataloading.storage import HttpFolder, open_storage
+from dataloading.storage import HttpFolder, Storage
 from dataloading.sweep import Measured, measure, median_memory
 from dataloading.verdict import Recommendation, confidence, explain, recommend, waiting_for
 
+START_METHODS = tuple(multiprocessing.get_all_start_methods())  # the system's own first
 YES_NO = ("yes", "no")
 STORAGES = ("files", "http")
 
@@ -65,7 +67,7 @@ class BenchConfig:
     prefetch_factor: tuple[int, ...] = option((2,), "batches on their way per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
     start_method: tuple[str, ...] = option(
-        (multiprocessing.get_start_method(),), "how workers start", choices=("fork", "spawn", "forkserver")
+        START_METHODS[:1], "how workers start", choices=("fork", "spawn", "forkserver")
     )
     in_order: tuple[str, ...] = option(("yes",), "whether batches wait for those before them", choices=YES_NO)
     pin_memory: tuple[str, ...] = option(("no",), "page-locked batches, copied to the GPU", choices=YES_NO)
@@ -86,8 +88,10 @@ class BenchConfig:
         for name in self.decoder:
             get_decoder(name)
         for method in self.start_method:
-            if method not in multiprocessing.get_all_start_methods():
-                raise UsageError(f"--start-method {method} is not there on this system: use {_methods()}")
+            if method not in START_METHODS:
+                raise UsageError(
+                    f"--start-method {method} is not there on this system: use {' or '.join(START_METHODS)}"
+                )
         if "yes" in self.pin_memory and not torch.cuda.is_available():
             raise UsageError("--pin-memory yes needs a GPU to copy to, and there is none here: leave it out")
         if self.step_ms is not None and self.model is not None:
@@ -137,10 +141,6 @@ class BenchConfig:
         return Setting(**combination)
 
 
-def _methods() -> str:
-    return " or ".join(multiprocessing.get_all_start_methods())
-
-
 @command
 def main() -> None:
     config = parse(BenchConfig, "dataloading.bench", __doc__)
@@ -160,7 +160,8 @@ def main() -> None:
                 device=device,
                 after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
             )
-            verdicts = [judge(config, library, task, device) for task in tasks(sweep)]
+            steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
+            verdicts = [judge(library, task, steps) for task in tasks(sweep)]
         with results_in(config.output):
             print(report(config, library, sweep, verdicts))
 
@@ -168,12 +169,17 @@ def main() -> None:
 def _library(config: BenchConfig, stack: contextlib.ExitStack) -> Library:
     """The folder to read from; for ``--storage http``, a server per latency, which ends with the stack."""
     root = config.path_to_folder or os.fspath(face_cache.ensure())
-    given = {"image_size": config.image_size, "on_error": config.on_error, "seed": config.seed}
-    if config.storage == "files":
-        return Library.of(root, **given)  # type: ignore[arg-type]
-    open_storage(root)  # a folder that is not there is better missed before a server is
-    serving = lambda latency_ms: HttpFolder(stack.enter_context(serve(root, latency_ms, config.seed)))  # noqa: E731
-    return Library(serving, **given)  # type: ignore[arg-type]
+
+    def served(latency_ms: float) -> Storage:
+        return HttpFolder(stack.enter_context(serve(root, latency_ms, config.seed)))
+
+    here = with_latency(root, config.seed)  # a folder that is not there is better missed before a server is
+    return Library(
+        here if config.storage == "files" else served,
+        image_size=config.image_size,
+        on_error=config.on_error,
+        seed=config.seed,
+    )
 
 
 def tasks(sweep: list[Measured]) -> list[list[Measured]]:
@@ -199,8 +205,18 @@ class Verdict:
     lines: list[str]
 
 
-def judge(config: BenchConfig, library: Library, task: list[Measured], device: torch.device) -> Verdict:
-    """Choose a setting, and measure why it is as fast as it is, and what a training step would make of it."""
+def step_times(config: BenchConfig, image_shape: tuple[int, int, int], device: torch.device) -> dict[int, float]:
+    """Seconds of a training step for each batch size, as given or measured; empty when nobody asks."""
+    if config.model is not None:
+        return {size: measure_step(config.model, size, image_shape, device) for size in config.batch_size}
+    return {} if config.step_ms is None else {config.batch_size[0]: config.step_ms / 1000}
+
+
+def judge(library: Library, task: list[Measured], steps: Mapping[int, float]) -> Verdict:
+    """Choose a setting, and measure why it is as fast as it is.
+
+    :param steps: seconds of a training step by batch size, to say whether it would wait
+    """
     axes = varying([measured.setting for measured in task])
     recommendation = recommend(task)
     chosen = recommendation.chosen
@@ -217,12 +233,9 @@ def judge(config: BenchConfig, library: Library, task: list[Measured], device: t
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
     lines.append(explain(with_workers, costs, len(dataset), usable_cores()))
-    for batch_size in config.batch_size if config.step_ms or config.model else ():
-        step_s = (config.step_ms or 0) / 1000
-        if config.model is not None:
-            step_s = measure_step(config.model, batch_size, dataset.image_shape(), device)
+    for batch_size, step_s in steps.items():
         lines.append(waiting_for([m for m in task if m.setting.batch_size == batch_size], step_s, axes))
-    if (config.step_ms or config.model) and device.type == "cpu":
+    if steps and not torch.cuda.is_available():
         lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
     return Verdict(recommendation, with_workers, costs, lines)
 

@@ -82,7 +82,7 @@ class LFWDataset(Dataset[Any]):
         self.decoder, self.augmentation, self.seed = decoder, ImageAugmentation(augmentation), seed
         self.image_size, self.on_error, self.skip_limit = image_size, on_error, skip_limit
         self.span: Span = no_span
-        get_decoder(decoder)  # if it is missing, say so now and not in a worker
+        self._decode = get_decoder(decoder)  # if it is missing, say so now and not in a worker
 
         names = sorted(self.storage.names())
         if not names:
@@ -172,7 +172,7 @@ class LFWDataset(Dataset[Any]):
             data = self.read(sample)
             try:
                 with self.span("decode"):
-                    pixels = get_decoder(self.decoder)(data, out)
+                    pixels = self._decode(data, out)
             except NotDecodable as error:
                 raise self._bad(sample, error) from error
         if pixels.shape != out.shape:
@@ -220,7 +220,7 @@ class LFWDataset(Dataset[Any]):
             with self.span("decode"):
                 if self.decoder == "pillow":
                     return open_pillow(data)
-                return Image.fromarray(get_decoder(self.decoder)(data, None))
+                return Image.fromarray(self._decode(data, None))
         except NotDecodable as error:
             raise self._bad(sample, error) from error
 

@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader
 
 from dataloading.augmentation import course_transform
 from dataloading.batches import LFWBatches, ThreadedFetch, collate
-from dataloading.buffers import require_shared_memory
 from dataloading.fast_loader import FastLoader
 from dataloading.latency import DelayedStorage
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import ShuffledBatches, ShuffledSampler
-from dataloading.stock_loader import stock_loader
+from dataloading.stock_loader import FLOAT_BYTES, stock_loader
 from dataloading.storage import Storage, open_storage
 
 LOADERS = ("stock", "fast-threads", "fast-processes")
@@ -59,13 +58,13 @@ class Setting:
         names: set[str] = set()
         if self.workers == 0:
             names |= {"prefetch_factor", "persistent_workers", "start_method", "in_order"}
-        if (
-            self.loader != "stock"
-        ):  # which keeps the order; kept threads are no gain, and a process fetches file after file
-            names |= {"in_order"} | (
-                {"fetch_threads"} if self.uses_processes else {"persistent_workers", "start_method"}
-            )
-            names |= {"fetch_threads"} if self.workers == 0 else set()
+        if self.loader == "stock":
+            return names
+        names.add("in_order")  # the fast loader keeps it
+        if not self.uses_processes:  # threads take no time to start
+            names |= {"persistent_workers", "start_method"}
+        if self.uses_processes or self.workers == 0:  # each fetches file after file
+            names.add("fetch_threads")
         return names
 
     @property
@@ -108,17 +107,6 @@ class Library:
         self._image_size, self._on_error, self._seed = image_size, on_error, seed
         self._datasets: dict[tuple[str, str, float, bool], LFWDataset] = {}
 
-    @classmethod
-    def of(cls, root: str, *, image_size: int | None = None, on_error: str = "raise", seed: int = 0) -> Library:
-        """Of a folder or URL, to which latency is added here."""
-        listed = Listed(open_storage(root))
-        return cls(
-            lambda latency_ms: DelayedStorage(listed, latency_ms, seed) if latency_ms else listed,
-            image_size=image_size,
-            on_error=on_error,
-            seed=seed,
-        )
-
     def dataset(self, setting: Setting) -> LFWDataset:
         """The files as the setting reads them: with the course's ``ToTensor`` for the stock loader."""
         stock = setting.loader == "stock"
@@ -147,9 +135,6 @@ class Library:
         dataset = self.dataset(setting)
         sampler = ShuffledSampler(len(dataset), seed=self._seed, length=batches * setting.batch_size)
         if setting.loader == "stock":
-            if setting.workers:  # each pixel is a float
-                on_their_way = setting.prefetch_factor * setting.workers
-                require_shared_memory(4 * math.prod(dataset.image_shape()) * setting.batch_size * on_their_way)
             return _stock(setting, dataset, sampler)
         crew = "processes" if setting.uses_processes else "threads"
         return FastLoader(
@@ -176,12 +161,19 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> D
     return stock_loader(
         ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
         setting.workers,
+        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
         batch_size=setting.batch_size,
         sampler=sampler,
         collate_fn=collate,
         pin_memory=setting.pin_memory,
         **workers,
     )
+
+
+def with_latency(root: str, seed: int) -> Callable[[float], Storage]:
+    """For a :class:`Library`: a folder or URL, whose files wait here before they are opened."""
+    listed = Listed(open_storage(root))
+    return lambda latency_ms: DelayedStorage(listed, latency_ms, seed) if latency_ms else listed
 
 
 class Listed:

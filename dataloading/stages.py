@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -98,13 +97,21 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     rng = np.random.default_rng(0)
     batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # whole ones
     samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
+    whole = None if setting.loader == "stock" else LFWBatches(dataset)  # which decodes a file, to know the shape
     stopwatch, before, threads = _Stopwatch(), dataset.span, torch.get_num_threads()
     dataset.span = stopwatch
     torch.set_num_threads(1)  # as in a worker
     try:
         for epoch in range(2):  # the first warms up
             stopwatch.clear()
-            items = _load(dataset, setting, epoch, samples, stopwatch)
+            items = []
+            for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
+                if whole is not None:
+                    whole.__getitems__(BatchKey(epoch, part))
+                else:
+                    items = [dataset[SampleKey(epoch, sample)] for sample in part.tolist()]
+                    with stopwatch("collate"):
+                        collate(items)
     finally:
         dataset.span = before
         torch.set_num_threads(threads)
@@ -119,22 +126,6 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
         if name in stopwatch.wall
     }
     return StageCosts(stages, receiving)
-
-
-def _load(
-    dataset: LFWDataset, setting: Setting, epoch: int, samples: npt.NDArray[np.int64], stopwatch: _Stopwatch
-) -> list[Any]:
-    """What a worker does with its batches, without a worker; for the stock loader, the items that it collates."""
-    kept: list[Any] = []
-    for start in range(0, len(samples), setting.batch_size):
-        part = samples[start : start + setting.batch_size]
-        if setting.loader == "stock":
-            kept = [dataset[SampleKey(epoch, int(sample))] for sample in part]
-            with stopwatch("collate"):
-                collate(kept)
-        else:
-            LFWBatches(dataset).__getitems__(BatchKey(epoch, part))
-    return kept
 
 
 class _Ready(Dataset[Any]):

@@ -17,7 +17,7 @@ from common.machine import usable_cores
 from dataloading.bench import BenchConfig, tasks, varying
 from dataloading.ceiling import Ceiling, fastest_decoder
 from dataloading.decoders import installed
-from dataloading.settings import LOADERS, Library, Setting
+from dataloading.settings import LOADERS, Library, Setting, with_latency
 from dataloading.stages import STAGES, measure_stages
 from dataloading.sweep import Measured, measure, median_memory
 from tests.dataloading.faults import Traces
@@ -108,7 +108,7 @@ def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) ->
         Setting(loader="fast-processes", workers=2, batch_size=4, persistent_workers=True, augmentation="affine"),
     ]
     settings = list(dict.fromkeys(setting.canonical() for setting in settings))
-    library = Library.of(str(pictures), image_size=16)
+    library = Library(with_latency(str(pictures), seed=0), image_size=16)
     before = Traces()
     sweep = measure(library, settings, batches=2, repeats=2, device=torch.device("cpu"))
     assert Traces() == before
@@ -129,7 +129,7 @@ def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) ->
     ],
 )
 def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Setting, stages: list[str]) -> None:
-    library = Library.of(str(pictures), image_size=16)
+    library = Library(with_latency(str(pictures), seed=0), image_size=16)
     dataset = library.dataset(setting)
     costs = measure_stages(dataset, setting)
     assert list(costs.stages) == stages
