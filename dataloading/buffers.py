@@ -1,9 +1,10 @@
 """Memory for batches, used again as soon as no tensor refers to it.
 
-Fresh memory is not free: the kernel makes each of its pages when it is first written to, which for a batch of 250x250
-images costs as much as a good part of their decoding, and in shared memory more. So a batch's memory comes from a pool. A
-tensor made by ``torch.from_numpy`` keeps its array alive, as do all views of the tensor; when the array is finalized,
-nobody can see the memory any more, and it goes back. A user who keeps a batch keeps its memory: it is never overwritten.
+Fresh memory is not free: the kernel makes each of its pages when it is first written to, and for shared memory once more in
+the process that reads it; ``python -m dataloading.ladder`` has a rung for what that costs. So a batch's memory comes from a
+pool. A tensor made by ``torch.from_numpy`` keeps its array alive, as do all views of the tensor; when the array is
+finalized, nobody can see the memory any more, and it goes back. A user who keeps a batch keeps its memory: it is never
+overwritten.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from common.cli import UsageError
 from dataloading.decoders import Pixels
+from dataloading.failures import MORE_SHARED_MEMORY
 
 Allocate = Callable[[tuple[int, ...]], Any]
 
@@ -113,7 +115,4 @@ def require_shared_memory(needed: int) -> None:
 
 def _full(needed: int, free: int | None) -> str:
     left = "" if free is None else f" and {free / 1e6:.1f} MB are left"
-    return (
-        f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB{left}; make it larger (in a container, "
-        "--shm-size or --ipc=host), or use a smaller --batch-size, fewer --workers, or a loader of threads"
-    )
+    return f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB{left}; {MORE_SHARED_MEMORY}"

@@ -30,6 +30,7 @@ from common.cli import UsageError
 from common.datasets import BatchKey
 from dataloading.batches import LFWBatches
 from dataloading.buffers import Lease
+from dataloading.failures import KILLED_BY
 
 CHUNK = 8  # images that a thread takes at a time, at most
 PARENT_CHECK_S = 5.0
@@ -173,9 +174,8 @@ class Processes:
         self._known[lease.number] = lease.memory
         known = set(self._known)
         parts = np.array_split(np.arange(len(key.samples)), len(self._workers))
-        first = number % len(
-            self._workers
-        )  # the first parts are the larger ones, and should not always be the same one's
+        # The first parts are the larger ones, and should not always be the same worker's.
+        first = number % len(self._workers)
         for (process, pipe), part in zip(self._workers[first:] + self._workers[:first], parts, strict=True):
             part_key = BatchKey(key.epoch, key.samples[part])
             try:
@@ -250,10 +250,6 @@ def _death(process: Any) -> UsageError:
     code = process.exitcode
     reason = f"exit status {code}"
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        reason = name
-        if name == "SIGKILL":
-            reason += ": the kernel does this when memory runs out (see dmesg); use fewer workers or smaller batches"
-        elif name == "SIGBUS":
-            reason += ": shared memory ran out (df /dev/shm); use smaller batches, or a loader of threads"
+        number = signal.Signals(-code)
+        reason = f"{number.name}: {KILLED_BY[number]}" if number in KILLED_BY else number.name
     return UsageError(f"loader process {process.name} (pid {process.pid}) died of {reason}")

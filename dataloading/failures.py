@@ -9,9 +9,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import signal
 from collections.abc import Iterator
 
 from common.cli import UsageError
+
+MORE_SHARED_MEMORY = (
+    "make it larger (in a container, --shm-size or --ipc=host), or use a smaller --batch-size, a smaller "
+    "--prefetch-factor, fewer --workers, or a loader of threads"
+)
+# What a loader process died of, and what to do.
+KILLED_BY = {
+    signal.SIGKILL: "the kernel does this when memory runs out (see dmesg); use fewer workers or smaller batches",
+    signal.SIGBUS: f"shared memory ran out (df /dev/shm); {MORE_SHARED_MEMORY}",
+    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGSEGV: "a library in it crashed; try another --decoder",
+}
 
 
 @contextlib.contextmanager
@@ -45,25 +58,14 @@ def explain(error: BaseException) -> str | None:
             "workers or a smaller --prefetch-factor"
         )
     if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
-        return f"shared memory (/dev/shm) is full: {_first_line(text)}; {_SHARED_MEMORY}"
+        return f"shared memory (/dev/shm) is full: {_first_line(text)}; {MORE_SHARED_MEMORY}"
     return None
 
 
-_SHARED_MEMORY = (
-    "make it larger (in a container, --shm-size or --ipc=host), or use a smaller --batch-size, --prefetch-factor or "
-    "number of workers"
-)
-
-
 def _reason(text: str) -> str:
-    out_of_memory = "the kernel does this when memory runs out (see dmesg): use fewer workers or smaller batches"
-    reasons = {
-        "Killed": out_of_memory,
-        "Bus error": f"shared memory ran out (df /dev/shm): {_SHARED_MEMORY}",
-        "Terminated": "somebody sent it SIGTERM",
-        "Segmentation fault": "a library in it crashed; try another --decoder",
-    }
-    return next((reason for signal, reason in reasons.items() if signal in text), f"most often, {out_of_memory}")
+    """DataLoader has the signal's description, if it has anything."""
+    known = (reason for number, reason in KILLED_BY.items() if (signal.strsignal(number) or "") in text)
+    return next(known, f"most often, {KILLED_BY[signal.SIGKILL]}")
 
 
 def _first_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -22,7 +23,7 @@ from dataloading.decoders import DECODERS
 from dataloading.failures import explained
 from dataloading.lfw_dataset import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.sampler import ShuffledSampler
-from dataloading.stock_loader import each, stock_loader
+from dataloading.stock_loader import FLOAT_BYTES, each, stock_loader
 
 PASSES = 5
 SHOWN = 32
@@ -83,7 +84,14 @@ def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[
     """The stock loader as courses use it; it goes over the files more than once where they are too few."""
     length = batches * config.batch_size
     sampler = ShuffledSampler(len(dataset), seed=config.seed, length=length)
-    return stock_loader(dataset, config.num_workers, batch_size=config.batch_size, sampler=sampler, collate_fn=collate)
+    return stock_loader(
+        dataset,
+        config.num_workers,
+        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
+        batch_size=config.batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+    )
 
 
 def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, labels: torch.Tensor) -> None:

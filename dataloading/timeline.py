@@ -17,13 +17,10 @@ import signal
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine
@@ -35,6 +32,7 @@ from dataloading.failures import explained
 from dataloading.fast_loader import FastLoader
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import ShuffledSampler, as_batch_key
+from dataloading.stock_loader import each, stock_loader
 from dataloading.storage import Reader, Storage
 from dataloading.timeline_figure import plot_timeline
 from dataloading.tracing import (
@@ -150,14 +148,12 @@ def _consume(
 
     :returns: when the loader was asked for its iterator
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores may be the question
-        if config.loader == "fast":
-            began, source = _iterate_fast(config, dataset, batches, tracer)
-            numbered: Iterator[tuple[int, Any]] = enumerate(source)
-        else:
-            began, source = _iterate_stock(config, dataset, batches, tracer, in_order)
-            numbered = source
+    if config.loader == "fast":
+        began, source = _iterate_fast(config, dataset, batches, tracer)
+        numbered: Iterator[tuple[int, Any]] = enumerate(source)
+    else:
+        began, source = _iterate_stock(config, dataset, batches, tracer, in_order)
+        numbered = source
     asked = time.perf_counter()
     try:
         for number, batch in numbered:
@@ -185,19 +181,14 @@ def _iterate_stock(
         # The workers inherit it, and this process removes it. One that must make its own leaves it when it is terminated.
         multiprocessing.util.get_temp_dir()
         workers = {
-            "num_workers": config.workers,
             "prefetch_factor": config.prefetch_factor,
             "multiprocessing_context": config.start_method,
             "in_order": in_order,
             "worker_init_fn": TracedStart(tracer, began),
         }
-    loader: DataLoader[Any] = DataLoader(
-        TracedFetch(dataset, tracer),
-        batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=TracedCollate(tracer),  # type: ignore[arg-type]
-        **workers,
-    )
-    iterator = iter(loader)
+    traced = TracedFetch(dataset, tracer)
+    loader = stock_loader(traced, config.workers, batch_sampler=batches, collate_fn=TracedCollate(tracer), **workers)
+    iterator = each(loader)
     if config.workers:
         tracer.record("start workers", began, time.perf_counter())
     return began, iterator
@@ -237,19 +228,16 @@ class LateFile:
 def report(config: TimelineConfig, runs: Sequence[Run]) -> str:
     """Write the picture, the traces and the summary, and say what they say."""
     names = ["timeline.png", "summary.json", *(f"trace-{run.name}.json" for run in runs)]
-    try:
-        plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
-        for run in runs:
-            content = {"traceEvents": trace_events(run), "displayTimeUnit": "ms"}
-            write_json(config.output / f"trace-{run.name}.json", content)
-        summary = {
-            "machine": describe_machine(),
-            "config": asdict(config),
-            "runs": {run.name: _summary(run) for run in runs},
-        }
-        write_json(config.output / "summary.json", summary)
-    except OSError as error:
-        raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+    plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
+    for run in runs:
+        content = {"traceEvents": trace_events(run), "displayTimeUnit": "ms"}
+        write_json(config.output / f"trace-{run.name}.json", content)
+    summary = {
+        "machine": describe_machine(),
+        "config": asdict(config),
+        "runs": {run.name: _summary(run) for run in runs},
+    }
+    write_json(config.output / "summary.json", summary)
     lines = [_title(config)]
     for run in runs:
         lines += [f"{run.title}:", *(f"    {line}" for line in _lines(run))]

@@ -15,7 +15,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,16 +193,9 @@ class TracedBatches(LFWBatches):
         self._tracer, self._keys = tracer, keys
         self._numbers = {id(key): number for number, key in enumerate(keys)}
 
-    def fill(
-        self,
-        buffer: Pixels,
-        key: BatchKey,
-        start: int = 0,
-        stop: int | None = None,
-        wanted: Callable[[], bool] = lambda: True,
-    ) -> list[int]:
+    def fill(self, buffer: Pixels, key: BatchKey, *part: Any, **named: Any) -> list[int]:
         with self._tracer.batch(self._numbers[id(key)]), self._tracer.span("fetch"):
-            return super().fill(buffer, key, start, stop, wanted)
+            return super().fill(buffer, key, *part, **named)
 
 
 class BatchTimes(NamedTuple):
