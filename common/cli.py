@@ -24,13 +24,14 @@ import operator
 import os
 import signal
 import sys
-import threading
 import time
 import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from common.finalizers import keep_stops
 
 Config = TypeVar("Config")
 
@@ -148,18 +149,11 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     have torchrun end rank 0 before it has spoken; if nobody has ended them by then, the mistake was theirs alone.
     """
 
-    def interrupted(unraisable: Any) -> None:
-        """Python drops what is raised in a ``__del__``, and calls this: Ctrl-C there is not to be lost with it."""
-        if isinstance(unraisable.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()  # when the __del__ is over
-        else:
-            sys.__unraisablehook__(unraisable)
-
     @functools.wraps(main)
     def run() -> None:
-        others, sys.unraisablehook = sys.unraisablehook, interrupted
         try:
-            main()
+            with keep_stops(lambda error: signal.SIGINT if isinstance(error, KeyboardInterrupt) else None):
+                main()
         except KeyboardInterrupt:
             sys.exit(130)  # as a shell has it; nobody needs to be told where Ctrl-C found us
         except UsageError as error:
@@ -172,8 +166,6 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 time.sleep(WAIT_FOR_RANK_ZERO_S)
                 print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
             sys.exit(2)
-        finally:
-            sys.unraisablehook = others
 
     return run
 

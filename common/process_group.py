@@ -14,12 +14,9 @@ import logging
 import os
 import signal
 import socket
-import sys
-import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from common.cli import UsageError
+from common.finalizers import keep_stops
 from common.machine import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -218,21 +216,17 @@ def _stop_signals() -> Iterator[None]:
         logger.warning("stopped by %s", signal.Signals(number).name)
         raise SystemExit(128 + number)
 
-    def ask_again(unraisable: Any) -> None:
-        """Python drops what is raised in a ``__del__``, and calls this: the stop is not to be lost with it."""
-        error = unraisable.exc_value
-        if not (isinstance(error, SystemExit) and isinstance(error.code, int)):
-            others(unraisable)
-        elif os.getpid() == owner:
-            signal.signal(error.code - 128, stop)
-            threading.Timer(0.01, os.kill, (owner, error.code - 128)).start()  # when the __del__ is over
+    def stopped_by(error: BaseException) -> int | None:
+        if os.getpid() != owner or not isinstance(error, SystemExit) or not isinstance(error.code, int):
+            return None
+        signal.signal(error.code - 128, stop)  # which had taken itself away
+        return error.code - 128
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    others, sys.unraisablehook = sys.unraisablehook, ask_again
     try:
-        yield
+        with keep_stops(stopped_by):
+            yield
     finally:
-        sys.unraisablehook = others
         for number, handler in before.items():
             signal.signal(number, handler)
 
