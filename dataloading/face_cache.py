@@ -17,7 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common.cli import UsageError
-from dataloading.faces import IDENTITIES, draw, encode, images_of, name_of
+from dataloading.faces import draw, encode
+from dataloading.people import IDENTITIES, images_of, name_of
 
 # The number changes whenever the drawing does, so that an older version's faces are not taken for these.
 _NAME = "faces-v1"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
@@ -27,7 +26,6 @@ from dataloading.drawing import (
     Point,
     View,
     arc,
-    blend_along,
     curve,
     ink,
     mirrored,
@@ -37,58 +35,12 @@ from dataloading.drawing import (
     points_of,
     rgb,
 )
+from dataloading.people import Person
 
 QUALITY = 75
-IDENTITIES = 1000
 
 _FINE = 2 * SIDE  # the figure's canvas: its edges become smooth by averaging 2x2 pixels
 _COARSE = SIDE // 2  # the canvas of what is soft anyway
-
-_FIRST_NAMES = (
-    "Addison Alex Andrea Ariel Ash Bao Blair Casey Charlie Dana Devon Eden Ellis Emery Finley Frankie Gray Harper Hiro "
-    "Indigo Jamie Jordan Kai Kim Lee Logan Mika Morgan Nico Noor Parker Quinn Remy Riley Robin Rowan Sasha Sky Toni Yuki"
-)
-_LAST_NAME_STARTS = "Ald Bram Cor Dun Eld Fen Gar Hol Ing Jar Kel Lind Mar Nor Oster"
-_LAST_NAME_ENDS = "aby ander berg enko ero field gard iani imoto owe ski sen ston wick yan"
-
-_SKINS = np.array([(238, 200, 172), (226, 178, 142), (212, 160, 120), (172, 118, 80), (128, 84, 58), (92, 60, 44)])
-_HAIRS = np.array(
-    [(28, 24, 26), (58, 38, 28), (98, 62, 38), (146, 74, 40), (204, 160, 96), (150, 148, 148), (226, 222, 214)]
-)
-_IRISES = np.array([(58, 36, 22), (100, 66, 34), (112, 112, 56), (74, 122, 88), (70, 118, 168), (118, 132, 142)])
-_HAIRLINES = ("straight", "parted", "curtain", "receding", "bald")
-_LENGTHS = ("short", "short", "bob", "long", "bun", "afro")
-_BEARDS = ("none", "none", "none", "stubble", "moustache", "goatee", "full")
-
-
-def name_of(identity: int) -> str:
-    """``"First_Last"``, made up and unique among the :data:`IDENTITIES`.
-
-    :raises IndexError: for an identity that is not in 0 ... IDENTITIES - 1
-    """
-    _check(identity)
-    firsts, starts, ends = _FIRST_NAMES.split(), _LAST_NAME_STARTS.split(), _LAST_NAME_ENDS.split()
-    # a stride that shares no factor with the number of names visits them all before one comes again
-    last, first = divmod(identity * 7919 % (len(firsts) * len(starts) * len(ends)), len(firsts))
-    start, end = divmod(last, len(ends))
-    return f"{firsts[first]}_{starts[start]}{ends[end]}"
-
-
-def images_of(identity: int) -> int:
-    """How many images there are of a person: the first 24 have at least 40 each, nine of ten of the rest one or two.
-
-    :raises IndexError: for an identity that is not in 0 ... IDENTITIES - 1
-    """
-    _check(identity)
-    return max(1, round(40 * math.pow(53.4 / (identity + 30), 2.5)))
-
-
-def _check(identity: int) -> None:
-    if not 0 <= identity < IDENTITIES:
-        raise IndexError(f"identity {identity} is not in 0 ... {IDENTITIES - 1}")
-
-
-IMAGES = sum(images_of(identity) for identity in range(IDENTITIES))
 
 
 def draw(identity: int, image: int, seed: int = 0) -> Image.Image:
@@ -98,7 +50,7 @@ def draw(identity: int, image: int, seed: int = 0) -> Image.Image:
     :param seed: another seed is other people with the same names
     :returns: RGB, 250x250
     """
-    person = _Person(seed, identity)
+    person = Person(seed, identity)
     key = (seed, "faces", identity, image)
     yaw, pitch, tilt, scale, right, down = (2 * uniform(6, *key, "pose") - 1).tolist()
     head = View(0.5 * yaw, 0.16 * pitch, 0.16 * tilt, 1 + 0.1 * scale, 16 * right, 4 + 12 * down)
@@ -118,45 +70,6 @@ def encode(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-class _Person:
-    """What stays the same from image to image. Lengths in units of half a head's height, colours RGB 0 ... 255."""
-
-    def __init__(self, seed: int, identity: int) -> None:
-        key = (seed, "faces-person", identity)
-        skin, hair, iris, lips, self.glasses, old = uniform(6, *key, "colours").tolist()
-        self.skin = blend_along(_SKINS, skin)
-        self.hair = blend_along(_HAIRS[:-2], hair * (1 - 0.7 * skin)) if old < 0.8 else blend_along(_HAIRS[-2:], hair)
-        self.iris = blend_along(_IRISES, iris * (1 - 0.7 * skin))
-        self.lips = mix(self.skin, rgb(176, 40, 52), 0.12 + 0.5 * lips**2)
-        self.wrinkles = max(0.0, old - 0.6)
-
-        hairline, length, beard = uniform(3, *key, "kinds").tolist()
-        self.hairline = _HAIRLINES[int(len(_HAIRLINES) * hairline)]
-        self.length = _LENGTHS[int(len(_LENGTHS) * length)]
-        if self.hairline in ("receding", "bald"):
-            self.length = "short"
-        self.beard = _BEARDS[int(len(_BEARDS) * beard)] if self.length in ("short", "afro") else "none"
-        self.strands = uniform(3, *key, np.arange(70))
-
-        shape = uniform(16, *key, "shape").tolist()
-        self.width = 0.68 + 0.16 * shape[0]
-        self.jaw = 0.42 + 0.22 * shape[1]
-        self.chin = 0.16 + 0.2 * shape[2]
-        self.hairline_height = -0.5 - 0.2 * shape[3]
-        self.volume = 0.1 + 0.16 * shape[4]
-        self.eye_gap = 0.27 + 0.08 * shape[5]
-        self.eye_size = 0.135 + 0.05 * shape[6]
-        self.eye_slant = 0.03 - 0.05 * shape[7]
-        self.brow_height = -0.24 - 0.08 * shape[8]
-        self.brow_weight = 0.025 + 0.05 * shape[9]
-        self.brow_arch = 0.02 + 0.09 * shape[10]
-        self.nose_length = 0.24 + 0.14 * shape[11]
-        self.nose_width = 0.11 + 0.1 * shape[12]
-        self.mouth_width = 0.22 + 0.12 * shape[13]
-        self.lip_fullness = 0.5 + shape[14]
-        self.ears = 0.09 + 0.08 * shape[15]
-
-
 class _Expression:
     """0 ... 1 each (a mouth is often shut, eyes rarely), but the gaze: -1 ... 1."""
 
@@ -167,7 +80,7 @@ class _Expression:
         self.lids = 0.75 + 0.25 * lids
 
 
-def _draw_body(pen: Pen, person: _Person, draws: list[float]) -> None:
+def _draw_body(pen: Pen, person: Person, draws: list[float]) -> None:
     """What is behind the head and below it: long hair, the neck, and clothes that change from image to image."""
     hair = 0.8 * person.hair
     reach = person.width + person.volume
@@ -196,7 +109,7 @@ def _draw_body(pen: Pen, person: _Person, draws: list[float]) -> None:
         pen.line(arc(*collar, (0.42, 1.12)), 0.7 * colour, 5)
 
 
-def _draw_head(pen: Pen, person: _Person, expression: _Expression) -> None:
+def _draw_head(pen: Pen, person: Person, expression: _Expression) -> None:
     width, skin = person.width, person.skin
     for side in (-1, 1):
         pen.fill(oval(side * (width + 0.02), 0.02, person.ears, 0.2), 0.92 * skin)
@@ -214,14 +127,14 @@ def _draw_head(pen: Pen, person: _Person, expression: _Expression) -> None:
         _draw_glasses(pen, person)
 
 
-def _outline(person: _Person) -> list[Point]:
+def _outline(person: Person) -> list[Point]:
     """The right half of the head, from the crown down to the chin."""
     w = person.width
     skull = [(0, -1.04), (0.62 * w, -0.92), (0.97 * w, -0.5), (w, -0.05), (0.94 * w, 0.35)]
     return [*skull, (person.jaw + 0.04, 0.7), (person.chin, 0.97), (0, 1.02)]
 
 
-def _draw_beard(pen: Pen, person: _Person) -> None:
+def _draw_beard(pen: Pen, person: Person) -> None:
     if person.beard == "none":
         return
     colour = mix(person.skin, person.hair, 0.22 if person.beard == "stubble" else 0.85)
@@ -241,7 +154,7 @@ def _draw_beard(pen: Pen, person: _Person) -> None:
         pen.strands(starts, starts + points_of([(0, 0.07)]), colour, shades)
 
 
-def _draw_mouth(pen: Pen, person: _Person, expression: _Expression) -> None:
+def _draw_mouth(pen: Pen, person: Person, expression: _Expression) -> None:
     """The lips as four curves over the mouth's width: two borders each, with the opening between."""
     across = np.linspace(-1, 1, 13, dtype=np.float32)
     arch = 1 - across**2
@@ -261,7 +174,7 @@ def _draw_mouth(pen: Pen, person: _Person, expression: _Expression) -> None:
     pen.fill(between(gap, bottom), person.lips)
 
 
-def _draw_nose(pen: Pen, person: _Person) -> None:
+def _draw_nose(pen: Pen, person: Person) -> None:
     tip, width = person.nose_length, person.nose_width
     for side in (-1, 1):
         wing = arc((side * 0.8 * width, tip - 0.1), (side * width, tip), (side * 0.75 * width, tip + 0.06))
@@ -271,7 +184,7 @@ def _draw_nose(pen: Pen, person: _Person) -> None:
     pen.line(under, 0.74 * person.skin, 1.5)
 
 
-def _draw_eye(pen: Pen, person: _Person, expression: _Expression, side: int) -> None:
+def _draw_eye(pen: Pen, person: Person, expression: _Expression, side: int) -> None:
     """An almond between two parabolas; the iris is a disc whose points are held between the same two."""
     across = np.linspace(-1, 1, 11, dtype=np.float32)
     size, centre = person.eye_size, points_of([(side * person.eye_gap, -0.12)])
@@ -306,7 +219,7 @@ def _draw_eye(pen: Pen, person: _Person, expression: _Expression, side: int) -> 
     pen.fill(np.concatenate([above, below[::-1]]), 0.75 * mix(person.skin, person.hair, 0.85))
 
 
-def _draw_wrinkles(pen: Pen, person: _Person) -> None:
+def _draw_wrinkles(pen: Pen, person: Person) -> None:
     colour = (0.92 - 0.25 * person.wrinkles) * person.skin
     for side in (-1, 1):
         pen.line(arc((side * 0.2, 0.2), (side * 0.32, 0.38), (side * 0.36, 0.56)), colour, 1.5)
@@ -314,7 +227,7 @@ def _draw_wrinkles(pen: Pen, person: _Person) -> None:
         pen.line(arc((-0.3, y), (0, y - 0.03), (0.3, y)), colour, 1)
 
 
-def _draw_hair(pen: Pen, person: _Person) -> None:
+def _draw_hair(pen: Pen, person: Person) -> None:
     """The hair over the forehead: between an outer curve, from ear to ear over the crown, and the hairline."""
     w, low = person.width, person.hairline_height
     if person.hairline == "bald":
@@ -345,7 +258,7 @@ def _draw_hair(pen: Pen, person: _Person) -> None:
     pen.strands(mix(top[at], edge[at], start), mix(top[at + lean], edge[at + lean], end), person.hair, shades)
 
 
-def _draw_glasses(pen: Pen, person: _Person) -> None:
+def _draw_glasses(pen: Pen, person: Person) -> None:
     metal = rgb(40, 34, 36) + 500 * max(0.0, person.glasses - 0.08)
     gap, width, height = person.eye_gap + 0.02, person.eye_size + 0.1, 0.13 + 0.5 * person.glasses
     thickness = 1.5 + 10 * max(0.0, 0.15 - person.glasses)
@@ -356,7 +269,7 @@ def _draw_glasses(pen: Pen, person: _Person) -> None:
     pen.line(points_of([(width - gap, -0.12), (0, -0.16), (gap - width, -0.12)]), metal, thickness)
 
 
-def _draw_relief(head: View, body: View, person: _Person) -> Array:
+def _draw_relief(head: View, body: View, person: Person) -> Array:
     """What makes the face round: blurred hollows and ridges. A factor of the brightness, about 1; float32 [125, 125]."""
     image = Image.new("L", (_COARSE, _COARSE), 128)
     pen, below = Pen(image, head), Pen(image, body)

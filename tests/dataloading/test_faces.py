@@ -21,7 +21,8 @@ from common.cli import UsageError
 from dataloading import face_cache
 from dataloading.drawing import SIDE
 from dataloading.face_cache import default_folder, ensure
-from dataloading.faces import IDENTITIES, IMAGES, QUALITY, draw, encode, images_of, name_of
+from dataloading.faces import QUALITY, draw, encode
+from dataloading.people import IDENTITIES, IMAGES, images_of, name_of
 from tests.launch import REPOSITORY
 
 # The mean file size of 1,100 images drawn at random from LFW, deep-funneled (vis-www.cs.umass.edu/lfw), in bytes.

@@ -16,8 +16,8 @@ from common.cli import UsageError
 from common.datasets import Batch, BatchKey, ImageData, Images, keep_batch
 from dataloading import face_cache
 from dataloading.batches import LFWBatches
-from dataloading.faces import IDENTITIES, images_of
 from dataloading.fast_loader import FastLoader
+from dataloading.people import IDENTITIES, images_of
 from dataloading.training_data import load_lfw
 
 PEOPLE = {"Ann_Ash": 23, "Bob_Birch": 10, "Cy_Cedar": 4, "Di_Dill": 2, "Ed_Elm": 1}
