@@ -7,7 +7,6 @@ memory this is the difference between one indexing operation and a Python loop w
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -93,17 +92,6 @@ class ImageDataset(Dataset[Batch]):
 def keep_batch(batch: Batch) -> Batch:
     """The ``collate_fn`` for a data set that returns whole batches."""
     return batch
-
-
-def start_worker(worker: int) -> None:
-    """The ``worker_init_fn``: a loader worker that is handing over a batch when its rank is stopped has nobody to tell.
-
-    multiprocessing's server of file descriptors would print the broken connection's traceback.
-    """
-    report = sys.excepthook
-    sys.excepthook = lambda kind, error, trace: (
-        None if issubclass(kind, ConnectionError) else report(kind, error, trace)
-    )
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,6 @@ def _stop_signals() -> Iterator[None]:
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where DataLoader would raise for a worker that was ended
         logger.warning("stopped by %s", signal.Signals(number).name)
         raise SystemExit(128 + number)
 

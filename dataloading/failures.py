@@ -10,7 +10,9 @@ import contextlib
 import errno
 import re
 import signal
+import traceback
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 
 from common.cli import UsageError
 
@@ -37,7 +39,7 @@ def explained() -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, EOFError) as error:
         explanation = explain(error)
         if explanation is None:
             raise
@@ -47,11 +49,11 @@ def explained() -> Iterator[None]:
 def explain(error: BaseException) -> str | None:
     """The line for an error; None for one that is not of this kind."""
     text = str(error)
-    worker = re.search(
-        r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (exited unexpectedly|is killed by signal: (\w+))", text
-    )
+    worker = re.search(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly", text)
     if worker:
-        return f"loader worker (pid {worker[1]}) was killed: {_reason(text)}"
+        return f"loader worker (pid {worker[1]}) was killed: {_reason(error)}"
+    if isinstance(error, (OSError, EOFError)) and _in_hand_over(error):
+        return f"a loader worker was killed while it handed over a batch: most often, {KILLED_BY[signal.SIGKILL]}"
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
             "too many open files: each batch on its way holds some; raise the limit (ulimit -n 65536), or use fewer "
@@ -62,10 +64,18 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
-def _reason(text: str) -> str:
-    """DataLoader has the signal's description, if it has anything."""
-    known = (reason for number, reason in KILLED_BY.items() if (signal.strsignal(number) or "") in text)
+def _reason(error: BaseException) -> str:
+    """What ended the worker: ``DataLoader`` knew its process when it raised the error, but names only its number."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    dead = [worker for frame in frames for worker in frame.f_locals.get("failed_workers", [])]
+    known = (KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in KILLED_BY)
     return next(known, f"most often, {KILLED_BY[signal.SIGKILL]}")
+
+
+def _in_hand_over(error: BaseException) -> bool:
+    """Whether it came from asking a worker for the file descriptor of a batch."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == resource_sharer.__file__ for frame, _ in frames)
 
 
 def _first_line(text: str) -> str:

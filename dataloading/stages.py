@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from common.datasets import BatchKey
 from dataloading.batches import LFWBatches, collate
 from dataloading.lfw_dataset import LFWDataset
 from dataloading.sampler import SampleKey
 from dataloading.settings import Setting
-from dataloading.stock_loader import each
+from dataloading.stock_loader import each, stock_loader
 
 STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "hand-over")
 SAMPLES = 256
@@ -145,11 +145,11 @@ def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
     the part that it takes anyway is known.
     """
     count = SENT_BATCHES * len(items)
-    loader: DataLoader[Any] = DataLoader(
+    loader = stock_loader(
         _Ready(items),
-        len(items),
+        1,
+        batch_size=len(items),
         sampler=range(count),
-        num_workers=1,
         collate_fn=collate,
         multiprocessing_context=setting.start_method,
     )

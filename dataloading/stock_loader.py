@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from common.datasets import start_worker
+from common.loader_workers import poll_for_deaths, start_worker
 from dataloading.buffers import require_shared_memory
 
 FLOAT_BYTES = 4
@@ -25,6 +25,7 @@ def stock_loader(dataset: Any, workers: int, *, image_bytes: int = 0, **settings
     """
     on_their_way = workers * settings.get("prefetch_factor", PREFETCH_FACTOR) * settings.get("batch_size", 1)
     require_shared_memory(image_bytes * on_their_way)
+    poll_for_deaths()
     with _expected_warning():
         return DataLoader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})
 

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from common.datasets import BatchKey, start_worker
+from common.datasets import BatchKey
+from common.loader_workers import start_worker
 from dataloading.batches import LFWBatches, collate
 from dataloading.decoders import Pixels
 from dataloading.lfw_dataset import LFWDataset

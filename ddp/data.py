@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from common import datasets, fashion_mnist
 from common.cli import UsageError
-from common.datasets import Batch, BatchKey, ImageData, Images, keep_batch, start_worker
+from common.datasets import Batch, BatchKey, ImageData, Images, keep_batch
+from common.loader_workers import poll_for_deaths, start_worker
 from common.process_group import Place
 from dataloading import face_cache
 from dataloading.batches import LFWBatches
@@ -66,6 +67,7 @@ def open_loader(images: Images, batch_sampler: Iterable[BatchKey], device: torch
             persistent_workers=loading.persistent,
             pin_memory=pin_memory,
         )
+    poll_for_deaths()
     return DataLoader(
         images,  # type: ignore[arg-type]  # of torch's Dataset it needs nothing
         batch_sampler=batch_sampler,  # type: ignore[arg-type]  # torch expects lists of indices, but passes on what it gets

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
-from common.datasets import keep_batch, start_worker
+from common.datasets import keep_batch
+from common.loader_workers import start_worker
 from dataloading import crews
 from dataloading.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.fast_loader import FastLoader

@@ -479,7 +479,7 @@ def _end_by(number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "number, reason",
     [
-        (signal.SIGBUS, "SIGBUS: shared memory ran out (df /dev/shm); use smaller batches, or a loader of threads"),
+        (signal.SIGBUS, "SIGBUS: shared memory ran out (df /dev/shm); make it larger"),
         (
             signal.SIGKILL,
             "SIGKILL: the kernel does this when memory runs out (see dmesg); use fewer workers or smaller ",
