@@ -1,0 +1,64 @@
+"""The devices that one process drives: GPUs, or the same CPU several times.
+
+A CPU "device" is a thread with its share of the cores. It computes nothing that the plain module would not, but it lets the
+whole mechanism run, be tested and be measured where there are no GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.cli import UsageError
+from common.machine import usable_cores
+
+MOST_CPU_DEVICES = 4  # of "auto": enough to see how it scales
+
+
+def parse_devices(text: str) -> tuple[torch.device, ...]:
+    """What ``--devices`` names: ``cuda:0,cuda:1``, ``cpu,cpu,cpu``, or ``auto``.
+
+    ``auto`` takes all GPUs where there are several, and otherwise as many CPU devices as there are usable cores, at least two
+    and at most four.
+
+    :raises UsageError: for a device that is not there, or one that does not go with the others
+    """
+    if text == "auto":
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if gpus > 1:
+            return tuple(torch.device("cuda", number) for number in range(gpus))
+        return (torch.device("cpu"),) * min(MOST_CPU_DEVICES, max(2, usable_cores()))
+    try:
+        devices = check_devices([name.strip() for name in text.split(",")])
+        if devices[0].type == "cuda" and len(set(devices)) < len(devices):
+            raise ValueError("a GPU is named twice")
+    except ValueError as error:
+        raise UsageError(f"--devices {text}: {error}") from error
+    return devices
+
+
+def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
+    """The devices, all of one kind and all there.
+
+    :param devices: as ``torch.device`` takes them; an integer is a GPU's number
+    :raises ValueError: for none, one that is unknown or not there, or two kinds
+    """
+    found = []
+    for name in devices:
+        try:
+            device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+        except RuntimeError:
+            raise ValueError(f"{name!r} is no device: give auto, cpu,cpu or cuda:0,cuda:1") from None
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name!r} is neither a CPU nor a CUDA device")
+        found.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))
+    if not found:
+        raise ValueError("no devices: give at least one")
+    if len({device.type for device in found}) > 1:
+        raise ValueError("some are CPU and some CUDA devices: give devices of one kind")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = [device for device in found if device.type == "cuda" and device.index >= gpus]
+    if missing:
+        raise ValueError(f"{missing[0]} is not there: this machine has {gpus or 'no'} usable GPU{'s' * (gpus != 1)}")
+    return tuple(found)

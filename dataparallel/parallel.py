@@ -1,0 +1,335 @@
+"""``nn.DataParallel`` by hand: one process, many devices, four steps in every forward pass.
+
+1. :func:`scatter` cuts the batch into a part per device and sends each there.
+2. :func:`replicate` copies the module's parameters and buffers to every device. In *every* forward pass: the replicas live
+   for one pass only, since the optimizer then changes the module on the first device, and nothing else.
+3. :func:`parallel_apply` runs each replica on its part, in a thread per device.
+4. :func:`gather` brings the outputs to the first device and joins them.
+
+The backward pass is these steps in reverse, and autograd derives three of them: of gather, to split the gradient; of the
+replicas, their backward; of scatter, to join. The reverse of replicate, :meth:`Broadcast.backward`, sums the replicas'
+gradients on the first device, where the optimizer finds them.
+
+The steps follow torch/nn/parallel (data_parallel.py, scatter_gather.py, replicate.py, parallel_apply.py, _functions.py), and
+the results are equal. Beyond it: CPU devices; threads that stay; an error names the argument or the device; a parameter that
+no replica used keeps ``grad`` None, as in the plain module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from dataparallel.devices import check_devices
+from dataparallel.threads import DeviceThreads
+
+# What surrounds each step: a range in a profile, or a stopwatch.
+StepContext = Callable[[str], contextlib.AbstractContextManager[Any]]
+ALIGNMENT = 64  # elements: kernels read whole vectors, and are slower where a tensor begins between two
+
+
+class HandwrittenDataParallel(nn.Module):
+    """Run ``module`` on several devices at once, each with its part of the batch.
+
+    Its outputs are those of the plain module on the whole batch, as long as samples do not depend on each other: BatchNorm
+    in training normalizes each part by itself, and keeps the running statistics of the first replica's part alone.
+
+    :param module: on the first device; its parameters and ``state_dict`` stay there, below ``module.``
+    :param devices: GPUs, or the CPU several times (see :mod:`dataparallel.devices`); the first holds the module
+    :param dim: the dimension of inputs and outputs that counts samples
+    :param output_device: where outputs are gathered; the first device when None
+    :raises ValueError: for devices that are not there or of two kinds
+    """
+
+    step: StepContext = staticmethod(record_function)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device | str | int],
+        dim: int = 0,
+        output_device: torch.device | str | int | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.devices = check_devices(devices)
+        self.dim = dim
+        self.output_device = self.devices[0] if output_device is None else check_devices([output_device])[0]
+        self._threads = DeviceThreads(self.devices)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments.
+
+        Tensors in them, also in nested tuples, lists and dicts, are scattered; all else goes to every replica as it is. A
+        batch of fewer samples than devices leaves the last ones idle.
+
+        :raises ValueError: for arguments that cannot be scattered
+        :raises RuntimeError: for a module that is not on the first device
+        :raises Exception: of a replica, with its number and device before the message
+        """
+        self._check_module()
+        with self.step("scatter"):
+            parts = scatter((args, kwargs), self.devices, self.dim)
+        if len(self.devices) == 1:
+            return _call(self.module, parts[0])
+        with self.step("replicate"):
+            replicas = replicate(self.module, self.devices[: len(parts)], self.step)
+        with self.step("forward"):
+            outputs = parallel_apply(replicas, parts, self._threads)
+        with self.step("gather"):
+            return gather(outputs, self.output_device, self.dim)
+
+    def _check_module(self) -> None:
+        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != self.devices[0]:
+                named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+                name = next(name for name, other in named if other is tensor)
+                raise RuntimeError(
+                    f"the module's {name} is on {tensor.device}, and not on the first device, {self.devices[0]}: "
+                    f"call module.to({str(self.devices[0])!r}) first"
+                )
+
+
+# --- 1. scatter ---------------------------------------------------------------------------------------------------------
+
+
+def scatter(
+    arguments: tuple[tuple[Any, ...], dict[str, Any]], devices: Sequence[torch.device], dim: int = 0
+) -> list[Any]:
+    """Cut all tensors along ``dim`` and send the i-th piece of each to the i-th device.
+
+    Pieces are of equal size, as ``torch.chunk`` makes them, except the last, which may be smaller; of ``n`` samples at most
+    ``n`` pieces are made. What is no tensor is repeated for each device.
+
+    :param arguments: positional ones and keyword ones; tensors in nested tuples, lists and dicts count
+    :returns: for each device that got a piece, the same structure; at least one
+    :raises ValueError: when there is no tensor, one lacks the dimension, or they differ in size along it
+    """
+    size = _batch_size(arguments, dim)
+    length = max(1, -(-size // len(devices)))
+    starts = range(0, max(1, size), length)
+
+    def part(value: Any, start: int, device: torch.device) -> Any:
+        if isinstance(value, Tensor):
+            piece = value.narrow(dim, start, min(length, size - start))
+            return piece.to(device, non_blocking=True)
+        return _rebuild(value, lambda inner: part(inner, start, device))
+
+    return [part(arguments, start, device) for start, device in zip(starts, devices, strict=False)]
+
+
+def _batch_size(arguments: tuple[tuple[Any, ...], dict[str, Any]], dim: int) -> int:
+    """The size along ``dim`` that all tensors have."""
+    args, kwargs = arguments
+    named = {f"argument {number}": value for number, value in enumerate(args)}
+    named |= {f"argument {name!r}": value for name, value in kwargs.items()}
+    tensors = [found for name, value in named.items() for found in _tensors(value, name)]
+    if not tensors:
+        raise ValueError("nothing to scatter: the module was called without any tensor")
+    for name, tensor in tensors:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"{name} cannot be scattered: its shape {list(tensor.shape)} has no dimension {dim}")
+    first_name, first = tensors[0]
+    for name, tensor in tensors[1:]:
+        if tensor.size(dim) != first.size(dim):
+            raise ValueError(
+                f"{name} has {tensor.size(dim)} samples in dimension {dim} and {first_name} has {first.size(dim)}: "
+                "all tensors must be of the same batch (pass a constant as something else, or expand it)"
+            )
+    return first.size(dim)
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested containers, each with what leads to it."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _tensors(inner, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _tensors(inner, f"{name}[{index}]")
+
+
+def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with changed contents; anything else as it is."""
+    if isinstance(value, dict):
+        return type(value)((key, change(inner)) for key, inner in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
+        return type(value)(*map(change, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(change, value))
+    return value
+
+
+# --- 2. replicate -------------------------------------------------------------------------------------------------------
+
+
+def replicate(
+    module: nn.Module, devices: Sequence[torch.device], step: StepContext = record_function
+) -> list[nn.Module]:
+    """A copy of the module on every device, made for one forward pass.
+
+    The first replica shares the module's own tensors: what it changes in place (BatchNorm's running statistics) stays; the
+    other replicas' changes are lost with them. Replicas' parameters are no leaves: a gradient that reaches one travels on to
+    the module's, by :class:`Broadcast`. So a replica's ``parameters()`` is empty, as in torch/nn/parallel/replicate.py.
+
+    :param step: surrounds the reverse of this in the backward pass, as ``step("reduce")``
+    """
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    copies = Broadcast.apply(step, devices, *parameters)
+    replicas = []
+    for number, device in enumerate(devices):
+        own_buffers = buffers if number == 0 else send([buffer.detach() for buffer in buffers], device)
+        own_parameters = copies[number * len(parameters) : (number + 1) * len(parameters)]
+        copy_of = dict(zip(parameters + buffers, [*own_parameters, *own_buffers], strict=True))
+        replicas.append(_replica(module, copy_of))
+    return replicas
+
+
+def _replica(module: nn.Module, copy_of: dict[Tensor, Tensor]) -> nn.Module:
+    """The tree of modules anew, each a shallow copy, with other tensors in their places."""
+    shallow: dict[nn.Module, nn.Module] = {
+        original: original._replicate_for_data_parallel() for original in module.modules()
+    }
+    for original, replica in shallow.items():
+        for name, child in original._modules.items():
+            replica._modules[name] = None if child is None else shallow[child]
+        for name, parameter in original._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                setattr(replica, name, copy_of[parameter])  # no leaf, so no nn.Parameter: an attribute
+        for name, buffer in original._buffers.items():
+            if buffer is not None:
+                replica._buffers[name] = copy_of[buffer]
+    return shallow[module]
+
+
+class Broadcast(torch.autograd.Function):
+    """Forward: tensors to every device. Backward: their gradients from every device, summed on the first.
+
+    After torch/nn/parallel/_functions.py, where a gradient that no replica has becomes zeros; here it stays None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, step: StepContext, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """:returns: all tensors for the first device (themselves), then all for the second, and so on"""
+        ctx.step, ctx.devices = step, devices
+        ctx.set_materialize_grads(False)
+        copies = [tensors, *(send(tensors, device) for device in devices[1:])]
+        unchanged = [not needed for needed in ctx.needs_input_grad[2:]]
+        ctx.mark_non_differentiable(*(t for own in copies for t in itertools.compress(own, unchanged)))
+        return tuple(itertools.chain.from_iterable(copies))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """:param gradients: in the order of ``forward``'s result; None for tensors that a replica did not use"""
+        count = len(gradients) // len(ctx.devices)
+        with ctx.step("reduce"):
+            sums = list(gradients[:count])
+            for number in range(1, len(ctx.devices)):
+                own = gradients[number * count : (number + 1) * count]
+                _add(sums, own, ctx.devices[0])
+        return (None, None, *sums)
+
+
+def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], device: torch.device) -> None:
+    """Add one replica's gradients to the sums, which are on ``device``."""
+    used = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+    indices, arrived = [index for index, _ in used], [gradient for _, gradient in used]
+    if arrived and arrived[0].device != device:
+        arrived = send(arrived, device)
+    before = [sums[index] for index in indices]
+    both = [(total, gradient) for total, gradient in zip(before, arrived, strict=True) if total is not None]
+    added = iter(torch._foreach_add([total for total, _ in both], [gradient for _, gradient in both]) if both else [])
+    for index, total, gradient in zip(indices, before, arrived, strict=True):
+        sums[index] = gradient if total is None else next(added)
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of tensors on a device, of the same strides: one transfer for each dtype instead of one for each tensor."""
+    copies = [tensor if _is_packable(tensor) else tensor.to(device, copy=True) for tensor in tensors]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if _is_packable(tensor):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+    for indices in by_dtype.values():
+        chosen = [tensors[index] for index in indices]
+        packed = chosen[0].new_empty(sum(map(_span, chosen)))
+        torch._foreach_copy_(_unpack(packed, chosen), chosen)
+        for index, copy in zip(indices, _unpack(packed.to(device, non_blocking=True), chosen), strict=True):
+            copies[index] = copy
+    return copies
+
+
+def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of one piece of memory, with the shapes and strides of these tensors."""
+    offsets = itertools.accumulate(map(_span, like), initial=0)
+    return [packed.as_strided(t.size(), t.stride(), offset) for t, offset in zip(like, offsets, strict=False)]
+
+
+def _span(tensor: Tensor) -> int:
+    """The elements that it takes when packed."""
+    return -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+
+
+def _is_packable(tensor: Tensor) -> bool:
+    """Whether it fills its memory without gaps; not so are sparse gradients and expanded tensors."""
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+# --- 3. parallel_apply --------------------------------------------------------------------------------------------------
+
+
+def parallel_apply(replicas: Sequence[nn.Module], parts: Sequence[Any], threads: DeviceThreads) -> list[Any]:
+    """Call each replica with its part, all at once, each in its device's thread.
+
+    Python runs one thread at a time (the GIL): the replicas compute at once only while each is inside a kernel that has let
+    go of it, or has queued its kernels on its GPU.
+
+    :param parts: for each replica, ``(args, kwargs)``
+    :returns: the replicas' outputs, in their order
+    :raises Exception: of the first replica that failed, with its number and device before the message
+    """
+    calls = [functools.partial(_call, replica, part) for replica, part in zip(replicas, parts, strict=True)]
+    return threads.run(calls)
+
+
+def _call(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = arguments
+    return module(*args, **kwargs)
+
+
+# --- 4. gather ----------------------------------------------------------------------------------------------------------
+
+
+def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+    """Join the replicas' outputs on one device.
+
+    Tensors, also in nested tuples, lists and dicts, are concatenated along ``dim``; scalars (0-d) become a vector with one
+    element per replica. What is no tensor must be the same from all.
+
+    :raises TypeError: for outputs that are neither tensors, nor containers of them, nor equal
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        there = [output.to(device, non_blocking=True) for output in outputs]
+        return torch.stack(there) if first.dim() == 0 else torch.cat(there, dim)
+    if isinstance(first, dict):
+        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
+    if isinstance(first, list | tuple):
+        joined = [gather(inner, device, dim) for inner in zip(*outputs, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if any(output != first for output in outputs):
+        raise TypeError(f"the replicas return different values of {type(first).__name__}: tensors can be gathered")
+    return first
