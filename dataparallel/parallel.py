@@ -7,7 +7,7 @@
 4. :func:`gather` brings the outputs to the first device and joins them.
 
 The backward pass is these steps in reverse, and autograd derives three of them: of gather, to split the gradient; of the
-replicas, their backward; of scatter, to join. The reverse of replicate, :meth:`Broadcast.backward`, sums the replicas'
+replicas, their backward; of scatter, to join. The reverse of replicate, in dataparallel/broadcast.py, sums the replicas'
 gradients on the first device, where the optimizer finds them.
 
 The steps follow torch/nn/parallel (data_parallel.py, scatter_gather.py, replicate.py, parallel_apply.py, _functions.py), and
@@ -17,7 +17,6 @@ no replica used keeps ``grad`` None, as in the plain module.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from dataparallel.broadcast import Broadcast, StepContext, send
 from dataparallel.devices import check_devices
 from dataparallel.threads import DeviceThreads
-
-# What surrounds each step: a range in a profile, or a stopwatch.
-StepContext = Callable[[str], contextlib.AbstractContextManager[Any]]
-ALIGNMENT = 64  # elements: kernels read whole vectors, and are slower where a tensor begins between two
 
 
 class HandwrittenDataParallel(nn.Module):
@@ -179,7 +175,7 @@ def replicate(
 
     The first replica shares the module's own tensors: what it changes in place (BatchNorm's running statistics) stays; the
     other replicas' changes are lost with them. Replicas' parameters are no leaves: a gradient that reaches one travels on to
-    the module's, by :class:`Broadcast`. So a replica's ``parameters()`` is empty, as in torch/nn/parallel/replicate.py.
+    the module's, by ``Broadcast``. So a replica's ``parameters()`` is empty, as in torch/nn/parallel/replicate.py.
 
     :param step: surrounds the reverse of this in the backward pass, as ``step("reduce")``
     """
@@ -211,81 +207,6 @@ def _replica(module: nn.Module, copy_of: dict[Tensor, Tensor]) -> nn.Module:
             if buffer is not None:
                 replica._buffers[name] = copy_of[buffer]
     return shallow[module]
-
-
-class Broadcast(torch.autograd.Function):
-    """Forward: tensors to every device. Backward: their gradients from every device, summed on the first.
-
-    After torch/nn/parallel/_functions.py, where a gradient that no replica has becomes zeros; here it stays None.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, step: StepContext, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """:returns: all tensors for the first device (themselves), then all for the second, and so on"""
-        ctx.step, ctx.devices = step, devices
-        ctx.set_materialize_grads(False)
-        copies = [tensors, *(send(tensors, device) for device in devices[1:])]
-        unchanged = [not needed for needed in ctx.needs_input_grad[2:]]
-        ctx.mark_non_differentiable(*(t for own in copies for t in itertools.compress(own, unchanged)))
-        return tuple(itertools.chain.from_iterable(copies))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """:param gradients: in the order of ``forward``'s result; None for tensors that a replica did not use"""
-        count = len(gradients) // len(ctx.devices)
-        with ctx.step("reduce"):
-            sums = list(gradients[:count])
-            for number in range(1, len(ctx.devices)):
-                own = gradients[number * count : (number + 1) * count]
-                _add(sums, own, ctx.devices[0])
-        return (None, None, *sums)
-
-
-def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], device: torch.device) -> None:
-    """Add one replica's gradients to the sums, which are on ``device``."""
-    used = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
-    indices, arrived = [index for index, _ in used], [gradient for _, gradient in used]
-    if arrived and arrived[0].device != device:
-        arrived = send(arrived, device)
-    before = [sums[index] for index in indices]
-    both = [(total, gradient) for total, gradient in zip(before, arrived, strict=True) if total is not None]
-    added = iter(torch._foreach_add([total for total, _ in both], [gradient for _, gradient in both]) if both else [])
-    for index, total, gradient in zip(indices, before, arrived, strict=True):
-        sums[index] = gradient if total is None else next(added)
-
-
-def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of tensors on a device, of the same strides: one transfer for each dtype instead of one for each tensor."""
-    copies = [tensor if _is_packable(tensor) else tensor.to(device, copy=True) for tensor in tensors]
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if _is_packable(tensor):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-    for indices in by_dtype.values():
-        chosen = [tensors[index] for index in indices]
-        packed = chosen[0].new_empty(sum(map(_span, chosen)))
-        torch._foreach_copy_(_unpack(packed, chosen), chosen)
-        for index, copy in zip(indices, _unpack(packed.to(device, non_blocking=True), chosen), strict=True):
-            copies[index] = copy
-    return copies
-
-
-def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of one piece of memory, with the shapes and strides of these tensors."""
-    offsets = itertools.accumulate(map(_span, like), initial=0)
-    return [packed.as_strided(t.size(), t.stride(), offset) for t, offset in zip(like, offsets, strict=False)]
-
-
-def _span(tensor: Tensor) -> int:
-    """The elements that it takes when packed."""
-    return -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-
-
-def _is_packable(tensor: Tensor) -> bool:
-    """Whether it fills its memory without gaps; not so are sparse gradients and expanded tensors."""
-    if tensor.layout != torch.strided:
-        return False
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 # --- 3. parallel_apply --------------------------------------------------------------------------------------------------
