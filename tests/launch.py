@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from common.standing_ranks import rendezvous
 
 REPOSITORY = Path(__file__).parent.parent
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ddp.train"])
+_context.set_forkserver_preload(["ddp.train", "common.standing_ranks"])
 
 
 def run_ranks(
@@ -40,32 +41,23 @@ def run_ranks(
     :param gpus: whether the ranks may see the machine's GPUs
     :raises AssertionError: with the rank's traceback if one failed, or naming the ranks that did not end in time
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
-    for rank in range(world_size):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
-            **({} if gpus else NO_GPUS),
-        }
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank, args=(sender, environment, function, arguments))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        return _collect(pipes, timeout_s)
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            process.kill()
-            process.join()
+    with rendezvous(world_size) as environments:
+        for environment in environments:
+            receiver, sender = _context.Pipe(duplex=False)
+            environment |= {} if gpus else NO_GPUS
+            process = _context.Process(target=_rank, args=(sender, environment, function, arguments))
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                process.kill()
+                process.join()
 
 
 def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
