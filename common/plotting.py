@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 MOST_NAMED_CLASSES = 45
 LONG_NAME = 18  # letters that fit above an image of the grid
+STACK_COLORS = (
+    "#8fb8dc", "#d9542b", "#1f6fb4", "#b8912b", "#3a9a5b", "#8a5fb0", "#c0271a", "#7fb8a0", "#b9c0c6"
+)  # fmt: skip
 COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76")
 
 
@@ -118,10 +121,12 @@ def plot_sweep(
     *,
     cores: int,
     title: str,
+    logarithmic: bool = False,
 ) -> None:
     """Repeated runs over one axis: their seconds (mean, one standard deviation up and down) and images/s.
 
     :param x_values: numbers or words, drawn at equal distances; where they are counts of workers, ``cores`` is marked
+    :param logarithmic: draw the seconds so, when they span decades
     :param curves: for each, by position in ``x_values``, the seconds of its runs and the images in one
     """
     figure, axes = _figure(1, 2, (11, 4.4), title)
@@ -146,7 +151,10 @@ def plot_sweep(
         plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
         plot.set_xlabel(x_title.replace("_", " "))
         plot.set_ylabel(y_title)
-        plot.set_ylim(bottom=0)
+        if logarithmic and plot is seconds_plot:
+            plot.set_yscale("log")
+        else:
+            plot.set_ylim(bottom=0)
         plot.grid(alpha=0.25)
         if x_title == "workers" and cores in x_values:
             plot.axvline(list(x_values).index(cores), color="0.4", linewidth=1, linestyle="--")
@@ -189,6 +197,46 @@ def plot_bars(
     plot.set_ylim(len(bars) - 0.45, -0.95)
     plot.set_xlim(0, 1.55 * edge)
     plot.set_xlabel(x_title)
+    figure.savefig(path, dpi=110)
+
+
+def plot_stacked(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    x_values: Sequence[Any],
+    *,
+    x_title: str,
+    y_title: str,
+    title: str,
+    line: tuple[float, str] | None = None,
+    points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+) -> None:
+    """What a whole is made of: one panel beside the other, in each a stack of parts for every x.
+
+    :param panels: for each panel's title its parts, from the bottom up, one value per x
+    :param line: a height to compare with, and what it is
+    :param points: for each panel's title, totals of other things to compare with, one value per x
+    """
+    figure, axes = _figure(1, len(panels), (1.2 + max(4.8, 0.95 * len(x_values) + 2.4) * len(panels), 4.8), title)
+    colors: dict[str, Any] = {}
+    for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
+        bottoms = np.zeros(len(x_values))
+        for name, values in parts.items():
+            color = colors.setdefault(name, STACK_COLORS[len(colors) % len(STACK_COLORS)])
+            plot.bar(range(len(x_values)), values, 0.62, bottoms, color=color, label=name)
+            bottoms += np.array(values)
+        for position, total in enumerate(bottoms):
+            plot.text(position, total, f"{total:.2f}", ha="center", va="bottom", fontsize=8.5)
+        for number, (name, values) in enumerate((points or {}).get(panel, {}).items()):
+            plot.plot(range(len(x_values)), values, "Dos"[number % 3], color="black", markersize=5, label=name)
+        if line is not None:
+            plot.axhline(line[0], color="0.25", linewidth=1, linestyle="--", label=line[1])
+        plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
+        plot.set_title(panel, fontsize=10)
+        plot.set_xlabel(x_title)
+        plot.set_ylabel(y_title)
+        handles, labels = plot.get_legend_handles_labels()
+        plot.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=110)
 
 
