@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+NO_GROUP = "none"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Place:
 
     :param rank: among all processes, from 0; :param local_rank: among this node's
     :param world_size: processes in the job; :param local_world_size: on this node
-    :param device: the one that is this rank's own; :param backend: ``"gloo"`` or ``"nccl"``
+    :param device: the one that is this rank's own
+    :param backend: ``"gloo"`` or ``"nccl"``; ``"none"`` for a process that has joined no group (:meth:`alone`)
     """
 
     rank: int
@@ -53,6 +55,11 @@ class Place:
     device: torch.device
     backend: str
     host: str
+
+    @classmethod
+    def alone(cls, device: torch.device) -> Place:
+        """The place of a process that needs no group, since there is no other: what is written for ranks runs there too."""
+        return cls(0, 0, 1, 1, device, NO_GROUP, socket.gethostname())
 
     @property
     def is_main(self) -> bool:
@@ -68,6 +75,9 @@ class Place:
 
         :raises UsageError: on every rank, the one of the lowest rank that met one
         """
+        if self.backend == NO_GROUP:
+            yield
+            return
         mistake = None
         try:
             yield
@@ -83,7 +93,8 @@ class Place:
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor of any shape, in place, by sum; returns it."""
-        dist.all_reduce(values)
+        if self.backend != NO_GROUP:
+            dist.all_reduce(values)
         return values
 
 
@@ -104,7 +115,7 @@ def process_group(
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     torch.set_num_threads(threads or max(1, usable_cores() // place.local_world_size))
-    with _stop_signals():
+    with stop_signals():
         _initialize(place, datetime.timedelta(seconds=timeout_s))
         failed = True
         try:
@@ -198,8 +209,8 @@ def _initialize(place: Place, timeout: datetime.timedelta) -> None:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM unwind the stack as ``SystemExit``, so that workers, files and the group are closed.
+def stop_signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
 
     A second Ctrl-C (torchrun may pass on one that the terminal sent too) does not interrupt the unwinding; a second SIGTERM
     ends the process at once. Loader workers get torchrun's signals too, and their end is no news then.

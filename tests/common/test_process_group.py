@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import UsageError
-from common.process_group import TORCHRUN_VARIABLES, find_place, process_group
+from common.process_group import TORCHRUN_VARIABLES, Place, find_place, process_group, stop_signals
 from tests.launch import run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
@@ -85,6 +85,16 @@ def test_a_group_of_one_needs_no_port_and_leaves_nothing() -> None:
         assert place.sum_over_ranks(torch.ones(3)).tolist() == [1, 1, 1]
     assert not dist.is_initialized()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_alone_there_is_no_group_and_nothing_to_wait_for() -> None:
+    place = Place.alone(torch.device("cpu"))
+    assert (place.is_main, place.world_size, place.backend) == (True, 1, "none")
+    with place.together():
+        assert place.sum_over_ranks(torch.ones(3)).tolist() == [1, 1, 1]
+    with pytest.raises(UsageError, match="no data"), place.together():
+        raise UsageError("no data")
+    assert not dist.is_initialized()
 
 
 def sums_and_threads() -> tuple[float, int]:
@@ -190,6 +200,14 @@ def stopped_in_a_finalizer() -> int | str | None:
 
 def test_a_signal_in_a_finalizer_is_not_lost() -> None:
     assert run_ranks(stopped_in_a_finalizer, 1) == [128 + signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_without_a_group_unwinds_too(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit, match=str(128 + number)), stop_signals():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
 
 
 def threads_after_leaving() -> list[str]:
