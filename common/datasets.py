@@ -7,6 +7,7 @@ memory this is the difference between one indexing operation and a Python loop w
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -87,6 +88,12 @@ class ImageDataset(Dataset[Batch]):
         if self._augmentation.shift or self._augmentation.flip:
             images = self._augmentation(images, self._seed, key.epoch, key.samples)
         return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
+
+
+def batches(images: Images, samples: npt.NDArray[np.int64], batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+    """Fetch samples in the order given, as they look in this epoch, in this process; the last batch may be smaller."""
+    for start in range(0, len(samples), batch_size):
+        yield images.__getitems__(BatchKey(epoch, samples[start : start + batch_size]))
 
 
 def keep_batch(batch: Batch) -> Batch:

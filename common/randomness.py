@@ -58,6 +58,17 @@ def derive_seed(*keys: Key) -> int:
     return int(hash64(*keys)) >> 1
 
 
+def shuffled(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """An epoch's order of a data set's samples: that of ``DistributedSampler(seed=derive_seed(seed, "shuffle"))``.
+
+    (The sampler adds the epoch to its seed, so that seed 0 in epoch 1 would be seed 1 in epoch 0; hashing keeps runs apart.)
+
+    :returns: int64 ``[samples]``
+    """
+    generator = torch.Generator().manual_seed(derive_seed(seed, "shuffle") + epoch)
+    return torch.randperm(samples, generator=generator).numpy()
+
+
 def seed_torch(device: torch.device, *keys: Key) -> None:
     """Seed a device's default generator from coordinates.
 
@@ -66,7 +77,8 @@ def seed_torch(device: torch.device, *keys: Key) -> None:
     of a millisecond, where this takes 20 microseconds.)
     """
     if device.type == "cuda":
-        torch.cuda.manual_seed(derive_seed(*keys))
+        with torch.cuda.device(device):  # torch seeds the current one
+            torch.cuda.manual_seed(derive_seed(*keys))
     else:
         torch.default_generator.manual_seed(derive_seed(*keys))
 

@@ -27,15 +27,15 @@ from common.cli import UsageError, option, parse
 from common.datasets import Batch
 from common.machine import describe_machine
 from common.models import MODELS
+from common.optimization import build_optimizer
 from common.plotting import plot_ratios
 from common.precision import PRECISIONS
 from common.process_group import BACKENDS, DEVICES, Place, process_group
 from common.rank_logging import Progress, rank_logging
+from common.report import Window
 from common.run_directory import write_json
 from common.timing import Spread, interleave, paired_ratio
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.optimization import build_optimizer
-from ddp.report import Window
 from ddp.train import Job, build_job, memory_format, train_step
 
 LIMIT = 1.05

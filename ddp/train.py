@@ -24,22 +24,24 @@ from torch.profiler import record_function
 
 from common.cli import UsageError, command, parse
 from common.datasets import Batch, ImageData
+from common.evaluation import evaluate
 from common.metrics import MetricsWriter, check_tensorboard
 from common.models import build_model
+from common.optimization import build_optimizer, learning_rate
 from common.precision import Precision, clip_gradients
 from common.process_group import Place, process_group
 from common.profiling import profile_steps
 from common.randomness import derive_seed, seed_torch
 from common.rank_logging import Progress, add_log_file, rank_logging
+from common.report import Window, WindowTotals, finish
 from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, require_writable, write_json
 from dataloading.failures import explained
 from ddp import checkpoint
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.data import Loader, load_data, open_loader
-from ddp.evaluate import evaluate, open_test_loader
-from ddp.optimization import build_optimizer, learning_rate
-from ddp.report import Window, WindowTotals, describe_run, finish
+from ddp.evaluate import open_test_loader
+from ddp.report import describe_run, faster_loading
 from ddp.sampler import MicroBatchSampler
 
 logger = logging.getLogger("ddp.train")
@@ -112,7 +114,8 @@ def train(config: TrainConfig, place: Place) -> None:
     with place.together():  # nobody leaves while rank 0 still draws
         if place.is_main:
             title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
-            print(finish(config, title, job.network, data, place, result), flush=True)
+            summary = finish(config.run_dir, title, job.network, data, place, result, faster_loading(config))
+            print(summary, flush=True)
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from common import fashion_mnist, glyphs
 from common.augmentation import Augmentation
 from common.cli import UsageError
-from common.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, keep_batch, load
+from common.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, batches, keep_batch, load
 
 AUGMENTATION = Augmentation(shift=3, flip=True)
 
@@ -138,6 +138,17 @@ def test_a_batch_holds_the_samples_asked_for_in_that_order(samples: list[int]) -
     assert (batch.images.dtype, batch.labels.dtype) == (torch.uint8, torch.int64)
     np.testing.assert_array_equal(batch.images, dataset.images[samples] if samples else np.empty((0, 1, 3, 4)))
     assert batch.labels.tolist() == samples
+
+
+@given(st.lists(st.integers(0, 59), max_size=30), st.integers(1, 9), st.integers(0, 2))
+def test_batches_cut_an_order_into_pieces(samples: list[int], batch_size: int, epoch: int) -> None:
+    images = load_few(augmentation=AUGMENTATION).train
+    pieces = list(batches(images, np.array(samples, np.int64), batch_size, epoch))
+    assert [len(piece.labels) for piece in pieces[:-1]] == [batch_size] * (len(pieces) - 1)
+    assert [label for piece in pieces for label in piece.labels.tolist()] == images.labels[samples].tolist()
+    if pieces:
+        whole = images.__getitems__(key(*samples, epoch=epoch))
+        assert torch.equal(torch.cat([piece.images for piece in pieces]), whole.images)
 
 
 @pytest.mark.parametrize("augmentation", [Augmentation(), AUGMENTATION])

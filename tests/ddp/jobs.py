@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.evaluation import evaluate
 from common.metrics import read_metrics
 from common.process_group import process_group
 from ddp import checkpoint
 from ddp.batchnorm import average_running_statistics
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.evaluate import evaluate
 from ddp.train import Job, build_job, train, train_epoch
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -50,7 +50,7 @@ def train_epochs(config: TrainConfig) -> Outcome:
         job = build_job(config, place, load_data(config, place))
         losses = [train_epoch(job, epoch).loss for epoch in range(config.epochs)]
         average_running_statistics(job.network)
-        confusion = evaluate(job.network, job.data, place, job.precision).confusion
+        confusion = evaluate(job.network, job.data, place, job.precision, job.test_loader).confusion
         return Outcome(parameters_of(job), losses, confusion)
 
 

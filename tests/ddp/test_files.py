@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from common.cli import UsageError
+from common.evaluation import evaluate
 from common.process_group import process_group
 from dataloading.batches import LFWBatches
 from dataloading.training_data import load_lfw
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.evaluate import evaluate
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
 from tests.launch import error_lines, run_command, run_ranks, run_torchrun, start_command

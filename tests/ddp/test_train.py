@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.process_group import process_group
+from common.report import Window
 from ddp import checkpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.report import Window
 from ddp.train import Job, build_job, train_step
 from tests.ddp.jobs import (
     Outcome,

@@ -1,4 +1,4 @@
-"""ddp/optimization.py: the schedules against torch's own."""
+"""common/optimization.py: the schedules against torch's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp.optimization import build_optimizer, learning_rate
+from common.optimization import build_optimizer, learning_rate
 
 
 def torch_rates(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
