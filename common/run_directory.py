@@ -20,9 +20,10 @@ CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
 
 
-def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
+def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> None:
     """Create a run's directory, or accept the one to resume. For rank 0, before anything is written.
 
+    :param resumable: whether the command has a ``--resume`` to speak of
     :raises UsageError: when it exists (without ``resume`` or ``overwrite``), is not a run's, has nothing to resume, or
         cannot be written
     """
@@ -36,9 +37,8 @@ def prepare(folder: Path, *, resume: bool, overwrite: bool) -> None:
         if exists and not is_run:
             raise UsageError(f"--run-dir {folder} holds something that is not a run: give another, or an empty one")
         if exists and not (resume or overwrite):
-            raise UsageError(
-                f"--run-dir {folder} holds a run: give --resume to continue it, --overwrite to delete it, or another folder"
-            )
+            remedies = f"{'--resume to continue it, ' * resumable}--overwrite to delete it, or another folder"
+            raise UsageError(f"--run-dir {folder} holds a run: give {remedies}")
         if exists and overwrite:
             for entry in folder.iterdir():  # not the folder itself, which may be a link or somebody's current one
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -94,6 +94,27 @@ def _is_run(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
     return isinstance(content, dict) and "dataset_fingerprint" in content
+
+
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Write a file atomically, and so that it outlives a power cut: a reader finds the old file or the new one whole.
+
+    :raises OSError: when it cannot be written; the old file is untouched
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # it is the folder that holds the name
+    finally:
+        os.close(folder)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from common import datasets
 from common.cli import UsageError, option, parse
@@ -36,7 +35,7 @@ from common.report import Window
 from common.run_directory import write_json
 from common.timing import Spread, interleave, paired_ratio
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.train import Job, build_job, memory_format, train_step
+from ddp.train import Job, build_job, train_step, wrap
 
 LIMIT = 1.05
 WARMUP = 2
@@ -90,8 +89,8 @@ def measure(config: OverheadConfig, place: Place) -> dict[str, list[float]]:
         for _ in range(config.builds):
             job = build_job(train_config, place, data)
             candidates = {
-                "bare": _timed(config, place, _bare_loop(job, wrap=False)),
-                "bare, DDP": _timed(config, place, _bare_loop(job, wrap=True)),
+                "bare": _timed(config, place, _bare_loop(job, with_ddp=False)),
+                "bare, DDP": _timed(config, place, _bare_loop(job, with_ddp=True)),
                 "trainer": _timed(config, place, _trainer_loop(job)),
             }
             taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
@@ -142,17 +141,10 @@ def _timed(config: OverheadConfig, place: Place, step: Callable[[], None]) -> Ca
     return run
 
 
-def _bare_loop(job: Job, wrap: bool) -> Callable[[], None]:
+def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
     """The mathematics of one step, on its own copy of the model and one batch that lies ready."""
     network = copy.deepcopy(job.network)
-    model: nn.Module = network
-    if wrap:
-        model = DistributedDataParallel(
-            network,
-            device_ids=[job.place.device] if job.place.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )
-        model.broadcast_buffers = False
+    model: nn.Module = wrap(network, job.place) if with_ddp else network
     optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)
     images, labels = _first_batch(job)
     precision = job.precision
@@ -170,7 +162,7 @@ def _bare_loop(job: Job, wrap: bool) -> Callable[[], None]:
 
 def _first_batch(job: Job) -> tuple[Tensor, Tensor]:
     batch: Batch = next(iter(job.loader))
-    images = job.data.to_input(batch.images.to(job.place.device), memory_format(job.config))
+    images = job.data.to_input(batch.images.to(job.place.device), job.config.memory_format)
     return images, batch.labels.to(job.place.device)
 
 

@@ -9,9 +9,7 @@ enough and nobody's weights land on rank 0's GPU (pytorch#23138).
 from __future__ import annotations
 
 import io
-import os
 import re
-import uuid
 import zipfile
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,6 +20,7 @@ from torch import nn
 
 from common.cli import UsageError, flag_of
 from common.process_group import Place
+from common.run_directory import write_bytes
 
 FORMAT = 1
 FOLDER = "checkpoints"
@@ -51,19 +50,10 @@ def save(run_dir: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{checkpoint['step']:08d}.pt"
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     encoded = io.BytesIO()  # in memory first: torch.save would bury a full disk's error in one of its own
     torch.save(checkpoint, encoded)
     try:
-        try:
-            with open(scratch, "wb") as file:
-                file.write(encoded.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
-        _sync_folder(folder)
+        write_bytes(path, encoded.getbuffer())
         for old in _all(run_dir)[:-keep_last]:
             old.unlink()
     except OSError as error:
@@ -154,12 +144,3 @@ def _all(run_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     folder = run_dir / FOLDER
     return sorted(p for p in folder.iterdir() if re.fullmatch(r"step-\d{8}\.pt", p.name)) if folder.is_dir() else []
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut: it is the folder that holds the name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

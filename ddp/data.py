@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from common import datasets, fashion_mnist
-from common.cli import UsageError
+from common import fashion_mnist
 from common.datasets import Batch, BatchKey, ImageData, Images, keep_batch
 from common.loader_workers import poll_for_deaths, start_worker
 from common.process_group import Place
+from common.recipes import load_in_memory, require_a_batch
 from dataloading import face_cache
 from dataloading.batches import LFWBatches
 from dataloading.fast_loader import FastLoader
@@ -42,16 +42,8 @@ def load_data(config: TrainConfig, place: Place) -> ImageData:
                 decoder=config.decoder,
             )
         else:
-            data = datasets.load(
-                config.dataset,
-                Path(config.data_dir) if config.data_dir else None,
-                train_samples=config.train_samples,
-                test_samples=config.test_samples,
-                augmentation=config.augmentation,
-                seed=config.seed,
-            )
-        if len(data.train) < config.batch_size:
-            raise UsageError(f"--batch-size {config.batch_size} is more than the {len(data.train)} training samples")
+            data = load_in_memory(config)
+        require_a_batch(config, data)
     return data
 
 

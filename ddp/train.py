@@ -27,7 +27,7 @@ from common.datasets import Batch, ImageData
 from common.evaluation import evaluate
 from common.metrics import MetricsWriter, check_tensorboard
 from common.models import build_model
-from common.optimization import build_optimizer, learning_rate
+from common.optimization import build_optimizer
 from common.precision import Precision, clip_gradients
 from common.process_group import Place, process_group
 from common.profiling import profile_steps
@@ -143,18 +143,11 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
     if config.sync_batchnorm:
         network = convert_sync_batchnorm(network, place.device)
-    network = network.to(place.device, memory_format=memory_format(config))  # type: ignore[call-overload]
+    network = network.to(place.device, memory_format=config.memory_format)  # type: ignore[call-overload]
     model: nn.Module = network
     no_sync: NoSync = contextlib.nullcontext
     if place.world_size > 1:  # alone, there is nobody to average with
-        model = DistributedDataParallel(
-            network,
-            device_ids=[place.device] if place.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # .grad is a view into the bucket that travels: no copy, and no second buffer
-        )
-        # Rank 0's running statistics need not be sent before each forward pass: they are averaged when they are needed.
-        # (Set here, because the constructor's argument has another name since torch 2.15.)
-        model.broadcast_buffers = False
+        model = wrap(network, place)
         no_sync = model.no_sync
     if config.compile:
         model = cast(nn.Module, torch.compile(model))  # a wrapper: evaluation calls the plain network
@@ -174,6 +167,19 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     return job
 
 
+def wrap(network: nn.Module, place: Place) -> DistributedDataParallel:
+    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass."""
+    model = DistributedDataParallel(
+        network,
+        device_ids=[place.device] if place.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # .grad is a view into the bucket that travels: no copy, and no second buffer
+    )
+    # Rank 0's running statistics need not be sent before each forward pass: they are averaged when they are needed.
+    # (Set here, because the constructor's argument has another name since torch 2.15.)
+    model.broadcast_buffers = False
+    return model
+
+
 def settle_buckets(job: Job) -> None:
     """One backward pass that is thrown away, so that DDP's buckets are final before the first step.
 
@@ -184,7 +190,7 @@ def settle_buckets(job: Job) -> None:
     buffers = [buffer.clone() for buffer in job.network.buffers()]
     images = empty_batch(job).images.to(job.place.device)
     with job.precision.autocast():
-        logits = job.model(job.data.to_input(images, memory_format(job.config)))
+        logits = job.model(job.data.to_input(images, job.config.memory_format))
     logits.float().sum().backward()
     job.optimizer.zero_grad(set_to_none=True)
     for buffer, before in zip(job.network.buffers(), buffers, strict=True):
@@ -261,7 +267,7 @@ def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
         synchronize = micro_step == config.micro_steps - 1
         with contextlib.nullcontext() if synchronize else job.no_sync():
             with record_function("forward"), job.precision.autocast():
-                logits = job.model(job.data.to_input(images, memory_format(config)))
+                logits = job.model(job.data.to_input(images, config.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
             with record_function("backward"):
                 scaler.scale(loss / config.micro_steps).backward()
@@ -272,28 +278,12 @@ def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
             scaler.unscale_(job.optimizer)  # first: the norm of scaled gradients means nothing
             clip_gradients(job.network.parameters(), config.clip_norm)
         for group in job.optimizer.param_groups:
-            group["lr"] = scheduled_rate(job)
+            group["lr"] = config.rate_at(job.step, job.sampler.steps_per_epoch)
         # If a gradient is inf or nan, the scaler skips the step: on all ranks alike, since they hold the same gradients.
         scaler.step(job.optimizer)
         scaler.update()
         job.optimizer.zero_grad(set_to_none=True)
     job.step += 1
-
-
-def scheduled_rate(job: Job) -> float:
-    """The learning rate of the step that comes next."""
-    config, steps_per_epoch = job.config, job.sampler.steps_per_epoch
-    return learning_rate(
-        job.step,
-        schedule=config.schedule,
-        peak=config.lr,
-        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
-        total_steps=config.epochs * steps_per_epoch,
-    )
-
-
-def memory_format(config: TrainConfig) -> torch.memory_format:
-    return torch.channels_last if config.channels_last else torch.contiguous_format
 
 
 def snapshot(job: Job, epochs_done: int) -> checkpoint.Checkpoint:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.cli import UsageError
-from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_json
+from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
 
 
 def absent(folder: Path) -> None:
@@ -161,6 +161,27 @@ def test_json_that_could_not_be_written_leaves_the_old_file(tmp_path: Path, monk
     with pytest.raises(OSError, match="went away"):
         write_json(path, {"accuracy": 0.6})
     assert json.loads(path.read_text()) == {"accuracy": 0.5}
+
+
+def test_only_a_command_that_can_resume_advises_it(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    with pytest.raises(UsageError, match="holds a run: give --overwrite to delete it, or another folder"):
+        prepare(tmp_path / "run", overwrite=False, resumable=False)
+
+
+def test_bytes_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.pt"
+    write_bytes(path, b"old")
+    write_bytes(path, memoryview(b"new"))
+    assert content(tmp_path) == {"model.pt": b"new"}
+
+    def no_room(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_room)
+    with pytest.raises(OSError, match="No space"):
+        write_bytes(path, b"newer")
+    assert content(tmp_path) == {"model.pt": b"new"}
 
 
 def test_rewritten_json_replaces_the_old_and_leaves_no_scratch(tmp_path: Path) -> None:
