@@ -42,8 +42,8 @@ _context.set_forkserver_preload(["torch", "common.standing_ranks"])
 class StandingRanks:
     """A job of ``world_size`` processes, each with a process group and a service of its own; to be closed.
 
-    Tensors on the CPU that are passed, in either direction, are moved to shared memory and stay shared. The ranks are daemons:
-    they can have no loader workers. When the main process ends, however it does, so do they.
+    CPU tensors that are passed, in either direction, are moved to shared memory and stay shared. The ranks are daemons, so
+    they can have no loader workers. When the main process ends, even if it is killed, they do.
 
     :param build: importable by name; ``build(place, *arguments)`` makes a rank's service, within its process group
     :param device: and ``backend``, ``threads`` and ``timeout_s`` (for the start and for each collective): see
@@ -123,6 +123,8 @@ class StandingRanks:
 
     def finish(self) -> list[Any]:
         """Wait for the call that was started; what each rank returned, in rank order."""
+        if not self._doing:
+            raise RuntimeError("no call was started")
         try:
             results = self._collect()
         except BaseException:  # the others may wait for the failed rank, or answer when nobody asks
@@ -171,12 +173,12 @@ class StandingRanks:
         process, _ = self._ranks[rank]
         process.join(END_S)
         code = process.exitcode
-        cause = f"exit status {code}"
+        end = f"ended with exit status {code}"
         if code is not None and code < 0:
-            cause = signal.Signals(-code).name
+            end = f"died of {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            cause += " (the kernel does this when memory runs out: see dmesg)"
-        return RuntimeError(f"{self._who(rank)} (pid {process.pid}) died of {cause} in {self._doing}")
+            end += " (the kernel does this when memory runs out: see dmesg)"
+        return RuntimeError(f"{self._who(rank)} (pid {process.pid}) {end} in {self._doing}")
 
     def _who(self, rank: int) -> str:
         return f"{self._name} {rank} of {len(self._ranks)}"
@@ -215,8 +217,8 @@ def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 @contextlib.contextmanager
 def _ctrl_c_afterwards() -> Iterator[None]:
-    """A fork server that imports, and a rank of which nobody knows yet, must not be met by it."""
-    resource_tracker.ensure_running()  # which would let SIGINT through again
+    """Let Ctrl-C wait: it must meet neither a fork server that still imports nor a rank that nobody knows of yet."""
+    resource_tracker.ensure_running()  # first: its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -232,11 +234,15 @@ def _rank(pipe: Connection, environment: dict[str, str], group: Any, build: Call
     os.environ.update(environment)
     # The pipe is closed before the group is left: that a rank leaves is then known before its peers complain.
     with _reported(pipe), process_group(*group) as place, pipe, _reported(pipe):
-        service = build(place, *arguments)
-        pipe.send((None, None, None))
-        while (call := pipe.recv()) is not None:
-            method, call_arguments = call
-            pipe.send((None, None, getattr(service, method)(*call_arguments)))
+        _serve(pipe, build, place, *arguments)
+
+
+def _serve(pipe: Connection, build: Callable[..., Any], *arguments: Any) -> None:
+    service = build(*arguments)  # gone when this returns: a DDP module must not outlive its group
+    pipe.send((None, None, None))
+    while (call := pipe.recv()) is not None:
+        method, call_arguments = call
+        pipe.send((None, None, getattr(service, method)(*call_arguments)))
 
 
 @contextlib.contextmanager

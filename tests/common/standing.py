@@ -1,7 +1,8 @@
-"""A service for standing ranks, and a command that has two of them, for tests of what is left when it ends."""
+"""A service for standing ranks, and a command that has jobs of them, for tests of what is left when it ends."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ class Service:
         return self.place.rank, self.place.world_size, os.getpid(), str(self.place.device)
 
     def total(self, value: float) -> float:
-        return self.place.sum_over_ranks(torch.tensor(value * (self.place.rank + 1))).item()
+        return self.place.sum_over_ranks(torch.tensor(value * (self.place.rank + 1), device=self.place.device)).item()
 
     def threads(self) -> int:
         return torch.get_num_threads()
@@ -67,19 +68,21 @@ class Service:
         time.sleep(seconds)
 
 
+def two_jobs() -> None:
+    """One has nothing to do; in the other, rank 0 waits for rank 1, which sleeps. Names the processes below this one."""
+    with StandingRanks(1, Service, threads=1), StandingRanks(2, Service, torch.ones(2), threads=1) as busy:
+        print(*(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
+        busy.call("fail", 1, "sleep")
+
+
 @command
 def main() -> None:
-    """Says which processes are below it, and ends, or falls asleep itself, or has rank 1 sleep while rank 0 waits for it."""
-    mode = sys.argv[1]
-    with StandingRanks(2, Service, torch.ones(2), threads=1) as ranks:
-        print(*(process.pid for process in psutil.Process().children(recursive=True)), flush=True)
-        if mode == "error":
-            raise UsageError("the end")
-        if mode == "busy":
-            ranks.call("fail", 1, "sleep")
-        if mode == "idle":
-            print("asleep", flush=True)
-            time.sleep(600)
+    """Waits for Ctrl-C, has a job that comes to its end, and waits to be killed."""
+    with contextlib.suppress(KeyboardInterrupt):
+        two_jobs()
+    with StandingRanks(2, Service, threads=1) as ranks:
+        ranks.call("total", 1.0)
+    two_jobs()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,8 +17,6 @@ from common.cli import UsageError
 from common.standing_ranks import StandingRanks
 from tests.common.standing import Service
 from tests.launch import start_command
-
-NAMED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
@@ -38,6 +35,13 @@ def test_ranks_work_together(world_size: int) -> None:
         assert ranks.call("where") == expected  # the same processes
 
 
+@pytest.mark.gpu
+def test_ranks_use_gpus() -> None:
+    with StandingRanks(torch.cuda.device_count(), Service, device="cuda", timeout_s=60) as ranks:
+        assert [device for *_, device in ranks.call("where")] == [f"cuda:{rank}" for rank in range(len(ranks.pids))]
+        assert ranks.call("total", 1.0) == [sum(range(1, len(ranks.pids) + 1))] * len(ranks.pids)
+
+
 def test_jobs_take_turns(two: StandingRanks) -> None:
     with StandingRanks(3, Service, threads=1) as three:
         for value in (1.0, 2.0):
@@ -54,6 +58,8 @@ def test_one_call_at_a_time(two: StandingRanks) -> None:
     with pytest.raises(RuntimeError, match="where cannot start before total is finished"):
         two.start("where")
     assert two.finish() == [3.0, 3.0]
+    with pytest.raises(RuntimeError, match="no call was started"):
+        two.finish()
 
 
 def test_arrays_are_passed_by_value(two: StandingRanks) -> None:
@@ -89,7 +95,7 @@ def test_what_cannot_be_passed_harms_nobody(two: StandingRanks) -> None:
         ("error", RuntimeError, r"(?s)rank 1 of 2 failed in fail:\nTraceback.*ZeroDivisionError: on purpose"),
         ("mistake", UsageError, r"^--flag 3 is wrong$"),
         ("result", RuntimeError, r"(?s)rank 1 of 2 failed in fail:\nTraceback.*pickle"),
-        ("exit", RuntimeError, r"rank 1 of 2 \(pid \d+\) died of exit status 7 in fail"),
+        ("exit", RuntimeError, r"rank 1 of 2 \(pid \d+\) ended with exit status 7 in fail"),
     ],
 )
 def test_a_failure_on_one_rank_ends_the_call_and_all_ranks(
@@ -131,53 +137,50 @@ def test_a_rank_that_is_killed_is_named(two: StandingRanks, when: str) -> None:
         two.finish()
 
 
-def test_nothing_is_left_in_this_process() -> None:
-    def job(error: bool) -> None:
+@pytest.mark.parametrize("end", ["close", "an exception", "a death"])
+def test_nothing_is_left_in_this_process(end: str) -> None:
+    def job() -> None:
+        passed = torch.ones(2)
         with StandingRanks(2, Service, torch.ones(2), threads=1) as ranks:
-            ranks.call("add_rank", torch.ones(2))
-            if error:
+            ranks.call("add_rank", passed)
+            if end == "an exception":
+                raise ZeroDivisionError("on purpose")
+            if end == "a death":
                 os.kill(ranks.pids[0], signal.SIGKILL)
-                psutil.wait_procs([psutil.Process(ranks.pids[0])], timeout=10)
-                ranks.call("add_rank", torch.ones(2))
+                ranks.call("add_rank", passed)
 
-    job(error=False)
-    process = psutil.Process()
-    before = process.num_fds(), process.num_threads(), process.children(recursive=True), set(NAMED_MEMORY.iterdir())
-    job(error=False)
-    with pytest.raises(RuntimeError, match="SIGKILL"):
-        job(error=True)
-    job(error=False)
-    after = process.num_fds(), process.num_threads(), process.children(recursive=True), set(NAMED_MEMORY.iterdir())
-    assert after == before
+    def traces() -> tuple[int, int, int, list[psutil.Process]]:
+        process = psutil.Process()
+        shared = sum("torch_" in mapping.path for mapping in process.memory_maps(grouped=False))
+        return shared, process.num_fds(), process.num_threads(), process.children(recursive=True)
+
+    with contextlib.suppress(ZeroDivisionError, RuntimeError):
+        job()  # which starts what multiprocessing keeps
+    before = traces()
+    with contextlib.suppress(ZeroDivisionError, RuntimeError):
+        job()
+    assert traces() == before
 
 
-@pytest.mark.parametrize(
-    ("mode", "number", "status"),
-    [
-        ("normal", None, 0),
-        ("error", None, 2),
-        ("idle", signal.SIGINT, 130),
-        ("busy", signal.SIGINT, 130),
-        ("idle", signal.SIGKILL, -signal.SIGKILL),
-        ("busy", signal.SIGKILL, -signal.SIGKILL),
-        ("busy", signal.SIGTERM, -signal.SIGTERM),
-    ],
-)
-def test_no_process_outlives_the_main_one(mode: str, number: signal.Signals | None, status: int) -> None:
-    with start_command("tests.common.standing", mode) as process:
-        assert process.stdout is not None
-        below = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(below) >= 4  # the ranks, the fork server and the resource tracker
-        if number is not None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_outlives_ctrl_c_or_the_main_process(number: signal.Signals) -> None:
+    with start_command("tests.common.standing") as process:
+
+        def wait_for_sleep() -> list[int]:
+            assert process.stdout is not None
+            below = [int(pid) for pid in process.stdout.readline().split()]
             assert process.stdout.readline() == "asleep\n"
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # a terminal sends it to everybody
-        elif number is not None:
-            process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-        _wait_until_gone(below)
-    assert process.returncode == status
-    assert err == ("error: the end\n" if mode == "error" else "")
+            return below
+
+        before = wait_for_sleep()
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to everybody
+        after = wait_for_sleep()
+        assert len(after) == len(before) == 2 + 3  # the fork server, the resource tracker, and three ranks
+        assert len(set(before) & set(after)) == 2
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        _wait_until_gone(before + after)
+    assert (process.returncode, out, err) == (-number, "", "")
 
 
 def _wait_until_gone(pids: list[int]) -> None:
