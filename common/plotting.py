@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from common.metrics import Record
+    from common.timing import Spread
 
 MOST_NAMED_CLASSES = 45
 LONG_NAME = 18  # letters that fit above an image of the grid
@@ -237,6 +238,47 @@ def plot_stacked(
         plot.set_ylabel(y_title)
         handles, labels = plot.get_legend_handles_labels()
         plot.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=110)
+
+
+def plot_strategies(
+    path: Path,
+    steps: Mapping[str, tuple[list[float], float]],
+    speedups: Mapping[str, tuple[int, Spread]],
+    title: str,
+) -> None:
+    """Ways to train side by side: time per step, speedup over the devices, and memory.
+
+    :param steps: for each its milliseconds per step, one entry per round, and its peak memory in MB
+    :param speedups: for each its number of devices, and how many times as fast as the first it is
+    """
+    figure, axes = _figure(1, 3, (15, 1.8 + 0.5 * len(steps)), title)
+    time_plot, speedup_plot, memory_plot = axes[0]
+    names = list(steps)
+    for position, (name, (milliseconds, megabytes)) in enumerate(steps.items()):
+        color = COLORS[position % len(COLORS)]
+        median = float(np.median(milliseconds))
+        jitter = np.linspace(-0.2, 0.2, len(milliseconds))
+        time_plot.plot(milliseconds, position + jitter, "o", color=color, alpha=0.4, markersize=4)
+        time_plot.plot([median, median], [position - 0.32, position + 0.32], color=color, linewidth=2.5)
+        devices, speedup = speedups[name]
+        errors = [[speedup.median - speedup.low], [speedup.high - speedup.median]]
+        style: dict[str, Any] = {"color": color, "marker": "os^Dv"[position % 5], "capsize": 4, "label": name}
+        speedup_plot.errorbar([devices + 0.04 * (position - len(steps) / 2)], [speedup.median], errors, **style)
+        memory_plot.barh(position, megabytes, 0.6, color=color)
+        memory_plot.text(megabytes, position, f" {megabytes:,.0f}", va="center", fontsize=8.5)
+    for plot, x_title in ((time_plot, "ms per step"), (memory_plot, "peak memory per process, MB")):
+        plot.set_yticks(range(len(names)), names if plot is time_plot else [""] * len(names))
+        plot.set_ylim(len(names) - 0.5, -0.5)
+        plot.set_xlabel(x_title)
+    time_plot.set_xlim(left=0)
+    memory_plot.margins(x=0.15)
+    most = max(devices for devices, _ in speedups.values())
+    speedup_plot.plot([1, most], [1, most], color="0.4", linewidth=1, linestyle="--", label="ideal")
+    speedup_plot.set_xticks(range(1, most + 1))
+    speedup_plot.set_xlabel("devices (GPUs, or shares of the cores)")
+    speedup_plot.set_ylabel(f"times as fast as '{names[0]}'")
+    speedup_plot.grid(alpha=0.25)
     figure.savefig(path, dpi=110)
 
 

@@ -2,8 +2,9 @@
 
     python -m ddp.bench overhead                       # what the trainer costs on top of the mathematics
     torchrun --nproc_per_node=2 -m ddp.bench overhead  # the same with gradients crossing between two ranks
+    python -m ddp.bench strategies                     # one process, many devices, many processes: why two is not twice
 
-Candidates run interleaved in one process, in an order that rotates; results are medians and round-by-round ratios.
+Candidates run interleaved in one command, in an order that rotates; results are medians and round-by-round ratios.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import sys
 
 from common.cli import UsageError, command
 from ddp.bench_overhead import main as overhead
+from ddp.bench_strategies import main as strategies
 
-BENCHMARKS = {"overhead": overhead}
+BENCHMARKS = {"overhead": overhead, "strategies": strategies}
 
 
 @command

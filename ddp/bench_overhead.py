@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from common.report import Window
 from common.run_directory import write_json
 from common.timing import Spread, interleave, paired_ratio
 from ddp.config import TrainConfig, micro_batch_size
+from ddp.step_parts import endless_batches
 from ddp.train import Job, build_job, train_step, wrap
 
 LIMIT = 1.05
@@ -169,15 +170,8 @@ def _first_batch(job: Job) -> tuple[Tensor, Tensor]:
 def _trainer_loop(job: Job) -> Callable[[], None]:
     """``ddp.train``'s step, over epoch after epoch, with the reduction of its metrics every ``log_every`` steps."""
 
-    def batches() -> Iterator[Batch]:
-        epoch = 0
-        while True:
-            job.sampler.set_epoch(epoch)
-            yield from job.loader
-            epoch += 1
-
     job.model.train()
-    stream, window = batches(), Window(job.place.device)
+    stream, window = endless_batches(job), Window(job.place.device)
 
     def step() -> None:
         train_step(job, stream, window)

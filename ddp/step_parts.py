@@ -1,0 +1,160 @@
+"""What a training step's time is made of, seen from all ranks at once.
+
+Every rank stamps five moments of each step with the machine's one clock:
+
+    began --- input --- compute --- ready --- wait --- reduced --- update --- ended
+
+``ready`` is when its last bucket of gradients is complete and handed to the all-reduce (a comm hook sees it), ``reduced`` when
+the backward pass returns, with all buckets averaged. Between the two a rank waits: until the slowest rank is ready, that is
+*imbalance*; from then on it is *communication* that nothing hides. All-reduces that ran while gradients were still computed
+do not show; that is DDP's overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from common import datasets
+from common.datasets import Batch
+from common.process_group import Place
+from common.report import Window
+from dataparallel.parallel import HandwrittenDataParallel
+from ddp.config import TrainConfig
+from ddp.train import Job, build_job, train_step, wrap
+
+PARTS = ("input", "compute", "imbalance", "communication", "update")
+
+
+@dataclass
+class Stamps:
+    """A step's moments on one rank, in seconds of ``time.perf_counter``, which all processes of a machine share;
+    ``input`` is a duration."""
+
+    began: float
+    input: float = 0.0
+    ready: float = 0.0
+    reduced: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds per step, means over ranks and steps; they add up to ``total``.
+
+    :param input: waiting for the batch; :param compute: forward and backward; :param imbalance: waiting for slower ranks
+    :param communication: all-reduce that computing does not hide; :param update: optimizer and metrics
+    """
+
+    input: float
+    compute: float
+    imbalance: float
+    communication: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.input + self.compute + self.imbalance + self.communication + self.update
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[Stamps]]) -> Parts:
+        """:param ranks: for each rank the stamps of the same steps"""
+        parts = []
+        for step in zip(*ranks, strict=True):
+            all_ready = max(stamps.ready for stamps in step)
+            for stamps in step:
+                computed = stamps.ready - stamps.began - stamps.input
+                waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready
+                parts.append((stamps.input, computed, waited, exposed, stamps.ended - stamps.reduced))
+        return cls(*(statistics.fmean(values) for values in zip(*parts, strict=True)))
+
+
+def endless_batches(job: Job) -> Iterator[Batch]:
+    """This rank's batches, over epoch after epoch."""
+    for epoch in itertools.count():
+        job.sampler.set_epoch(epoch)
+        yield from job.loader
+
+
+class Runner:
+    """A rank's service: ``ddp.train``'s job, with its step's moments stamped.
+
+    :param wrapper: ``"none"`` for the plain module, ``"handwritten"`` or ``"torch"`` for data parallelism in one process,
+        ``"ddp"``
+    :param devices: of data parallelism in one process
+    """
+
+    def __init__(self, place: Place, config: TrainConfig, wrapper: str, devices: int) -> None:
+        self._place = place
+        data = datasets.load("glyphs", augmentation=config.augmentation)
+        self._job = job = build_job(config, place, data)
+        self._stamps = Stamps(0.0)
+        if wrapper == "ddp":
+            if place.world_size == 1:  # where build_job goes without it
+                job.model = wrap(job.network, place)
+            # (torch wants the class itself in a hook's annotations, or none.)
+            job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))  # type: ignore[operator]
+        elif wrapper == "handwritten":
+            kind = place.device.type
+            names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
+            job.model = HandwrittenDataParallel(job.network, names)
+        elif wrapper == "torch":
+            job.model = nn.DataParallel(job.network, list(range(devices)))
+        job.optimizer.register_step_pre_hook(self._before_update)
+        job.model.train()
+        self._batches = self._timed(endless_batches(job))
+        self._window = Window(place.device)
+
+    def run(self, steps: int) -> list[Stamps]:
+        """Take some steps, beginning with all ranks at once."""
+        taken = []
+        dist.barrier()
+        self._synchronize()
+        for _ in range(steps):
+            self._stamps = Stamps(time.perf_counter())
+            train_step(self._job, self._batches, self._window)
+            self._synchronize()
+            self._stamps.ended = time.perf_counter()
+            taken.append(self._stamps)
+        return taken
+
+    def peak_memory(self) -> float:
+        """MB: allocated on the GPU, if there is one, else resident (libraries included)."""
+        if self._place.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._place.device) / 1e6
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+    def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """What DDP does with a bucket anyway, once the moment is noted."""
+        if bucket.is_last():
+            self._synchronize()
+            self._stamps.ready = time.perf_counter()
+        group = dist.group.WORLD
+        assert group is not None
+        return allreduce_hook(group, bucket)
+
+    def _before_update(self, *_: Any) -> None:
+        self._synchronize()
+        self._stamps.reduced = time.perf_counter()
+        self._stamps.ready = self._stamps.ready or self._stamps.reduced  # without DDP there is nothing to wait for
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            began = time.perf_counter()
+            batch = next(batches)
+            self._stamps.input += time.perf_counter() - began
+            yield batch
+
+    def _synchronize(self) -> None:
+        if self._place.device.type == "cuda":
+            torch.cuda.synchronize(self._place.device)
