@@ -1,0 +1,247 @@
+"""Train a network on several devices from one process: ddp/train.py with the other mechanism.
+
+    python -m dataparallel.train --devices cpu,cpu
+
+Lay the two side by side. There is no torchrun here, no process group, no rank, and no sampler that divides the samples: the
+whole global batch goes into the wrapped model, which scatters it over the devices, runs a replica on each in a thread, and
+gathers the logits on the first device. There the loss is computed, once, and there the optimizer finds the sum of the
+replicas' gradients. BatchNorm's running statistics are those that the first replica has seen.
+
+With one device this is ``ddp.train`` in one process, bit for bit. With several, dropout on GPUs draws as ddp.train's ranks do;
+CPU "devices" draw from one generator, in the order in which their threads come to it, so that only ``--dropout 0`` gives the
+same run again.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import fashion_mnist
+from common.cli import UsageError, command, option, parse
+from common.datasets import Batch, ImageData, batches
+from common.evaluation import evaluate, evaluation_batch_size
+from common.machine import describe_machine, usable_cores
+from common.metrics import MetricsWriter
+from common.models import build_model
+from common.optimization import build_optimizer
+from common.precision import Precision, clip_gradients
+from common.process_group import Place, stop_signals
+from common.randomness import derive_seed, seed_torch, shuffled
+from common.rank_logging import Progress, add_log_file, rank_logging
+from common.recipes import LearningConfig, load_in_memory, require_a_batch
+from common.report import Window, WindowTotals, finish
+from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from dataparallel.devices import parse_devices
+from dataparallel.parallel import HandwrittenDataParallel
+
+logger = logging.getLogger("dataparallel.train")
+
+WRAPPERS = ("handwritten", "torch")
+MODEL_FILE = "model.pt"
+
+
+@dataclass(frozen=True)
+class TrainConfig(LearningConfig):
+    """One run's settings: those of :class:`LearningConfig`, and what one process with many devices adds.
+
+    :raises UsageError: for settings that contradict each other
+    """
+
+    devices: str = option(
+        "auto", "cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, or CPU threads where there are not two"
+    )
+    wrapper: str = option(
+        "handwritten", "dataparallel/parallel.py, or torch's nn.DataParallel (which needs GPUs)", choices=WRAPPERS
+    )
+    threads: int = option(0, "CPU threads, which CPU devices share; 0 takes the usable cores", minimum=0, maximum=1024)
+    run_dir: Path = option(None, "directory of this run's results (default: runs/dataparallel-DATASET-MODEL)")
+    overwrite: bool = option(False, "delete the run that is in the run directory")
+    log_every: int = option(20, "steps between two records of loss and throughput", minimum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._default("run_dir", Path("runs", f"dataparallel-{self.dataset}-{self.model}"))
+
+
+@command
+def main() -> None:
+    config = parse(TrainConfig, "dataparallel.train", __doc__)
+    if "RANK" in os.environ:
+        raise UsageError("dataparallel.train is one process for all devices: start it without torchrun, or unset RANK")
+    devices = parse_devices(config.devices)
+    torch.set_num_threads(config.threads or usable_cores())
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+    with stop_signals(), rank_logging(Place.alone(devices[0])):
+        train(config, devices)
+
+
+def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
+    """The whole run, from an empty directory to the figures."""
+    require_samples_for_all(config, len(devices))
+    if config.download:
+        fashion_mnist.download(Path(config.data_dir))
+    data = load_in_memory(config)
+    require_a_batch(config, data)
+    prepare(config.run_dir, overwrite=config.overwrite, resumable=False)
+    named = ", ".join(map(str, devices))
+    run = {"config": config.as_json(), "devices": named, "dataset_fingerprint": data.fingerprint}
+    write_json(config.run_dir / CONFIG_FILE, {**run, "machine": describe_machine()})
+
+    job = build_job(config, devices, data)
+    add_log_file(job.place, config.run_dir / LOG_FOLDER)
+    logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
+
+    steps = config.epochs * job.steps_per_epoch
+    with MetricsWriter(config.run_dir) as metrics, Progress(job.place, "train", steps) as progress:
+        for epoch in range(config.epochs):
+            totals = train_epoch(job, epoch, metrics, progress)
+            # The plain module, on the first device: it has the weights and the statistics, and is exact without replicas.
+            in_order = batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
+            result = evaluate(job.network, data, job.place, job.precision, in_order)
+            tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
+            metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
+            logger.info(
+                f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+                f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+            )
+
+    save(config.run_dir / MODEL_FILE, job.network)
+    title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
+    print(finish(config.run_dir, title, job.network, data, job.place, result), flush=True)
+
+
+@dataclass
+class Job:
+    """What a training step needs. ``network`` is the plain module, on the first device; ``model`` is the same, wrapped."""
+
+    config: TrainConfig
+    place: Place
+    devices: tuple[torch.device, ...]
+    data: ImageData
+    network: nn.Module
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    step: int = 0  # optimizer steps done, over all epochs
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.data.train) // self.config.batch_size
+
+
+def build_job(config: TrainConfig, devices: tuple[torch.device, ...], data: ImageData) -> Job:
+    """Model and optimizer, both on the first device."""
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    network = build_model(config.model, data.shape, len(data.classes), config.dropout)
+    network = network.to(devices[0], memory_format=config.memory_format)  # type: ignore[call-overload]
+    model = wrap(network, devices, config.wrapper)
+    optimizer = build_optimizer(
+        config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    precision = Precision(config.precision, devices[0])
+    return Job(config, Place.alone(devices[0]), devices, data, network, model, optimizer, precision)
+
+
+def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) -> nn.Module:
+    """The network so that a forward pass is divided over the devices; ``wrapper`` is one of :data:`WRAPPERS`."""
+    if wrapper == "handwritten":
+        return HandwrittenDataParallel(network, devices)
+    if devices[0].type == "cpu":
+        logger.info("nn.DataParallel knows no CPU devices, and passes all on to the module: one thread computes it")
+        return network
+    return nn.DataParallel(network, device_ids=list(devices))
+
+
+def train_epoch(
+    job: Job, epoch: int, metrics: MetricsWriter | None = None, progress: Progress | None = None
+) -> WindowTotals:
+    """One pass over the training set; every ``log_every`` steps it is written what was seen."""
+    config = job.config
+    order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
+    stream = batches(job.data.train, order, config.batch_size, epoch)
+    job.model.train()
+    window, windows = Window(job.place.device), []
+    steps_before = job.step
+    for remaining in reversed(range(job.steps_per_epoch)):
+        train_step(job, stream, window)
+        if job.step % config.log_every == 0 or remaining == 0:
+            totals = window.reduce(job.place)
+            windows.append(totals)
+            if not math.isfinite(totals.loss):
+                logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
+            rate, scale = job.optimizer.param_groups[0]["lr"], job.precision.scaler.get_scale()
+            if metrics is not None:
+                metrics.write("step", job.step, epoch=epoch, learning_rate=rate, loss_scale=scale, **totals.as_record())
+            if progress is not None:
+                facts = f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s"
+                progress.advance(job.step - steps_before, facts)
+            steps_before = job.step
+    return WindowTotals.merge(windows)
+
+
+def train_step(job: Job, stream: Iterator[Batch], window: Window) -> None:
+    """One optimizer step on one global batch, which is here a single forward and backward pass."""
+    config, device, scaler = job.config, job.place.device, job.precision.scaler
+    with window.waiting():
+        images, labels = next(stream)
+    images, labels = images.to(device), labels.to(device)
+    for number, own in enumerate(job.devices if device.type == "cuda" else job.devices[:1]):
+        seed_torch(own, config.seed, "dropout", job.step, 0, number)  # as the rank of this number in ddp.train
+
+    with job.precision.autocast():
+        # Scattered from the first device, computed on all, and gathered on the first, which alone computes the loss.
+        logits = job.model(job.data.to_input(images, config.memory_format))
+        loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
+    scaler.scale(loss).backward()
+    window.add(loss, logits, labels)
+
+    if config.clip_norm is not None:
+        scaler.unscale_(job.optimizer)  # first: the norm of scaled gradients means nothing
+        clip_gradients(job.network.parameters(), config.clip_norm)
+    for group in job.optimizer.param_groups:
+        group["lr"] = config.rate_at(job.step, job.steps_per_epoch)
+    scaler.step(job.optimizer)
+    scaler.update()
+    job.optimizer.zero_grad(set_to_none=True)
+    job.step += 1
+
+
+def require_samples_for_all(config: TrainConfig, devices: int) -> None:
+    """:raises UsageError: when scattering leaves a device without samples, or with too few for BatchNorm"""
+    parts = [len(part) for part in torch.empty(config.batch_size).chunk(devices)]  # as scatter cuts
+    if len(parts) < devices:
+        raise UsageError(
+            f"--batch-size {config.batch_size} leaves {devices - len(parts)} of {devices} devices without samples: "
+            f"use a multiple of {devices}"
+        )
+    if config.model == "resnet18" and min(parts) == 1:  # its last feature maps are of one pixel
+        raise UsageError("resnet18 cannot normalize a single sample on a device: use a larger --batch-size")
+
+
+def save(path: Path, network: nn.Module) -> None:
+    """Write the weights atomically: the plain module's, so that no key begins with ``module.``, and as CPU tensors.
+
+    :raises UsageError: when they cannot be written
+    """
+    encoded = io.BytesIO()  # in memory first: torch.save would bury a full disk's error in one of its own
+    torch.save({name: value.cpu() for name, value in network.state_dict().items()}, encoded)
+    try:
+        write_bytes(path, encoded.getbuffer())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written ({error.strerror}): make room, and start again") from error
+
+
+if __name__ == "__main__":
+    main()

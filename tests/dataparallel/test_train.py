@@ -1,0 +1,298 @@
+"""dataparallel/train.py: the training of ``ddp.train``, in one process with many devices."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from common.cli import UsageError
+from common.datasets import batches
+from common.metrics import read_metrics
+from common.randomness import shuffled
+from common.recipes import load_in_memory
+from common.report import Window
+from dataparallel import train
+from dataparallel.train import Job, TrainConfig, build_job, require_samples_for_all, train_epoch, train_step
+from tests.launch import error_lines, run_command, start_command
+
+CPU = torch.device("cpu")
+TINY = ("--train-samples", "288", "--test-samples", "101", "--epochs", "2")
+TIMINGS = ("seconds", "images_per_s", "data_wait")
+
+
+def job_on(devices: int, **settings: Any) -> Job:
+    """A small job on so many CPU devices."""
+    config = TrainConfig(**({"train_samples": 720, "test_samples": 10, "dropout": 0.0, "lr": 0.01} | settings))
+    return build_job(config, (CPU,) * devices, load_in_memory(config))
+
+
+def numbers_of(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's records, without what depends on the clock."""
+    return [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small finished run on two CPU devices."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    arguments = ("--devices", "cpu,cpu", "--batch-size", "48", "--log-every", "4", "--run-dir", str(folder))
+    done = run_command("dataparallel.train", *TINY, *arguments)
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    (folder / "stderr").write_text(done.stderr)
+    return folder
+
+
+# The same training
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("--precision", "bf16", "--optimizer", "adamw", "--clip-norm", "1", "--label-smoothing", "0.1", "--seed", "3"),
+    ],
+)
+def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    arguments = (*TINY, *settings, "--batch-size", "48", "--log-every", "4", "--threads", "1")
+    for command, device in (("ddp.train", "--device"), ("dataparallel.train", "--devices")):
+        done = run_command(command, *arguments, device, "cpu", "--run-dir", str(tmp_path / command))
+        assert done.returncode == 0, done.stderr
+    (checkpoint,) = (tmp_path / "ddp.train" / "checkpoints").glob("step-00000012.pt")
+    expected = torch.load(checkpoint, weights_only=True)["model"]
+    weights = torch.load(tmp_path / "dataparallel.train" / "model.pt", weights_only=True)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+    assert numbers_of(tmp_path / "dataparallel.train") == numbers_of(tmp_path / "ddp.train")
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_devices_agree(devices: int) -> None:
+    """Of a model whose samples do not depend on each other, so not of one with BatchNorm."""
+    alone, divided = job_on(1, model="mlp"), job_on(devices, model="mlp")
+    expected, totals = train_epoch(alone, 0), train_epoch(divided, 0)
+    assert totals.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert totals.samples == 720
+    for ours, theirs in zip(divided.network.parameters(), alone.network.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_without_dropout_a_run_on_two_devices_repeats_itself() -> None:
+    one, other = job_on(2), job_on(2)
+    assert train_epoch(one, 0).loss == train_epoch(other, 0).loss
+    for name, value in one.network.state_dict().items():
+        assert torch.equal(value, other.network.state_dict()[name]), name
+
+
+def test_the_running_statistics_are_those_of_the_first_replica() -> None:
+    job = job_on(2)
+    order = shuffled(720, 0, epoch=0)
+    train_step(job, batches(job.data.train, order, 144), Window(CPU))
+
+    plain = job_on(1).network.train()
+    (images, _) = next(batches(job.data.train, order, 72))  # the first half of the first global batch
+    with torch.no_grad():
+        plain(job.data.to_input(images, torch.channels_last))
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(job.network.get_buffer(name), buffer)
+
+
+def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
+    job = job_on(1, model="mlp", schedule="constant", warmup_epochs=0.4, epochs=1, lr=0.3)
+    stream = batches(job.data.train, shuffled(720, 0, 0), 144)
+    rates = []
+    for _ in range(4):
+        train_step(job, stream, Window(CPU))
+        rates.append(job.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
+
+
+def test_clipping_sees_unscaled_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def spy(parameters: Any, max_norm: float, **options: Any) -> Tensor:
+        norms.append(clip(list(parameters), max_norm, **options).item())
+        return torch.tensor(norms[-1])
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    for precision in ("fp32", "fp16"):
+        job = job_on(2, model="mlp", precision=precision, clip_norm=0.01, train_samples=144)
+        train_epoch(job, 0)
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)  # 65536 times as large were it scaled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrapper", ["handwritten", "torch"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_all_gpus_learn(tmp_path: Path, wrapper: str, precision: str) -> None:
+    gpus = tuple(torch.device("cuda", number) for number in range(torch.cuda.device_count()))
+    settings = {"epochs": 2, "train_samples": 1440, "test_samples": 10, "precision": precision, "wrapper": wrapper}
+    train.train(TrainConfig(**settings, run_dir=tmp_path / "run"), gpus)  # type: ignore[arg-type]
+    losses = [record["loss"] for record in read_metrics(tmp_path / "run") if record["kind"] == "epoch"]
+    assert losses[1] < losses[0]
+    weights = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
+    assert {value.device for value in weights.values()} == {CPU}
+
+
+# As a person types it
+
+
+def test_it_ends_with_a_summary(finished: Path) -> None:
+    lines = (finished / "stdout").read_text().splitlines()
+    assert lines[0].startswith("test accuracy ")
+    assert lines[0].endswith("of 101 samples)")
+    assert "of each step waits for data" in lines[2]
+    assert str(finished) in lines[3]
+    assert len(lines) == 4
+    stderr = (finished / "stderr").read_text().splitlines()
+    assert [line for line in stderr if " INFO " not in line] == []
+    assert "48 samples on cpu, cpu, fp32" in stderr[0]
+
+
+def test_the_run_directory_has_everything(finished: Path) -> None:
+    run = json.loads((finished / "config.json").read_text())
+    assert (run["config"]["devices"], run["config"]["wrapper"], run["devices"]) == (
+        "cpu,cpu",
+        "handwritten",
+        "cpu, cpu",
+    )
+    assert {"torch", "python", "processor", "usable_cores", "git_commit", "command"} <= run["machine"].keys()
+    result = json.loads((finished / "result.json").read_text())
+    assert (result["epochs"], result["test"]["samples"]) == (2, 101)
+    for figure in ("curves.png", "confusion.png", "samples.png"):
+        with Image.open(finished / figure) as image:
+            assert min(image.size) > 400
+    assert (finished / "logs" / "rank0.log").is_file()
+    weights = torch.load(finished / "model.pt", weights_only=True)
+    assert next(iter(weights)) == "features.0.weight"
+    records = read_metrics(finished)
+    assert [r["step"] for r in records if r["kind"] == "step"] == [4, 6, 8, 12]
+    assert [r["test_accuracy"] for r in records if r["kind"] == "epoch"][-1] == result["test"]["accuracy"]
+
+
+def test_torch_s_wrapper_without_gpus_says_that_it_divides_nothing(tmp_path: Path) -> None:
+    arguments = ("--devices", "cpu,cpu", "--wrapper", "torch", "--run-dir", str(tmp_path / "run"))
+    done = run_command("dataparallel.train", *TINY, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nn.DataParallel knows no CPU devices") == 1
+
+
+def test_there_is_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process group was asked for")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    config = TrainConfig(train_samples=144, test_samples=10, epochs=1, run_dir=tmp_path / "run")
+    train.train(config, (CPU, CPU))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ("dataparallel.train", "--devices", "cpu,cpu", "--epochs", "100", "--run-dir", str(tmp_path / "run"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with start_command(*arguments) as process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size):
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert f"stopped by {number.name}" in err
+    assert "Traceback" not in err
+
+
+# Mistakes
+
+
+def mistake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """The one line with which ``dataparallel.train`` refuses its arguments."""
+    monkeypatch.setattr("sys.argv", ["dataparallel.train", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        train.main()
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert out == ""
+    assert len(error_lines(err)) == 1
+    assert "Traceback" not in err
+    return error_lines(err)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "1", "--devices", "cpu,cpu"], ["--batch-size 1", "1 of 2 devices", "multiple of 2"]),
+        (["--batch-size", "5", "--devices", "cpu,cpu,cpu,cpu"], ["--batch-size 5", "1 of 4 devices", "multiple of 4"]),
+        (["--batch-size", "2", "--devices", "cpu,cpu", "--model", "resnet18"], ["resnet18", "larger --batch-size"]),
+        (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
+        (["--devices", "cuda:77"], ["--devices cuda:77", "not there"]),
+        (["--devices", "gpu"], ["--devices gpu"]),
+        (["--dataset", "lfw"], ["--dataset", "lfw", "fashion-mnist"]),
+        (["--wrapper", "ddp"], ["--wrapper", "ddp", "handwritten"]),
+        (["--resume"], ["--resume"]),
+        (["--download"], ["--download is for fashion-mnist"]),
+        (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], ["train-images-idx3-ubyte", "/nowhere"]),
+        (["--run-dir", "/proc/cannot"], ["--run-dir /proc/cannot", "cannot be written"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    line = mistake(capsys, monkeypatch, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
+    for word in words:
+        assert word in line, line
+
+
+def test_a_run_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, finished: Path
+) -> None:
+    line = mistake(capsys, monkeypatch, *TINY, "--devices", "cpu", "--run-dir", str(finished))
+    assert line.endswith(f"--run-dir {finished} holds a run: give --overwrite to delete it, or another folder")
+
+
+def test_torchrun_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "start it without torchrun" in mistake(capsys, monkeypatch, *TINY)
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_room(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_room)
+    with pytest.raises(UsageError, match=r"model\.pt cannot be written \(No space left on device\)"):
+        train.save(tmp_path / "model.pt", torch.nn.Linear(2, 2))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (4, 4), (7, 4), (144, 5), (10, 4)])
+def test_batches_that_reach_all_devices_are_accepted(batch_size: int, devices: int) -> None:
+    require_samples_for_all(TrainConfig(batch_size=batch_size), devices)
+
+
+def test_a_diverging_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    train_epoch(job_on(1, lr=1e30), 0)
+    assert any("a lower --lr" in message for message in caplog.messages)
+
+
+def test_help_names_its_flags_and_no_others() -> None:
+    text = " ".join(run_command("dataparallel.train", "--help").stdout.split())
+    for part in ("--devices STR", "--wrapper {handwritten,torch}", "{glyphs,fashion-mnist}", "(default: 144)"):
+        assert part in text, part
+    assert "lfw" not in text
+    assert "--resume" not in text
