@@ -71,7 +71,7 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         packed = chosen[0].new_empty(sum(map(_span, chosen)))
         torch._foreach_copy_(_unpack(packed, chosen), chosen)
         for index, copy in zip(indices, _unpack(packed.to(device, non_blocking=True), chosen), strict=True):
-            copies[index] = copy
+            copies[index] = copy.data  # with a version counter of its own: one may be changed in place, others not
     return copies
 
 
@@ -87,7 +87,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _is_packable(tensor: Tensor) -> bool:
-    """Whether it fills its memory without gaps; not so are sparse gradients and expanded tensors."""
-    if tensor.layout != torch.strided:
+    """Whether it fills its memory without gaps (not so are sparse gradients and expanded tensors), unseen by autograd."""
+    if tensor.layout != torch.strided or (tensor.requires_grad and torch.is_grad_enabled()):
         return False
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
