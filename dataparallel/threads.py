@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
+_starting = threading.Lock()  # the replicas of a wrapper inside another share its threads, and may start them at once
 
 
 class DeviceThreads:
@@ -37,8 +38,7 @@ class DeviceThreads:
         :raises Exception: of the first call in their order that failed, after all have ended; its message begins with the
             replica's number and its device
         """
-        if self._pool is None or self._owner != os.getpid():  # threads do not survive a fork
-            self._pool, self._owner = _start(len(self.devices), self.devices[0].type == "cpu"), os.getpid()
+        pool = self._started()
         around = _surroundings(self.devices[0].type)
         streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
 
@@ -46,34 +46,42 @@ class DeviceThreads:
             with around(), torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                 return call()
 
-        running = [self._pool.submit(run_one, call, stream) for call, stream in zip(calls, streams, strict=False)]
+        running = [pool.submit(run_one, call, stream) for call, stream in zip(calls, streams, strict=False)]
         wait(running)
-        for number, future in enumerate(running):
-            error = future.exception()
-            if error is not None:
-                raise _named(error, f"replica {number} on {self.devices[number]}")
-        return [future.result() for future in running]
+        running.reverse()
+        results = []
+        for number, device in enumerate(self.devices[: len(calls)]):
+            with _naming(f"replica {number} on {device}"):
+                # popped: an error keeps this frame alive, so the frame must not keep the error
+                results.append(running.pop().result())
+        return results
+
+    def _started(self) -> ThreadPoolExecutor:
+        with _starting:
+            if self._pool is None or self._owner != os.getpid():  # threads do not survive a fork
+                self._pool, self._owner = _start(len(self.devices), self.devices[0].type == "cpu"), os.getpid()
+            return self._pool
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DeviceThreads, (self.devices,)
 
 
 def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
-    total = torch.get_num_threads()
-    all_there = threading.Barrier(count + 1)
+    share = max(1, torch.get_num_threads() // count)
+    all_there = threading.Barrier(count)
 
     def prepare() -> None:
         if divide_cores:
-            torch.set_num_threads(max(1, total // count))
+            torch.get_num_threads()  # the first look takes over the process's number; a later one would undo the next line
+            torch.set_num_threads(share)
         all_there.wait()
 
     pool = ThreadPoolExecutor(count, "replica")
-    started = [pool.submit(prepare) for _ in range(count)]
-    all_there.wait()
-    wait(started)
-    torch.set_num_threads(
-        total
-    )  # each thread keeps its own number, but the last one set is what new threads begin with
+    with ThreadPoolExecutor(1) as fresh:
+        # Each thread keeps its own number, but the last one set is what new threads begin with.
+        number = fresh.submit(torch.get_num_threads).result()
+        wait([pool.submit(prepare) for _ in range(count)])
+        fresh.submit(torch.set_num_threads, number).result()
     return pool
 
 
@@ -92,12 +100,17 @@ def _surroundings(kind: str) -> Callable[[], contextlib.AbstractContextManager[N
     return around
 
 
-def _named(error: BaseException, place: str) -> BaseException:
-    """The error, of its own type where its message can be changed, with where it happened before the message."""
-    message = f"{place}: {error}"
-    error.args = (message, *error.args[1:])
-    if place in str(error):
-        return error
-    other = RuntimeError(f"{place}: {type(error).__name__}: {error}")
-    other.__cause__ = error
-    return other
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Put ``place`` before an error's message: in the error itself, or in a RuntimeError where its type does not let it."""
+    try:
+        yield
+    except BaseException as error:
+        arguments = error.args
+        error.args = (f"{place}: {error}" if str(error) else place,)
+        if place in str(error):
+            raise
+        error.args = arguments
+        if not isinstance(error, Exception):  # what stops a program stays what it is
+            raise
+        raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
