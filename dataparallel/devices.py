@@ -47,7 +47,7 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     found = []
     for name in devices:
         try:
-            device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+            device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
         except RuntimeError:
             raise ValueError(f"{name!r} is no device: give auto, cpu,cpu or cuda:0,cuda:1") from None
         if device.type not in ("cpu", "cuda"):
