@@ -115,7 +115,8 @@ def scatter(
     def part(value: Any, start: int, device: torch.device) -> Any:
         if isinstance(value, Tensor):
             piece = value.narrow(dim, start, min(length, size - start))
-            return piece.to(device, non_blocking=True)
+            own = len(starts) > 1  # no views of one tensor: each replica may change its piece in place
+            return piece.to(device, non_blocking=True, copy=own)
         return _rebuild(value, lambda inner: part(inner, start, device))
 
     return [part(arguments, start, device) for start, device in zip(starts, devices, strict=False)]
