@@ -180,13 +180,15 @@ def replicate(
 
     :param step: surrounds the reverse of this in the backward pass, as ``step("reduce")``
     """
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    copies = Broadcast.apply(step, devices, *parameters)
+    buffers = list(module.buffers())
+    learned = [*module.parameters(), *(buffer for buffer in buffers if buffer.requires_grad)]
+    constant = [buffer for buffer in buffers if not buffer.requires_grad]
+    copies = Broadcast.apply(step, devices, *learned)
     replicas = []
     for number, device in enumerate(devices):
-        own_buffers = buffers if number == 0 else send([buffer.detach() for buffer in buffers], device)
-        own_parameters = copies[number * len(parameters) : (number + 1) * len(parameters)]
-        copy_of = dict(zip(parameters + buffers, [*own_parameters, *own_buffers], strict=True))
+        own_learned = copies[number * len(learned) : (number + 1) * len(learned)]
+        own_constant = constant if number == 0 else send(constant, device)
+        copy_of = dict(zip(learned + constant, [*own_learned, *own_constant], strict=True))
         replicas.append(_replica(module, copy_of))
     return replicas
 
