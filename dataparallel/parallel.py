@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -246,14 +247,38 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     :raises TypeError: for outputs that are neither tensors, nor containers of them, nor equal
     """
     first = outputs[0]
+    different = next((output for output in outputs if not _alike(first, output)), first)
+    if different is not first:
+        raise TypeError(
+            f"the replicas return {reprlib.repr(_outline(first))} and {reprlib.repr(_outline(different))}: "
+            "only tensors can be joined, the rest must be the same"
+        )
     if isinstance(first, Tensor):
-        there = [output.to(device, non_blocking=True) for output in outputs]
+        # to the CPU, a copy that nobody waits for would be read before it is there
+        there = [output.to(device, non_blocking=device.type == "cuda") for output in outputs]
         return torch.stack(there) if first.dim() == 0 else torch.cat(there, dim)
     if isinstance(first, dict):
         return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
     if isinstance(first, list | tuple):
         joined = [gather(inner, device, dim) for inner in zip(*outputs, strict=True)]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    if any(output != first for output in outputs):
-        raise TypeError(f"the replicas return different values of {type(first).__name__}: tensors can be gathered")
     return first
+
+
+def _outline(value: Any) -> Any:
+    """What all replicas' outputs must have in common."""
+    if isinstance(value, Tensor):
+        return Tensor
+    if isinstance(value, dict):
+        return type(value), frozenset(value)
+    if isinstance(value, list | tuple):
+        return type(value), len(value)
+    return value
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether two outlines are the same; what cannot be hashed (an array, a dataclass) is only ever the same as itself."""
+    try:
+        return len({_outline(value), _outline(other)}) == 1
+    except TypeError:
+        return value is other
