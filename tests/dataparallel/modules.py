@@ -1,0 +1,288 @@
+"""Random modules and nested arguments, and how a wrapper's outcome is compared with the plain module's."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dataparallel.parallel import HandwrittenDataParallel
+
+CPU = torch.device("cpu")
+
+
+# Comparing
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from tensors(inner)
+
+
+def change(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same nested containers with other contents."""
+    if isinstance(value, dict):
+        return type(value)({key: change(inner, function) for key, inner in value.items()})
+    if isinstance(value, list | tuple):
+        inner = [change(one, function) for one in value]
+        return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+    return function(value)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal tensors in containers of equal types; everything else exactly equal."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected)
+        assert actual.requires_grad == expected.requires_grad
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_same(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert_same(ours, theirs)
+    else:
+        assert actual == expected
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """In which each element has a weight of its own."""
+    learned = [output for output in tensors(outputs) if output.requires_grad]
+    terms = [(one * torch.linspace(0.5, 2, one.numel(), device=one.device).view_as(one)).sum() for one in learned]
+    return torch.stack([term.double() for term in terms]).sum() if terms else torch.zeros((), requires_grad=True)
+
+
+def outcome(forward: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The outputs, and the gradients of parameters, buffers and arguments."""
+    args, kwargs = copy.deepcopy((args, kwargs))
+    outputs = forward(*args, **kwargs)
+    loss_of(outputs).backward()
+    module = forward.module if isinstance(forward, HandwrittenDataParallel | nn.DataParallel) else forward
+    assert isinstance(module, nn.Module)
+    own = dict([*module.named_parameters(), *module.named_buffers()])
+    gradients = {name: tensor.grad for name, tensor in own.items()}
+    return outputs, gradients, [tensor.grad for tensor in tensors((args, kwargs))]
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    """Of its parameters."""
+    return [parameter.grad for parameter in module.parameters()]
+
+
+def wrapped(module: nn.Module, count: int, dim: int = 0) -> HandwrittenDataParallel:
+    return HandwrittenDataParallel(module, ["cpu"] * count, dim)
+
+
+def assert_equal_to_plain(module: nn.Module, count: int, *args: Any, dim: int = 0, **kwargs: Any) -> None:
+    """In its outputs and all gradients, with ``count`` CPU devices."""
+    expected = outcome(copy.deepcopy(module), *args, **kwargs)
+    assert_same(outcome(wrapped(module, count, dim), *args, **kwargs), expected)
+
+
+def rows(samples: int, width: int = 3, seed: int = 0, requires_grad: bool = True) -> Tensor:
+    """float64 [samples, width]"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, width, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
+
+
+def linear(inputs: int = 3, outputs: int = 2) -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(inputs, outputs).double()
+
+
+# Random models: layers from [n, 2, 4, 4] to the same
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4, bias=False).double()
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)]).double()
+        self.scales = nn.ParameterList([torch.randn(4, dtype=torch.float64) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": torch.randn(4, dtype=torch.float64)})
+
+    def forward(self, x: Tensor) -> Any:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = layer(x) * scale
+        return x + self.named["shift"]
+
+
+class Absent(nn.Module):
+    """A child, a parameter and a buffer that are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_module("child", None)
+        self.register_parameter("bias", None)
+        self.register_buffer("offset", None)
+        self.weight = nn.Parameter(torch.randn((), dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(3, 0))
+
+    def forward(self, x: Tensor) -> Any:
+        assert self.child is None
+        assert self.bias is None
+        assert self.offset is None
+        assert self.nothing.shape == (3, 0)
+        return x * self.weight
+
+
+class ManyTypes(nn.Module):
+    """Complex, single and integer parameters, of odd strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+        self.single = nn.Parameter(torch.randn(2, 8)[:, ::2])
+        self.order = nn.Parameter(torch.tensor([3, 1, 0, 2]), requires_grad=False)
+        self.one = nn.Parameter(torch.ones((), dtype=torch.float64).expand(2, 4, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        turned = torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()) * self.turn
+        flat = torch.view_as_real(turned).flatten(-2)
+        return flat[..., self.order] * self.single.sum(0) * self.one
+
+
+class Buffers(nn.Module):
+    """A constant, a learned one, and a counter that changes after the constant was saved for the backward pass."""
+
+    mask: Tensor
+    counter: Tensor
+    learned: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.randn(4))
+        self.register_buffer("counter", torch.zeros(1), persistent=False)
+        self.register_buffer("learned", torch.randn(4, dtype=torch.float64, requires_grad=True))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x * self.mask + self.learned
+        self.counter += 1
+        return x
+
+
+def frozen(layer: nn.Module, *names: str) -> nn.Module:
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in names)
+    return layer
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 4).double(),
+    "conv": lambda: nn.Conv2d(2, 2, 3, padding=1, bias=False).double(),
+    "channels last": lambda: nn.Conv2d(2, 2, 3, padding=1).double().to(memory_format=torch.channels_last),
+    "relu": lambda: nn.Sequential(nn.Linear(4, 4).double(), nn.LeakyReLU(inplace=True)),
+    "norm": lambda: nn.LayerNorm([2, 4, 4]).double(),
+    "normed": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4).double()),
+    "frozen": lambda: frozen(nn.Conv2d(2, 2, 1).double(), "weight", "bias"),
+    "frozen bias": lambda: frozen(nn.Conv2d(2, 2, 1).double(), "bias"),
+    "tied": Tied,
+    "lists": Lists,
+    "absent": Absent,
+    "many types": ManyTypes,
+    "buffers": Buffers,
+}
+
+
+class Along(nn.Module):
+    """Layers over samples that another dimension than the first counts."""
+
+    def __init__(self, layers: Sequence[nn.Module], dim: int) -> None:
+        super().__init__()
+        self.layers, self.dim = nn.Sequential(*layers), dim
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x.movedim(self.dim, 0) * 1).movedim(0, self.dim)
+
+
+def random_model(names: Sequence[str], dim: int, seed: int) -> nn.Module:
+    """These layers one after the other, and then the first again, with the same weights."""
+    torch.manual_seed(seed)
+    made = [LAYERS[name]() for name in names]
+    return Along([*made, made[0]], dim)
+
+
+# The first is what examples come back to most often: the odd case, not the trivial one.
+device_counts = st.sampled_from([3, 2, 4, 1])
+batch_sizes = st.sampled_from([5, 1, 2, 3, 4, 6, 7, 8, 9])
+random_models = st.builds(
+    random_model,
+    st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5, unique=True),
+    st.shared(st.sampled_from([0, 1, -1]), key="dim"),
+    st.integers(0, 99),
+)
+
+
+def images(samples: int, dim: int) -> Tensor:
+    """[2, 4, 4] each, counted along ``dim``."""
+    return rows(samples, 32).detach().view(samples, 2, 4, 4).movedim(0, dim).contiguous().requires_grad_()
+
+
+# Nested inputs and outputs
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Stands for a tensor of so many columns."""
+
+    width: int
+
+
+class Everywhere(nn.Module):
+    """Each tensor of the arguments through the same layer, and all in its place again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(1, 2)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return change(
+            (args, kwargs), lambda one: self.layer(one.sum(-1, keepdim=True)) if isinstance(one, Tensor) else one
+        )
+
+
+CONSTANTS: list[Any] = [None, 7, 1.5, "name", (), {}, float, CPU]
+leaves: st.SearchStrategy[Any] = st.builds(Rows, st.integers(0, 3)) | st.sampled_from(CONSTANTS)
+nested: st.SearchStrategy[Any] = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.builds(Pair, inner, inner)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.dictionaries(st.integers(0, 2), inner, max_size=2).map(OrderedDict)
+    ),
+    max_leaves=6,
+)
+
+
+def filled(value: Any, samples: int) -> Any:
+    """With tensors where they are meant."""
+    return change(value, lambda one: rows(samples, one.width) if isinstance(one, Rows) else one)

@@ -1,0 +1,176 @@
+"""dataparallel/broadcast.py: exact copies, and gradients that are summed as autograd itself would sum them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import record_function
+
+from dataparallel.broadcast import ALIGNMENT, Broadcast, send
+from tests.dataparallel.modules import CPU
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+
+
+def strided(shape: Sequence[int], dtype: torch.dtype, layout: str) -> Tensor:
+    values = torch.arange(torch.Size(shape).numel()).reshape(tuple(shape)).to(dtype)
+    if layout == "channels last":
+        return values.contiguous(memory_format=torch.channels_last) if values.dim() == 4 else values
+    if layout == "reversed":
+        return values.permute(tuple(reversed(range(values.dim()))))
+    if layout == "expanded":
+        return values.unsqueeze(0).expand(3, *shape)
+    if layout == "every other":
+        return values[..., ::2] if values.dim() else values
+    if layout == "offset":
+        return values[1:] if values.dim() else values
+    return values
+
+
+many_tensors = st.lists(
+    st.builds(
+        strided,
+        st.lists(st.integers(0, 3), max_size=4),
+        st.sampled_from(DTYPES),
+        st.sampled_from(["plain", "channels last", "reversed", "expanded", "every other", "offset"]),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=100)
+@given(many_tensors)
+def test_copies_have_the_values_and_the_strides(tensors: list[Tensor]) -> None:
+    before = [tensor.clone() for tensor in tensors]
+    copies = send(tensors, CPU)
+    assert len(copies) == len(tensors)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        torch.testing.assert_close(copy, tensor, rtol=0, atol=0)
+        assert copy.stride() == tensor.to(CPU, copy=True).stride()
+        copy.zero_()
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+@given(many_tensors)
+def test_copies_elsewhere_look_the_same(tensors: list[Tensor]) -> None:
+    meta = torch.device("meta")
+    for copy, tensor in zip(send(tensors, meta), tensors, strict=True):
+        assert copy.device == meta
+        assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
+        assert copy.stride() == tensor.to(meta, copy=True).stride()
+
+
+def test_those_of_one_dtype_travel_together_and_begin_where_kernels_read_fast() -> None:
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(5, 70), torch.ones(())]
+    copies = send(tensors, CPU)
+    first, other, second, third = copies
+    assert {copy.untyped_storage().data_ptr() for copy in (first, second, third)} == {
+        first.untyped_storage().data_ptr()
+    }
+    assert other.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+    assert [copy.storage_offset() for copy in copies] == [0, 0, ALIGNMENT, ALIGNMENT * 7]
+
+
+def test_a_copy_may_be_changed_after_another_was_saved_for_the_backward_pass() -> None:
+    saved, changed = send([torch.ones(3), torch.ones(3)], CPU)
+    x = torch.ones(3, requires_grad=True)
+    y = x * saved
+    changed.add_(1)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1, 1]
+
+
+def test_a_sparse_tensor_is_copied_by_itself() -> None:
+    tensor = torch.eye(3).to_sparse()
+    [copy] = send([tensor], CPU)
+    assert copy.is_sparse
+    assert torch.equal(copy.to_dense(), tensor.to_dense())
+
+
+def test_what_autograd_has_to_see_it_sees() -> None:
+    """As in a backward pass whose own gradient is wanted."""
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(2, 3), (), (70,)]]
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        return [copy.square() for copy in send([tensor.sin() for tensor in tensors], CPU)]
+
+    assert torch.autograd.gradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def broadcast(tensors: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
+    """Each device's tensors."""
+    flat = Broadcast.apply(record_function, [CPU] * count, *tensors)
+    assert len(flat) == count * len(tensors)
+    return [flat[number * len(tensors) : (number + 1) * len(tensors)] for number in range(count)]
+
+
+def test_the_first_device_has_the_tensors_themselves() -> None:
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(3)]
+    first, second = broadcast(tensors, 2)
+    assert [copy.data_ptr() for copy in first] == [tensor.data_ptr() for tensor in tensors]
+    assert not {copy.data_ptr() for copy in second} & {tensor.data_ptr() for tensor in tensors}
+    assert [copy.requires_grad for copy in (*first, *second)] == [True, False, True, False]
+    assert not any(copy.is_leaf for copy in (first[0], second[0]))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_nothing_is_learned_nothing_requires_grad(mode: type[torch.no_grad]) -> None:
+    with mode():
+        copies = broadcast([torch.ones(2), torch.nn.Parameter(torch.ones(2))], 3)
+    assert not any(copy.requires_grad for own in copies for copy in own)
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_a_gradient_is_the_sum_over_the_devices_that_used_the_tensor(data: Any, count: int, devices: int) -> None:
+    tensors = [torch.full((number + 1,), 1.0, requires_grad=True) for number in range(count)]
+    weights = torch.arange(1.0, 1 + devices * count).view(devices, count)
+    used = torch.tensor(data.draw(st.lists(st.booleans(), min_size=devices * count, max_size=devices * count)))
+    used = used.view(devices, count)
+    terms = [
+        (copy * weights[device, index]).sum()
+        for device, own in enumerate(broadcast(tensors, devices))
+        for index, copy in enumerate(own)
+        if used[device, index]
+    ]
+    if terms:
+        torch.stack(terms).sum().backward()
+    for index, tensor in enumerate(tensors):
+        if used[:, index].any():
+            assert tensor.grad is not None
+            assert torch.equal(tensor.grad, torch.full_like(tensor, (weights * used)[:, index].sum().item()))
+        else:
+            assert tensor.grad is None
+
+
+def test_gradients_keep_the_strides_of_channels_last() -> None:
+    weight = torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    torch.stack([own[0].square().sum() for own in broadcast([weight], 3)]).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.stride() == weight.stride()
+    assert torch.equal(weight.grad, torch.full_like(weight, 6))
+
+
+def test_the_sum_has_a_step_of_its_own() -> None:
+    shown = []
+
+    @contextlib.contextmanager
+    def step(name: str) -> Iterator[None]:
+        shown.append(name)
+        yield
+
+    tensor = torch.ones(2, requires_grad=True)
+    copies = Broadcast.apply(step, [CPU, CPU], tensor)
+    assert shown == []
+    (copies[0] + copies[1]).sum().backward()
+    assert shown == ["reduce"]

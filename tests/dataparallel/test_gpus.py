@@ -1,0 +1,157 @@
+"""dataparallel/parallel.py on GPUs: equal to the plain module on one, and to ``nn.DataParallel`` on several."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dataparallel.parallel import HandwrittenDataParallel, gather, scatter
+from tests.dataparallel.modules import (
+    CPU,
+    Everywhere,
+    Pair,
+    Rows,
+    Tied,
+    assert_same,
+    batch_sizes,
+    change,
+    device_counts,
+    filled,
+    images,
+    linear,
+    loss_of,
+    nested,
+    outcome,
+    random_models,
+    rows,
+)
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@settings(max_examples=30)
+@given(
+    model=random_models,
+    dim=st.shared(st.sampled_from([0, 1, -1]), key="dim"),
+    count=device_counts,
+    samples=batch_sizes,
+)
+def test_one_gpu_several_times_equals_the_plain_module(model: nn.Module, dim: int, count: int, samples: int) -> None:
+    model.cuda(0)
+    x = images(samples, dim).detach().cuda(0).requires_grad_()
+    expected = outcome(copy.deepcopy(model), x)
+    assert_same(outcome(HandwrittenDataParallel(model, ["cuda:0"] * count, dim), x), expected)
+
+
+@pytest.mark.gpu
+def test_batches_come_from_the_cpu_and_outputs_go_there() -> None:
+    module, x = linear(300, 200).cuda(0), rows(64, 300)
+    wrapper = HandwrittenDataParallel(module, [0, 0, 0], output_device="cpu")
+    for _ in range(20):
+        assert_same(wrapper(x), module(x.cuda(0)).cpu())
+        assert_same(wrapper(x.detach().pin_memory()), module(x.detach().cuda(0)).cpu())
+
+
+@pytest.mark.gpu
+def test_the_caller_s_stream_is_the_replicas_() -> None:
+    class Streams(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return x, torch.cuda.current_stream() == stream
+
+    stream, wrapper = torch.cuda.Stream(), HandwrittenDataParallel(Streams(), [0, 0])
+    x = torch.ones(4, device="cuda:0")
+    assert wrapper(x)[1] is False
+    with torch.cuda.stream(stream):
+        assert wrapper(x)[1] is True
+    stream.synchronize()
+
+
+def both(module: nn.Module, dim: int = 0) -> tuple[HandwrittenDataParallel, nn.DataParallel[nn.Module]]:
+    """On all GPUs: this one's and torch's, each of a module of its own."""
+    devices = list(range(torch.cuda.device_count()))
+    theirs = nn.DataParallel(copy.deepcopy(module).cuda(0), devices, dim=dim)
+    return HandwrittenDataParallel(module.cuda(0), devices, dim), theirs
+
+
+@pytest.mark.gpu
+@two_gpus
+@settings(max_examples=40)
+@given(
+    model=random_models,
+    dim=st.shared(st.sampled_from([0, 1, -1]), key="dim"),
+    samples=batch_sizes,
+)
+def test_random_models_equal_torch_s_own(model: nn.Module, dim: int, samples: int) -> None:
+    """But for parameters that no replica used: torch's gradients of those are zeros."""
+    ours, theirs = both(model, dim)
+    outputs, actual, inputs = outcome(ours, images(samples, dim))
+    their_outputs, expected, their_inputs = outcome(theirs, images(samples, dim))
+    assert_same((outputs, inputs), (their_outputs, their_inputs))
+    for name, gradient in expected.items():
+        if actual[name] is None and gradient is not None:
+            assert not gradient.any()
+        else:
+            assert_same(actual[name], gradient)
+
+
+@pytest.mark.gpu
+@two_gpus
+@settings(max_examples=40)
+@given(args=st.lists(nested, max_size=2), samples=batch_sizes)
+def test_nested_inputs_equal_torch_s_own(args: list[Any], samples: int) -> None:
+    ours, theirs = both(Everywhere())
+
+    def tensors_alone(value: Any) -> Any:
+        """As torch's gather refuses constants other than None."""
+        return change(value, lambda one: one if isinstance(one, Tensor) else None)
+
+    arguments = tensors_alone(filled([*args, Pair(Rows(2), Rows(1))], samples))
+    assert_same(outcome(ours, *arguments), outcome(theirs, *arguments))
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_training_with_batchnorm_equals_torch_s_own() -> None:
+    torch.manual_seed(0)
+    ours, theirs = both(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
+    samples = 3 * torch.cuda.device_count() + 2
+    for forward in (ours, theirs):
+        learner = torch.optim.SGD(forward.parameters(), lr=0.1, momentum=0.9)
+        for seed in range(3):
+            learner.zero_grad()
+            loss_of(forward(rows(samples, seed=seed))).backward()
+            learner.step()
+    assert_same(ours.state_dict(), theirs.state_dict())
+    assert_same(ours.eval()(rows(samples)), theirs.eval()(rows(samples)))
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_gradients_of_gradients_equal_torch_s_own() -> None:
+    penalized = []
+    torch.manual_seed(0)
+    for forward in both(Tied()):
+        x = rows(7, 4)
+        parameters = list(forward.parameters())
+        first = torch.autograd.grad(loss_of(forward(x)), parameters, create_graph=True)
+        torch.stack([one.square().sum() for one in first]).sum().backward()
+        penalized.append([x.grad, *(parameter.grad for parameter in parameters)])
+    assert_same(*penalized)
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_outputs_are_joined_on_another_gpu_when_asked() -> None:
+    module, x = linear().cuda(0), rows(5)
+    wrapper = HandwrittenDataParallel(module, [0, 1], output_device=1)
+    assert_same(wrapper(x), module(x.cuda(0)).cuda(1))
+    parts = scatter(((x,), {}), [torch.device("cuda", 0), torch.device("cuda", 1)])
+    assert [args[0].device.index for args, _ in parts] == [0, 1]
+    assert_same(gather([args[0] for args, _ in parts], CPU), x.clone())

@@ -1,0 +1,152 @@
+"""Gradients through dataparallel/parallel.py: where they add up, where there are none, and what an optimizer makes of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dataparallel.modules import (
+    Tied,
+    assert_equal_to_plain,
+    assert_same,
+    gradients,
+    images,
+    linear,
+    loss_of,
+    random_model,
+    rows,
+    wrapped,
+)
+
+
+def test_gradients_of_two_backward_passes_add_up() -> None:
+    plain, module = linear(), linear()
+    wrapper = wrapped(module, 3)
+    for forward in (plain, wrapper):
+        for seed in (1, 2):
+            loss_of(forward(rows(5, seed=seed))).backward()
+    assert_same(gradients(module), gradients(plain))
+
+
+def test_several_forwards_before_one_backward_and_a_graph_that_is_kept() -> None:
+    plain, module = linear(), linear()
+    wrapper = wrapped(module, 3)
+    for forward in (plain, wrapper):
+        loss = loss_of([forward(rows(samples, seed=samples)) for samples in (5, 2, 7)])
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(gradients(module), gradients(plain))
+
+
+class Moody(nn.Module):
+    """Uses one parameter where a sample is negative, and another never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rare, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.rare + self.always if (x < 0).any() else x + self.always
+
+
+@pytest.mark.parametrize("using", [(), (0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+def test_the_sum_counts_only_replicas_that_used_the_parameter(using: tuple[int, ...]) -> None:
+    module = Moody()
+    x = torch.arange(1.0, 7.0).view(3, 2)
+    x[list(using)] *= -1
+    wrapped(module, 3)(x).sum().backward()
+    assert module.never.grad is None
+    assert module.always.grad is not None
+    assert module.always.grad.tolist() == [3, 3]
+    if using:
+        assert module.rare.grad is not None
+        assert torch.equal(module.rare.grad, x[list(using)].sum(0))
+    else:
+        assert module.rare.grad is None
+
+
+def test_without_anything_to_learn_nothing_requires_grad() -> None:
+    module = linear().requires_grad_(False)
+    assert not wrapped(module, 2)(rows(4, requires_grad=False)).requires_grad
+    assert_equal_to_plain(module, 2, rows(4))
+
+
+def test_autograd_grad_gives_the_plain_gradients() -> None:
+    module, x = Tied(), rows(5, 4)
+    unused = nn.Parameter(torch.ones(1))
+    inputs = [*module.parameters(), x, unused]
+    expected, actual = (
+        torch.autograd.grad(loss_of(forward(x)), inputs, allow_unused=True) for forward in (module, wrapped(module, 3))
+    )
+    assert_same(actual, expected)
+    assert gradients(module) == [None, None]
+
+
+def test_gradients_of_gradients_equal_the_plain_ones() -> None:
+    """A penalty on the gradients of inputs and parameters."""
+    plain, module = Tied(), Tied()
+    module.load_state_dict(plain.state_dict())
+    penalized = []
+    for forward, owner in ((plain, plain), (wrapped(module, 3), module)):
+        x = rows(5, 4)
+        first = torch.autograd.grad(loss_of(forward(x)), [x, *owner.parameters()], create_graph=True)
+        torch.stack([one.square().sum() for one in first]).sum().backward()
+        penalized.append([x.grad, *gradients(owner)])
+    assert_same(*penalized)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_optimizer_steps_equal_the_plain_ones(optimizer: type[torch.optim.Optimizer]) -> None:
+    plain = random_model(["conv", "tied", "norm", "lists"], 0, 3)
+    module = copy.deepcopy(plain)
+    for forward in (plain, wrapped(module, 3)):
+        learner = optimizer([p for p in forward.parameters() if p.requires_grad], lr=0.01)  # type: ignore[call-arg]
+        for _ in range(3):
+            learner.zero_grad()
+            loss_of(forward(images(5, 0))).backward()
+            learner.step()
+    assert_same(module.state_dict(), plain.state_dict())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.calls: list[int] = []
+
+    def block(self, x: Tensor) -> Any:
+        self.calls.append(len(x))
+        return torch.tanh(self.layer(x)).square()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_checkpointed_activations_are_computed_again() -> None:
+    module = Checkpointed()
+    assert_equal_to_plain(module, 2, rows(5))
+    assert sorted(module.calls) == [2, 2, 3, 3]
+
+
+def test_hooks_run_for_each_replica_and_gradient_hooks_once() -> None:
+    module = linear()
+    calls: list[tuple[str, int]] = []
+    module.register_forward_hook(lambda _, args, output: calls.append(("forward", len(output))))
+    module.register_full_backward_hook(lambda _, before, after: calls.append(("backward", len(next(iter(after))))))
+    module.weight.register_hook(lambda gradient: calls.append(("weight", len(gradient))))
+    wrapped(module, 3)(rows(5)).sum().backward()
+    parts = [1, 2, 2]
+    expected = [("backward", part) for part in parts] + [("forward", part) for part in parts]
+    assert sorted(calls) == [*expected, ("weight", 2)]
+
+
+def test_a_module_may_change_its_input_in_place() -> None:
+    """Each replica its own part, also while another has saved its own for the backward pass."""
+    module = nn.Sequential(nn.ReLU(inplace=True), linear())
+    for _ in range(20):
+        assert_equal_to_plain(copy.deepcopy(module), 3, rows(9, requires_grad=False))

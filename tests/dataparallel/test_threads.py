@@ -1,0 +1,231 @@
+"""dataparallel/threads.py: what a thread per device is told, what share of the cores it has, and when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dataparallel.parallel import HandwrittenDataParallel
+from dataparallel.threads import DeviceThreads
+from tests.dataparallel.modules import (
+    CPU,
+    assert_same,
+    gradients,
+    images,
+    linear,
+    loss_of,
+    outcome,
+    random_model,
+    rows,
+    wrapped,
+)
+
+
+def threads(count: int) -> DeviceThreads:
+    return DeviceThreads([CPU] * count)
+
+
+# Calls
+
+
+def test_results_come_in_the_calls_order_and_all_run_at_once() -> None:
+    meeting = threading.Barrier(3)
+
+    def call(number: int) -> tuple[int, str]:
+        meeting.wait(timeout=20)
+        return number, threading.current_thread().name
+
+    workers = threads(3)
+    for _ in range(3):
+        results = workers.run([functools.partial(call, number) for number in range(3)])
+        assert [number for number, _ in results] == [0, 1, 2]
+        assert len({name for _, name in results}) == 3
+        assert all(name.startswith("replica") for _, name in results)
+
+
+def test_fewer_calls_than_devices() -> None:
+    workers = threads(3)
+    assert workers.run([lambda: 1]) == [1]
+    assert workers.run([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_all_calls_end_before_an_error_is_raised() -> None:
+    ended, failed = [], threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("no good")
+
+    def wait() -> None:
+        failed.wait(timeout=20)
+        time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(ValueError, match=r"^replica 0 on cpu: no good$"):
+        threads(2).run([fail, wait])
+    assert ended
+
+
+# Cores
+
+
+@pytest.fixture(params=[1, 2, 5])
+def cores(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The intra-op threads of this thread, and of each that is new."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def of_a_new_thread() -> int:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_thread_has_its_share_of_the_intra_op_threads(cores: int, count: int) -> None:
+    workers = threads(count)
+    for _ in range(3):
+        assert workers.run([torch.get_num_threads] * count) == [max(1, cores // count)] * count
+        assert torch.get_num_threads() == cores
+        assert of_a_new_thread() == cores
+
+
+def test_threads_within_threads_share_the_share() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(12)
+    try:
+        inner = threads(2)
+
+        def call() -> list[int]:
+            return [torch.get_num_threads(), *inner.run([torch.get_num_threads] * 2), torch.get_num_threads()]
+
+        assert threads(3).run([call] * 3) == [[4, 2, 2, 4]] * 3
+        assert (torch.get_num_threads(), of_a_new_thread()) == (12, 12)
+    finally:
+        torch.set_num_threads(before)
+
+
+# Modes
+
+
+class Modes(nn.Module):
+    """The modes that it runs in, with an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+        return y, y.is_inference(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
+MODES: dict[str, list[Callable[[], contextlib.AbstractContextManager[Any]]]] = {
+    "none": [],
+    "no grad": [torch.no_grad],
+    "grad within no grad": [torch.no_grad, torch.enable_grad],
+    "inference": [torch.inference_mode],
+    "no inference within inference": [torch.inference_mode, lambda: torch.inference_mode(False)],
+    "grad within inference": [torch.inference_mode, torch.enable_grad],
+    "bfloat16": [lambda: torch.autocast("cpu", torch.bfloat16)],
+    "float16 without cache": [lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)],
+    "off within on": [lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", enabled=False)],
+    "float16 within bfloat16": [
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+    ],
+    "bfloat16 without grad": [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_caller_s_modes_are_the_replicas_(name: str) -> None:
+    module = Modes()
+    wrapper, x = wrapped(module, 3), rows(5).detach().float()
+    with contextlib.ExitStack() as stack:
+        for mode in MODES[name]:
+            stack.enter_context(mode())
+        assert_same(wrapper(x), module(x))
+    assert_same(wrapper(x), module(x))
+
+
+def test_autocast_trains_as_the_plain_module() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    module, x = copy.deepcopy(plain), rows(5).detach().float()
+    for forward in (plain, wrapped(module, 3)):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = forward(x)
+        assert output.dtype == torch.bfloat16
+        output.float().square().sum().backward()
+    for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # of bfloat16: sums of the parts, rounded
+
+
+def test_repeated_runs_are_the_same_bit_for_bit() -> None:
+    module = random_model(["conv", "norm", "tied", "lists"], 0, 1).float()
+    wrapper, x = wrapped(module, 4), images(9, 0).detach().float()
+    results = []
+    for _ in range(5):
+        module.zero_grad()
+        output = wrapper(x)
+        loss_of(output).backward()
+        results.append([output, *gradients(module)])
+    for other in results[1:]:
+        assert all(torch.equal(ours, first) for ours, first in zip(other, results[0], strict=True))
+
+
+# Lifetime
+
+
+def in_a_child(wrapper: HandwrittenDataParallel, results: Connection) -> None:
+    output = wrapper(rows(5))
+    loss_of(output).backward()
+    results.send([tensor.tolist() for tensor in (output.detach(), *gradients(wrapper)) if tensor is not None])
+
+
+def test_it_works_in_a_forked_child_after_use_in_the_parent() -> None:
+    wrapper = wrapped(linear(), 3)
+    output, grads, _ = outcome(wrapper, rows(5))
+    wrapper.zero_grad()
+    ours, childs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=in_a_child, args=(wrapper, childs))
+    child.start()
+    assert ours.poll(60)
+    assert ours.recv() == [tensor.tolist() for tensor in (output, *grads.values())]
+    child.join()
+    assert child.exitcode == 0
+    assert_same(wrapper(rows(5)), output)
+
+
+def replica_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def test_the_threads_start_with_the_first_forward_and_end_with_the_wrapper() -> None:
+    before = set(replica_threads())
+    wrapper = wrapped(linear(), 3)
+    assert set(replica_threads()) == before
+    wrapper(rows(6)).sum().backward()
+    wrapper(rows(6))
+    own = set(replica_threads()) - before
+    assert len(own) == 3
+    del wrapper
+    for thread in own:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
