@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every way to launch the main job, and the data-loading commands, by name.
+# Every way to launch the main job, and the other commands, by name.
 #
 #   ./torchrun_examples.sh                  lists the examples
 #   ./torchrun_examples.sh NAME [FLAGS...]  prints one's exact command and runs it; FLAGS go to that command
@@ -48,6 +48,12 @@ example ladder 'from the usual pipeline to the fast loader, one change at a time
     'python -m dataloading.ladder OPTIONS'
 example timeline 'one run of the stock loader, all processes, with one late file' - \
     'python -m dataloading.timeline OPTIONS'
+example dataparallel 'the same training in one process with many devices: the batch scattered in every step' - \
+    'python -m dataparallel.train --run-dir runs/examples/dataparallel --overwrite OPTIONS'
+example when-it-pays 'nn.DataParallel, its four steps by hand and one process per device: what pays from which batch on' - \
+    'python -m dataparallel.bench OPTIONS'
+example strategies 'why two is not twice as fast: one process, many devices and many processes take turns' - \
+    'python -m ddp.bench strategies OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 

@@ -17,12 +17,16 @@ SCRIPT = REPOSITORY / "torchrun_examples.sh"
 SMALL = ("--train-samples", "576", "--test-samples", "50", "--epochs", "1", "--batch-size", "48")
 
 
-# Examples of other commands than ddp.train, with flags that make them small.
+# Examples of the benchmarks, with flags that make them small.
 LOADING = {
     "loading": ("--workers", "1", "--batches", "2", "--repeats", "2", "--batch-size", "4"),
     "slow-storage": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
     "ladder": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
     "timeline": ("--batches", "4", "--batch-size", "4"),
+}
+COMPARING = {
+    "when-it-pays": ("--batch-sizes", "4", "--rounds", "2", "--devices", "cpu,cpu"),
+    "strategies": ("--rounds", "2", "--steps", "1", "--processes", "1,2", "--device", "cpu"),
 }
 
 
@@ -63,23 +67,24 @@ def test_it_lists_every_example_with_what_it_shows() -> None:
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if name not in LOADING])
+@pytest.mark.parametrize("name", [name for name in listed() if name not in LOADING | COMPARING])
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     flags = ("--data-dir", str(faces), "--train-samples", "96") if name == "files" else ()
     status, out = run_script(name, *SMALL, *flags, "--run-dir", str(tmp_path / "run"))
     assert status == 0, out
-    assert re.search(r"^(torchrun|python) .*-m ddp\.train .*--train-samples \d+", out, re.MULTILINE)
+    assert re.search(r"^(torchrun|python) .*-m (ddp|dataparallel)\.train .*--train-samples \d+", out, re.MULTILINE)
     assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == 1, out
     traces = ["rank0.json.gz", "rank1.json.gz"] if name == "profile" else []
     assert sorted(path.name for path in tmp_path.glob("run/profile/*")) == traces
 
 
-@pytest.mark.parametrize("name", LOADING)
-def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
+@pytest.mark.parametrize("name", [*LOADING, *COMPARING])
+def test_a_benchmark_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     output = tmp_path / "results"
-    status, out = run_script(name, *LOADING[name], "--path-to-folder", str(faces), "--output", str(output))
+    options = (*LOADING[name], "--path-to-folder", str(faces)) if name in LOADING else COMPARING[name]
+    status, out = run_script(name, *options, "--output", str(output))
     assert status == 0, out
-    assert re.search(rf"^python -m dataloading\..* --path-to-folder {faces}", out, re.MULTILINE)
+    assert re.search(rf"^python -m \w+\..* --output {output}", out, re.MULTILINE)
     assert list(output.glob("*.png"))
     assert list(output.glob("*.json"))
 

@@ -11,7 +11,16 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from common.plotting import plot_confusion, plot_curves, plot_ratios, plot_samples
+from common.plotting import (
+    STACK_COLORS,
+    plot_confusion,
+    plot_curves,
+    plot_ratios,
+    plot_samples,
+    plot_stacked,
+    plot_strategies,
+)
+from common.timing import Spread
 
 Pixels = npt.NDArray[np.int64]
 CLASSES = ("T-shirt", "Ankle boot", "Bag")
@@ -106,6 +115,33 @@ def test_ratios_are_drawn_for_any_number_of_candidates(candidates: int, tmp_path
     ratios = {f"candidate {i}": [1.0, 1.01 + i / 100, 0.99] for i in range(candidates)}
     plot_ratios(tmp_path / "ratios.png", ratios, limit=1.05, title="Overhead", axis_title="ratio")
     pixels_of(tmp_path / "ratios.png")
+
+
+def test_parts_are_stacked_from_the_bottom_up(tmp_path: Path) -> None:
+    panels = {name: {"forward": [1.0, 2.0], "reduce": [0.5, 0.0]} for name in ("inference", "training")}
+    plot_stacked(
+        tmp_path / "stacked.png",
+        panels,
+        [8, 512],
+        x_title="batch size",
+        y_title="multiples",
+        title="Where it goes",
+        line=(1.0, "plain"),
+        points={"training": {"processes": [0.9, 1.1]}},
+    )
+    pixels = pixels_of(tmp_path / "stacked.png")
+    forward, reduce = (np.argwhere((pixels == list(bytes.fromhex(c[1:]))).all(axis=2)) for c in STACK_COLORS[:2])
+    assert len(forward) > 2 * len(reduce) > 0
+    assert reduce[:, 0].max() < forward[:, 0].max()
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_strategies_are_drawn_side_by_side(count: int, tmp_path: Path) -> None:
+    names = [f"strategy {i}" for i in range(count)]
+    steps = {name: ([10.0 + i, 11.0, 12.0], 300.0 + i) for i, name in enumerate(names)}
+    speedups = {name: (i + 1, Spread(1.0 + i / 2, 0.9, 3.1 + i / 2)) for i, name in enumerate(names)}
+    plot_strategies(tmp_path / "strategies.png", steps, speedups, "Strategies")
+    pixels_of(tmp_path / "strategies.png")
 
 
 def test_no_figure_is_kept_or_shown_by_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
