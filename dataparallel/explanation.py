@@ -66,7 +66,7 @@ def _rows(comparison: Comparison) -> list[str]:
     if not comparison.on_cpu:
         return []
     lines = [
-        f"no several GPUs here: '{HANDWRITTEN}' has {count} threads of this process for devices, '{PROCESSES}' {count} "
+        f"CPU devices: '{HANDWRITTEN}' has {count} threads of this process for devices, '{PROCESSES}' {count} "
         f"processes, each with {_cores(comparison)}; '{PLAIN}' has all {torch.get_num_threads()} by itself, and "
         f"'{ONE_DEVICE}' what one thread has"
     ]
@@ -159,8 +159,11 @@ def _threads(comparison: Comparison, point: Point, steps: dict[str, float]) -> s
     text = f"  - forward: the replicas' threads take {1e3 * own:.2f} ms, the same parts in {count} processes {1e3 * alone:.2f}"
     if own > 1.1 * alone:
         lost = 1e3 * (own - alone)
-        return f"{text}: {lost:.2f} ms go to sharing one interpreter (the GIL) and to waking the threads"
-    return f"{text}: the kernels are long enough that the GIL, which they let go of, costs little"
+        return (
+            f"{text}: {lost:.2f} ms go to being threads of one process: waiting for the GIL, waking up, and OpenMP's idle "
+            "threads, which spin on their cores (not with OMP_WAIT_POLICY=passive)"
+        )
+    return f"{text}: being threads of one process, with its GIL, costs little here"
 
 
 def _backward(comparison: Comparison, steps: dict[str, float], total: float) -> str:

@@ -72,16 +72,17 @@ class HandwrittenDataParallel(nn.Module):
         :raises Exception: of a replica, with its number and device before the message
         """
         self._check_module()
-        with self.step("scatter"):
-            parts = scatter((args, kwargs), self.devices, self.dim)
-        if len(self.devices) == 1:
-            return _call(self.module, parts[0])
-        with self.step("replicate"):
-            replicas = replicate(self.module, self.devices[: len(parts)], self.step)
-        with self.step("forward"):
-            outputs = parallel_apply(replicas, parts, self._threads)
-        with self.step("gather"):
-            return gather(outputs, self.output_device, self.dim)
+        with self._threads.undisturbed():
+            with self.step("scatter"):
+                parts = scatter((args, kwargs), self.devices, self.dim)
+            if len(self.devices) == 1:
+                return _call(self.module, parts[0])
+            with self.step("replicate"):
+                replicas = replicate(self.module, self.devices[: len(parts)], self.step)
+            with self.step("forward"):
+                outputs = parallel_apply(replicas, parts, self._threads)
+            with self.step("gather"):
+                return gather(outputs, self.output_device, self.dim)
 
     def _check_module(self) -> None:
         for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):

@@ -92,6 +92,9 @@ class Replica:
             device_ids=[place.device] if place.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
+        # BatchNorm's statistics of rank 0 need not be sent before each forward pass. (Set here, because the constructor's
+        # argument has another name since torch 2.15.)
+        self._model.broadcast_buffers = False
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.01, momentum=0.9, fused=True)
         self._precision = Precision(precision, place.device)
 

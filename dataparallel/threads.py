@@ -56,6 +56,24 @@ class DeviceThreads:
                 results.append(running.pop().result())
         return results
 
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Let the calling thread have one CPU device's share of the cores, for what it does between calls.
+
+        OpenMP's threads wait for more work by spinning, for some milliseconds. Those that had helped the calling thread would
+        take the cores from the replicas' threads.
+        """
+        if self.devices[0].type != "cpu":
+            yield
+            return
+        self._started()  # which divides all that the calling thread has
+        total = torch.get_num_threads()
+        torch.set_num_threads(_share(total, len(self.devices)))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(total)
+
     def _started(self) -> ThreadPoolExecutor:
         with _starting:
             if self._pool is None or self._owner != os.getpid():  # threads do not survive a fork
@@ -67,8 +85,7 @@ class DeviceThreads:
 
 
 def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
-    share = max(1, torch.get_num_threads() // count)
-    all_there = threading.Barrier(count)
+    share, all_there = _share(torch.get_num_threads(), count), threading.Barrier(count)
 
     def prepare() -> None:
         if divide_cores:
@@ -83,6 +100,10 @@ def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
         wait([pool.submit(prepare) for _ in range(count)])
         fresh.submit(torch.set_num_threads, number).result()
     return pool
+
+
+def _share(threads: int, devices: int) -> int:
+    return max(1, threads // devices)
 
 
 def _surroundings(kind: str) -> Callable[[], contextlib.AbstractContextManager[None]]:

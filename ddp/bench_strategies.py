@@ -11,7 +11,6 @@ ddp/step_parts.py for how they are told apart.
 from __future__ import annotations
 
 import contextlib
-import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -50,7 +49,10 @@ class StrategiesConfig:
         None, "of DDP, as 1,2,4 (default: 1, 2, ... to the GPUs or usable cores, at most 4)", minimum=1, maximum=64
     )
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
-    rounds: int = option(12, "rounds that count; in each, all candidates take their turn", minimum=2)
+    builds: int = option(
+        3, "times that all jobs are started anew: where their tensors lie can cost one a good part", minimum=1
+    )
+    rounds: int = option(6, "rounds per build that count; in each, all candidates take their turn", minimum=2)
     steps: int = option(5, "steps of each candidate in a round", minimum=1)
     device: str = option("auto", "auto takes CUDA where there are several GPUs", choices=DEVICES)
     output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figures")
@@ -149,38 +151,46 @@ def measure(config: StrategiesConfig) -> list[Measured]:
         epochs=10**6,  # the schedule needs an end; this run is stopped long before it
     )
     chosen = strategies(config)
-    with contextlib.ExitStack() as stack:
-        jobs = {
-            strategy.name: stack.enter_context(
-                StandingRanks(
-                    strategy.processes,
-                    Runner,
-                    train_config,
-                    strategy.wrapper,
-                    strategy.devices,
-                    device=config.device,
-                    threads=strategy.threads,
-                    name=f"'{strategy.name}', rank",
-                )
-            )
-            for strategy in chosen
-        }
-        progress = stack.enter_context(Progress(find_place({}, "cpu"), "bench", config.rounds + WARMUP))
-        parts: dict[str, list[Parts]] = {name: [] for name in jobs}
+    seconds: dict[str, list[float]] = {strategy.name: [] for strategy in chosen}
+    parts: dict[str, list[Parts]] = {strategy.name: [] for strategy in chosen}
+    memory = dict.fromkeys(seconds, 0.0)
+    total = config.builds * (config.rounds + WARMUP)
+    with Progress(find_place({}, "cpu"), "bench", total) as progress:
+        for _ in range(config.builds):
+            with contextlib.ExitStack() as stack:
+                jobs = {s.name: stack.enter_context(_start(config, train_config, s)) for s in chosen}
+                candidates = {name: _Turn(ranks, config.steps) for name, ranks in jobs.items()}
+                taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+                for name, ranks in jobs.items():
+                    seconds[name] += taken[name]
+                    parts[name] += candidates[name].parts[WARMUP:]
+                    memory[name] = max(memory[name], *ranks.call("peak_memory"))
+    return [Measured(s, seconds[s.name], parts[s.name], memory[s.name]) for s in chosen]
 
-        def turn(name: str) -> float:
-            stamps = jobs[name].call("run", config.steps)
-            parts[name].append(Parts.of(stamps))
-            return parts[name][-1].total
 
-        seconds = interleave(
-            {name: functools.partial(turn, name) for name in jobs},
-            config.rounds,
-            WARMUP,
-            lambda done: progress.advance(1, f"round {done}"),
-        )
-        memory = {name: max(ranks.call("peak_memory")) for name, ranks in jobs.items()}
-    return [Measured(s, seconds[s.name], parts[s.name][WARMUP:], memory[s.name]) for s in chosen]
+def _start(config: StrategiesConfig, train_config: TrainConfig, strategy: Strategy) -> StandingRanks:
+    return StandingRanks(
+        strategy.processes,
+        Runner,
+        train_config,
+        strategy.wrapper,
+        strategy.devices,
+        device=config.device,
+        threads=strategy.threads,
+        name=f"'{strategy.name}', rank",
+    )
+
+
+class _Turn:
+    """A job's turn: some steps, all ranks at once. Called, it gives the seconds of one; ``parts`` keeps each turn's."""
+
+    def __init__(self, ranks: StandingRanks, steps: int) -> None:
+        self._ranks, self._steps = ranks, steps
+        self.parts: list[Parts] = []
+
+    def __call__(self) -> float:
+        self.parts.append(Parts.of(self._ranks.call("run", self._steps)))
+        return self.parts[-1].total
 
 
 def lost(measured: Measured, single: Measured) -> dict[str, float]:

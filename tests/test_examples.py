@@ -26,7 +26,7 @@ LOADING = {
 }
 COMPARING = {
     "when-it-pays": ("--batch-sizes", "4", "--rounds", "2", "--devices", "cpu,cpu"),
-    "strategies": ("--rounds", "2", "--steps", "1", "--processes", "1,2", "--device", "cpu"),
+    "strategies": ("--builds", "1", "--rounds", "2", "--steps", "1", "--processes", "1,2", "--device", "cpu"),
 }
 
 

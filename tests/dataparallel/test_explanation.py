@@ -60,7 +60,7 @@ def test_what_is_said_of_cpu_threads() -> None:
         "processes: faster than the plain module from batch size 8 on",
         "2 devices by hand are 1.88 [1.88 to 1.88]x as fast as one of them, at batch size 512",
         "replicate, 8.00 ms (24 %): 5.9 MB of parameters and buffers go to 1 further device in every call",
-        "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms go to sharing one interpreter (the GIL)",
+        "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms go to being threads of one process: ",
         "as much comes back as gradients: reduce, 3.07 ms (7 %)",
         "autograd runs one replica's backward pass after the other's",
     ):

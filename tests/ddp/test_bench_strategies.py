@@ -14,7 +14,7 @@ from tests.launch import error_lines, run_command
 
 def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
     done = run_command(
-        "ddp.bench", "strategies", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
+        "ddp.bench", "strategies", "--builds", "1", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
         "--batch-size", "24", "--output", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
