@@ -281,7 +281,7 @@ def _reasons(measured: list[Measured]) -> list[str]:
             f"where {1e3 * ideal:.1f} would be a {'half' if devices == 2 else f'{devices}th'}. Of its time:"
         )
         for cause, seconds in sorted(causes.items(), key=lambda item: -item[1]):
-            if cause in ("communication", "imbalance") and one.strategy.processes == 1:
+            if cause in ("communication", "imbalance") and seconds == 0:  # there is none
                 continue
             lines.append(f"  {100 * seconds / one.median:5.1f} %  {1e3 * seconds:6.2f} ms  {WORDS[cause]}")
     return lines

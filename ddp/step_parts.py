@@ -8,6 +8,8 @@ Every rank stamps five moments of each step with the machine's one clock:
 the backward pass returns, with all buckets averaged. Between the two a rank waits: until the slowest rank is ready, that is
 *imbalance*; from then on it is *communication* that nothing hides. All-reduces that ran while gradients were still computed
 do not show; that is DDP's overlap.
+
+Data parallelism in one process communicates too, by copying: scatter, replicate, gather and reduce, and hides none of it.
 """
 
 from __future__ import annotations
@@ -30,22 +32,25 @@ from common.datasets import Batch
 from common.process_group import Place
 from common.report import Window
 from dataparallel.parallel import HandwrittenDataParallel
+from dataparallel.stopwatch import Stopwatch
 from ddp.config import TrainConfig
 from ddp.train import Job, build_job, train_step, wrap
 
+COPYING = ("scatter", "replicate", "gather", "reduce")
 PARTS = ("input", "compute", "imbalance", "communication", "update")
 
 
 @dataclass
 class Stamps:
     """A step's moments on one rank, in seconds of ``time.perf_counter``, which all processes of a machine share;
-    ``input`` is a duration."""
+    ``input`` and ``copying`` (between the devices of one process) are durations."""
 
     began: float
     input: float = 0.0
     ready: float = 0.0
     reduced: float = 0.0
     ended: float = 0.0
+    copying: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,8 @@ class Parts:
         for step in zip(*ranks, strict=True):
             all_ready = max(stamps.ready for stamps in step)
             for stamps in step:
-                computed = stamps.ready - stamps.began - stamps.input
-                waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready
+                computed = stamps.ready - stamps.began - stamps.input - stamps.copying
+                waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready + stamps.copying
                 parts.append((stamps.input, computed, waited, exposed, stamps.ended - stamps.reduced))
         return cls(*(statistics.fmean(values) for values in zip(*parts, strict=True)))
 
@@ -99,6 +104,7 @@ class Runner:
         data = datasets.load("glyphs", augmentation=config.augmentation)
         self._job = job = build_job(config, place, data)
         self._stamps = Stamps(0.0)
+        self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":
             if place.world_size == 1:  # where build_job goes without it
                 job.model = wrap(job.network, place)
@@ -108,6 +114,7 @@ class Runner:
             kind = place.device.type
             names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
             job.model = HandwrittenDataParallel(job.network, names)
+            self._stopwatch = job.model.step = Stopwatch(job.model.devices)
         elif wrapper == "torch":
             job.model = nn.DataParallel(job.network, list(range(devices)))
         job.optimizer.register_step_pre_hook(self._before_update)
@@ -125,6 +132,9 @@ class Runner:
             train_step(self._job, self._batches, self._window)
             self._synchronize()
             self._stamps.ended = time.perf_counter()
+            if self._stopwatch is not None:
+                seconds = self._stopwatch.take()
+                self._stamps.copying = sum(seconds[step] for step in COPYING)
             taken.append(self._stamps)
         return taken
 
