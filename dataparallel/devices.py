@@ -48,7 +48,7 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     for name in devices:
         try:
             device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             raise ValueError(f"{name!r} is no device: give auto, cpu,cpu or cuda:0,cuda:1") from None
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name!r} is neither a CPU nor a CUDA device")

@@ -108,7 +108,7 @@ def scatter(
 
     :param arguments: positional ones and keyword ones; tensors in nested tuples, lists and dicts count
     :returns: for each device that got a piece, the same structure; at least one
-    :raises ValueError: when there is no tensor, one lacks the dimension, or they differ in size along it
+    :raises ValueError: when there is no tensor, one is not dense or lacks the dimension, or they differ in size along it
     """
     size = _batch_size(arguments, dim)
     length = max(1, -(-size // len(devices)))
@@ -133,6 +133,9 @@ def _batch_size(arguments: tuple[tuple[Any, ...], dict[str, Any]], dim: int) -> 
     if not tensors:
         raise ValueError("nothing to scatter: the module was called without any tensor")
     for name, tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else "sparse"
+            raise ValueError(f"{name} cannot be scattered: it is {kind}, and only dense tensors can be cut")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"{name} cannot be scattered: its shape {list(tensor.shape)} has no dimension {dim}")
     first_name, first = tensors[0]

@@ -149,6 +149,13 @@ def test_an_error_that_is_dropped_keeps_nothing_alive() -> None:
         ((3, [None]), {"k": "v"}, 0, "nothing to scatter: the module was called without any tensor"),
         (([torch.tensor(1.0)],), {}, 0, r"argument 0\[0\] cannot be scattered: its shape \[\] has no dimension 0"),
         ((torch.ones(2, 3),), {}, 2, r"argument 0 cannot be scattered: its shape \[2, 3\] has no dimension 2"),
+        (({"s": torch.eye(2).to_sparse()},), {}, 0, r"argument 0\['s'\] cannot be scattered: it is sparse"),
+        (
+            (),
+            {"n": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)},
+            0,
+            "argument 'n' cannot be scattered: it is nested",
+        ),
         ((torch.ones(2, 3),), {}, -3, r"argument 0 cannot be scattered: its shape \[2, 3\] has no dimension -3"),
         (
             (3, torch.ones(4, 3)),
