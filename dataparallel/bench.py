@@ -49,11 +49,12 @@ class BenchConfig:
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     rounds: int = option(7, "rounds that count; in each, all candidates take their turn", minimum=2)
     threads: int = option(
-        0, "CPU threads of the plain module, shared by CPU devices; 0 takes the usable cores", minimum=0
+        0, "CPU threads of the plain module, shared by CPU devices; 0 takes the usable cores", minimum=0, maximum=1024
     )
     output: Path = option(Path("runs/bench-dataparallel"), "folder of the JSON and the figures")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "batch_sizes", tuple(sorted(self.batch_sizes)))
         devices = parse_devices(self.devices)
         if len(devices) == 1:
             raise UsageError(f"--devices {self.devices} is a single device: name several, as cpu,cpu")

@@ -56,6 +56,11 @@ class Comparison:
         return build_model(self.model, SHAPES[self.model], CLASSES).to(self.devices[0])
 
     @property
+    def threads_of_one(self) -> int:
+        """Intra-op threads of one CPU device."""
+        return max(1, torch.get_num_threads() // len(self.devices))
+
+    @property
     def megabytes(self) -> float:
         """What replicate copies to each further device."""
         network = self.build()
@@ -63,7 +68,8 @@ class Comparison:
 
     def open_processes(self, largest: int) -> Processes:
         """One process per device, for batches of at most so many samples; to be closed."""
-        return Processes(self.model, SHAPES[self.model], CLASSES, largest, self.devices, self.precision)
+        shape, threads = SHAPES[self.model], self.threads_of_one
+        return Processes(self.model, shape, CLASSES, largest, self.devices, self.precision, threads)
 
     def open(self, mode: str, batch_size: int, processes: Processes) -> dict[str, Candidate]:
         """All candidates for one of :data:`MODES` and one batch size, warmed up."""
@@ -90,8 +96,7 @@ class Comparison:
         stopwatch = Stopwatch(self.devices)
         found = {PLAIN: candidate(_OneDevice(self.build(), self.devices[0]))}
         if self.on_cpu:
-            share = max(1, torch.get_num_threads() // len(self.devices))
-            found[ONE_DEVICE] = candidate(_OneDevice(self.build(), self.devices[0]), threads=share)
+            found[ONE_DEVICE] = candidate(_OneDevice(self.build(), self.devices[0]), threads=self.threads_of_one)
             if not torch.cuda.is_available():  # where there is a GPU, it wants the module there
                 found[TORCH] = candidate(nn.DataParallel(self.build()))
             found[HANDWRITTEN] = handwritten(stopwatch)

@@ -67,17 +67,17 @@ def _rows(comparison: Comparison) -> list[str]:
         return []
     lines = [
         f"CPU devices: '{HANDWRITTEN}' has {count} threads of this process for devices, '{PROCESSES}' {count} "
-        f"processes, each with {_cores(comparison)}; '{PLAIN}' has all {torch.get_num_threads()} by itself, and "
-        f"'{ONE_DEVICE}' what one thread has"
+        f"processes, each with {_threads_of_one(comparison)}; '{PLAIN}' has all {torch.get_num_threads()} by itself, and "
+        f"'{ONE_DEVICE}' what one device has"
     ]
     if not torch.cuda.is_available():
         lines.append(f"'{TORCH}' passes its input through to the plain module where there is no GPU: the same work")
     return lines
 
 
-def _cores(comparison: Comparison) -> str:
-    share = max(1, torch.get_num_threads() // len(comparison.devices))
-    return "one core" if share == 1 else f"{share} cores"
+def _threads_of_one(comparison: Comparison) -> str:
+    share = comparison.threads_of_one
+    return f"{share} intra-op thread{'s' * (share > 1)}"
 
 
 def _table(points: Sequence[Point]) -> list[str]:
@@ -138,7 +138,7 @@ def _reasons(comparison: Comparison, points: Sequence[Point]) -> list[str]:
             lines.append(_threads(comparison, point, steps))
         if "backward" in steps:
             lines.append(_backward(comparison, steps, total))
-        lines.append(_first_device(steps, total))
+        lines.append(_first_device(comparison, steps, total))
     return lines
 
 
@@ -159,10 +159,12 @@ def _threads(comparison: Comparison, point: Point, steps: dict[str, float]) -> s
     text = f"  - forward: the replicas' threads take {1e3 * own:.2f} ms, the same parts in {count} processes {1e3 * alone:.2f}"
     if own > 1.1 * alone:
         lost = 1e3 * (own - alone)
-        return (
-            f"{text}: {lost:.2f} ms go to being threads of one process: waiting for the GIL, waking up, and OpenMP's idle "
-            "threads, which spin on their cores (not with OMP_WAIT_POLICY=passive)"
-        )
+        text += f": {lost:.2f} ms go to being threads of one process. Not told apart: waiting for the GIL, waking up"
+        if "backward" in steps:
+            text += (
+                ", and the threads that helped in the backward pass, which spin on (not with OMP_WAIT_POLICY=passive)"
+            )
+        return text
     return f"{text}: being threads of one process, with its GIL, costs little here"
 
 
@@ -176,12 +178,13 @@ def _backward(comparison: Comparison, steps: dict[str, float], total: float) -> 
     return f"{text}autograd has a thread for each GPU, and all of them share the GIL where Python is called"
 
 
-def _first_device(steps: dict[str, float], total: float) -> str:
+def _first_device(comparison: Comparison, steps: dict[str, float], total: float) -> str:
     text = f"  - scatter, {_share(steps, total, 'scatter')}, and gather, {_share(steps, total, 'gather')}"
     if "loss" not in steps:
         return f"{text}: what comes and goes with the batch"
     loss, optimizer = (_share(steps, total, step) for step in ("loss", "optimizer"))
-    return f"{text}; loss, {loss}, and optimizer, {optimizer}: on the first device, while the others idle"
+    place = "in the calling thread" if comparison.on_cpu else "on the first device, while the others idle"
+    return f"{text}; loss, {loss}, and optimizer, {optimizer}: {place}"
 
 
 def _share(steps: dict[str, float], total: float, name: str) -> str:

@@ -25,7 +25,7 @@ class Processes:
     """Ranks that stay, and the memory that they share with this process; a context manager that ends them.
 
     :param shape: of one image; :param largest: samples in the largest batch
-    :param devices: GPUs, or the CPU several times
+    :param devices: GPUs, or the CPU several times; :param threads: intra-op threads of each process
     """
 
     def __init__(
@@ -36,12 +36,15 @@ class Processes:
         largest: int,
         devices: tuple[torch.device, ...],
         precision: str,
+        threads: int,
     ) -> None:
         self.images = torch.empty(largest, *shape).share_memory_()
         self.labels = torch.empty(largest, dtype=torch.int64).share_memory_()
         self.logits = torch.empty(largest, classes).share_memory_()
         arguments = model, shape, classes, precision, self.images, self.labels, self.logits
-        self._ranks = StandingRanks(len(devices), Replica, *arguments, device=devices[0].type, name="replica")
+        self._ranks = StandingRanks(
+            len(devices), Replica, *arguments, device=devices[0].type, threads=threads, name="replica"
+        )
 
     def infer(self, images: Tensor) -> tuple[Tensor, float]:
         """:param images: float ``[n, channels, height, width]`` on the CPU

@@ -159,7 +159,7 @@ def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) ->
     if wrapper == "handwritten":
         return HandwrittenDataParallel(network, devices)
     if devices[0].type == "cpu":
-        logger.info("nn.DataParallel knows no CPU devices, and passes all on to the module: one thread computes it")
+        logger.info("nn.DataParallel knows no CPU devices, and passes all on to the module, undivided")
         return network
     return nn.DataParallel(network, device_ids=list(devices))
 

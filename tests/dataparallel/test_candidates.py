@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def test_all_are_timed(mode: str) -> None:
     assert all(seconds > 0 for seconds in own.values())
     assert list(candidates[PROCESSES].steps[0]) == ["forward"]
     assert torch.get_num_threads() == threads
+
+
+def test_a_process_has_the_threads_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that the machine would give it."""
+    ranks = mock.Mock()
+    monkeypatch.setattr("dataparallel.processes.StandingRanks", ranks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    Comparison("mlp", CPU, "fp32").open_processes(2)
+    assert ranks.call_args.kwargs["threads"] == 3
 
 
 def test_the_megabytes_are_the_model_s() -> None:

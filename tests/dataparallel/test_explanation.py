@@ -60,9 +60,11 @@ def test_what_is_said_of_cpu_threads() -> None:
         "processes: faster than the plain module from batch size 8 on",
         "2 devices by hand are 1.88 [1.88 to 1.88]x as fast as one of them, at batch size 512",
         "replicate, 8.00 ms (24 %): 5.9 MB of parameters and buffers go to 1 further device in every call",
-        "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms go to being threads of one process: ",
+        "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms go to being threads of one process. ",
         "as much comes back as gradients: reduce, 3.07 ms (7 %)",
         "autograd runs one replica's backward pass after the other's",
+        f"processes, each with {max(1, torch.get_num_threads() // 2)} intra-op thread",
+        "loss, 1.02 ms (2 %), and optimizer, 2.05 ms (5 %): in the calling thread",
     ):
         assert words in text
     assert re.search(r"the steps, of the measured time +100 % +100 %", text)
@@ -79,4 +81,5 @@ def test_what_is_said_of_gpus() -> None:
         text = "\n".join(explain(gpus, [measured]))
     assert "nn.DataParallel: never faster on this machine; at best 1.00" in text
     assert "autograd has a thread for each GPU" in text
+    assert "on the first device, while the others idle" in text
     assert "threads of this process" not in text
