@@ -278,10 +278,13 @@ def _reasons(measured: list[Measured]) -> list[str]:
         speedup = one.speedup(single).median
         lines.append(
             f"{one.strategy.name}: {speedup:.2f} times as fast as one, not {devices}: a step takes {1e3 * one.median:.1f} ms "
-            f"where {1e3 * ideal:.1f} would be a {'half' if devices == 2 else f'{devices}th'}. Of its time:"
+            f"where {1e3 * ideal:.1f} would be 1/{devices} of one's. Of its time:"
         )
         for cause, seconds in sorted(causes.items(), key=lambda item: -item[1]):
             if cause in ("communication", "imbalance") and seconds == 0:  # there is none
                 continue
-            lines.append(f"  {100 * seconds / one.median:5.1f} %  {1e3 * seconds:6.2f} ms  {WORDS[cause]}")
+            words = WORDS[cause]
+            if cause == "rest" and one.strategy.wrapper in ("torch", "handwritten") and causes["communication"] == 0:
+                words += ", and copies between the GPUs"
+            lines.append(f"  {100 * seconds / one.median:5.1f} %  {1e3 * seconds:6.2f} ms  {words}")
     return lines

@@ -21,7 +21,7 @@ def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
     names = ["single process", "single process, ", "dataparallel, 2 CPU devices", "DDP, 1 process", "DDP, 2 processes"]
     table = done.stdout.splitlines()[2:7]
     assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
-    assert "DDP, 2 processes: " in done.stdout and "would be a half. Of its time:" in done.stdout
+    assert "DDP, 2 processes: " in done.stdout and "would be 1/2 of one's. Of its time:" in done.stdout
     for cause in ("communication exposed", "imbalance between ranks", "input", "optimizer", "the rest"):
         assert cause in done.stdout
     written = json.loads((tmp_path / "strategies.json").read_text())
