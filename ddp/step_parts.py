@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from common import datasets
 from common.datasets import Batch
 from common.process_group import Place
+from common.recipes import load_in_memory
 from common.report import Window
 from dataparallel.parallel import HandwrittenDataParallel
 from dataparallel.stopwatch import Stopwatch
@@ -102,8 +102,7 @@ class Runner:
 
     def __init__(self, place: Place, config: TrainConfig, wrapper: str, devices: int) -> None:
         self._place = place
-        data = datasets.load("glyphs", augmentation=config.augmentation)
-        self._job = job = build_job(config, place, data)
+        self._job = job = build_job(config, place, load_in_memory(config))
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":

@@ -127,7 +127,7 @@ def test_clipping_sees_unscaled_gradients(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
     for precision in ("fp32", "fp16"):
-        job = job_on(2, model="mlp", precision=precision, clip_norm=0.01, train_samples=144)
+        job = job_on(2, model="mlp", precision=precision, clip_norm=0.01, batch_size=8, train_samples=8)
         train_epoch(job, 0)
     assert norms[1] == pytest.approx(norms[0], rel=0.02)  # 65536 times as large were it scaled
 

@@ -40,7 +40,7 @@ def test_a_late_rank_is_imbalance_and_not_communication() -> None:
 
 @pytest.mark.parametrize(("wrapper", "ranks"), [("none", 1), ("handwritten", 1), ("ddp", 1), ("ddp", 2)])
 def test_real_steps_are_stamped_in_order(wrapper: str, ranks: int) -> None:
-    config: TrainConfig = small(train_samples=None, epochs=10**6)
+    config: TrainConfig = small(epochs=10**6)
     with StandingRanks(ranks, Runner, config, wrapper, 2) as job:
         stamps = job.call("run", 3)
         assert all(memory > 10 for memory in job.call("peak_memory"))
