@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import error_lines, run_command, start_command
+from dataparallel import bench
+from tests.launch import run_command, start_command
+from tests.mistakes import mistake
 
 
 def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
@@ -59,12 +61,10 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
         (("--output", __file__), "is a file: give a folder"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:
-    done = run_command("dataparallel.bench", *arguments)
-    assert done.returncode == 2
-    assert len(error_lines(done.stderr)) == 1, done.stderr
-    assert words in error_lines(done.stderr)[0]
-    assert "Traceback" not in done.stderr
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    assert words in mistake(capsys, monkeypatch, bench.main, *arguments)
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from common.recipes import load_in_memory
 from common.report import Window
 from dataparallel import train
 from dataparallel.train import Job, TrainConfig, build_job, require_samples_for_all, train_epoch, train_step
-from tests.launch import error_lines, run_command, start_command
+from tests.launch import run_command, start_command
+from tests.mistakes import mistake
 
 CPU = torch.device("cpu")
 TINY = ("--train-samples", "288", "--test-samples", "101", "--epochs", "2")
@@ -216,19 +217,6 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Sig
 # Mistakes
 
 
-def mistake(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """The one line with which ``dataparallel.train`` refuses its arguments."""
-    monkeypatch.setattr("sys.argv", ["dataparallel.train", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        train.main()
-    out, err = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert out == ""
-    assert len(error_lines(err)) == 1
-    assert "Traceback" not in err
-    return error_lines(err)[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -253,7 +241,7 @@ def test_a_mistake_is_one_line(
     arguments: list[str],
     words: list[str],
 ) -> None:
-    line = mistake(capsys, monkeypatch, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
+    line = mistake(capsys, monkeypatch, train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
     for word in words:
         assert word in line, line
 
@@ -261,13 +249,13 @@ def test_a_mistake_is_one_line(
 def test_a_run_is_not_overwritten(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
-    line = mistake(capsys, monkeypatch, *TINY, "--devices", "cpu", "--run-dir", str(finished))
+    line = mistake(capsys, monkeypatch, train.main, *TINY, "--devices", "cpu", "--run-dir", str(finished))
     assert line.endswith(f"--run-dir {finished} holds a run: give --overwrite to delete it, or another folder")
 
 
 def test_torchrun_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert "start it without torchrun" in mistake(capsys, monkeypatch, *TINY)
+    assert "and not by torchrun" in mistake(capsys, monkeypatch, train.main, *TINY)
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp import bench
 from ddp.bench_strategies import Measured, StrategiesConfig, Strategy, lost, strategies
 from ddp.step_parts import Parts
-from tests.launch import error_lines, run_command
+from tests.launch import run_command
+from tests.mistakes import mistake
 
 
 def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
@@ -60,8 +62,7 @@ def test_what_is_started_on_cpus() -> None:
         (("--output", __file__), "is a file: give a folder"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:
-    done = run_command("ddp.bench", "strategies", *arguments)
-    assert done.returncode == 2
-    assert len(error_lines(done.stderr)) == 1 and words in error_lines(done.stderr)[0], done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    assert words in mistake(capsys, monkeypatch, bench.main, "strategies", *arguments)
