@@ -148,7 +148,7 @@ def plot_sweep(
         rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
         deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in rates]
         rate_plot.errorbar(positions, [runs.mean() for runs in rates], deviations, **style)
-    for plot, y_title in ((seconds_plot, "seconds per run"), (rate_plot, "images/s")):
+    for plot, y_title in ((seconds_plot, "seconds, mean and standard deviation"), (rate_plot, "images/s")):
         plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
         plot.set_xlabel(x_title.replace("_", " "))
         plot.set_ylabel(y_title)
@@ -264,7 +264,7 @@ def plot_strategies(
         devices, speedup = speedups[name]
         errors = [[speedup.median - speedup.low], [speedup.high - speedup.median]]
         style: dict[str, Any] = {"color": color, "marker": "os^Dv"[position % 5], "capsize": 4, "label": name}
-        speedup_plot.errorbar([devices + 0.04 * (position - len(steps) / 2)], [speedup.median], errors, **style)
+        speedup_plot.errorbar([devices + 0.02 * (position - (len(steps) - 1) / 2)], [speedup.median], errors, **style)
         memory_plot.barh(position, megabytes, 0.6, color=color)
         memory_plot.text(megabytes, position, f" {megabytes:,.0f}", va="center", fontsize=8.5)
     for plot, x_title in ((time_plot, "ms per step"), (memory_plot, "peak memory per process, MB")):
@@ -279,6 +279,7 @@ def plot_strategies(
     speedup_plot.set_xlabel("devices (GPUs, or shares of the cores)")
     speedup_plot.set_ylabel(f"times as fast as '{names[0]}'")
     speedup_plot.grid(alpha=0.25)
+    speedup_plot.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 

@@ -131,6 +131,12 @@ def process_group(
                 dist.destroy_process_group()
 
 
+def require_alone(program: str) -> None:
+    """:raises UsageError: in a job of ranks, for a program that is one process or starts its own"""
+    if "RANK" in os.environ:
+        raise UsageError(f"{program} is started once, and not by torchrun: start it with python -m, or unset RANK")
+
+
 def find_place(environment: dict[str, str], device: str = "auto", backend: str = "auto") -> Place:
     """Read a rank's place from torchrun's variables; without any of them, the only rank of a job of one.
 

@@ -63,7 +63,8 @@ def rank_logging(place: Place, folder: Path | None = None) -> Iterator[None]:
         root.setLevel(level)
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # a full disk, which what was to be written there has met already
+                handler.close()
 
 
 def add_log_file(place: Place, folder: Path) -> None:

@@ -54,9 +54,7 @@ def require_writable(folder: Path) -> None:
     """
     try:
         (folder / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{uuid.uuid4().hex}"
-        probe.write_bytes(bytes(4096))  # an empty file would fit on a full disk
-        probe.unlink()
+        _try_writing(folder)
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
 
@@ -82,9 +80,16 @@ def prepare_output(folder: Path) -> None:
     """
     with results_in(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{uuid.uuid4().hex}"
+        _try_writing(folder)
+
+
+def _try_writing(folder: Path) -> None:
+    """:raises OSError: when it cannot be written"""
+    probe = folder / f".{uuid.uuid4().hex}"
+    try:
         probe.write_bytes(bytes(4096))  # an empty file would fit on a full disk
-        probe.unlink()
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _is_run(folder: Path) -> bool:

@@ -14,6 +14,7 @@ fraction of a second, and CUDA is first used on the ranks themselves.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -232,6 +233,7 @@ def _rank(pipe: Connection, environment: dict[str, str], group: Any, build: Call
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the terminal sends it to all; the main process decides
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     os.environ.update(environment)
+    logging.getLogger("common.process_group").setLevel(logging.ERROR)  # who stops all has said so
     # The pipe is closed before the group is left: that a rank leaves is then known before its peers complain.
     with _reported(pipe), process_group(*group) as place, pipe, _reported(pipe):
         _serve(pipe, build, place, *arguments)

@@ -22,7 +22,7 @@ from common.machine import describe_machine, usable_cores
 from common.models import MODELS
 from common.plotting import plot_stacked, plot_sweep
 from common.precision import PRECISIONS
-from common.process_group import find_place
+from common.process_group import find_place, require_alone
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json
 from common.timing import interleave
@@ -73,6 +73,7 @@ class BenchConfig:
 @command
 def main() -> None:
     config = parse(BenchConfig, "dataparallel.bench", __doc__)
+    require_alone("dataparallel.bench")
     place = find_place({}, "cpu")  # the only process; its devices are the models'
     comparison = Comparison(config.model, parse_devices(config.devices), config.precision)
     torch.set_num_threads(config.threads or usable_cores())

@@ -1,6 +1,7 @@
 """What the benchmark compares: ways to run one batch through one model, each a call that can be timed.
 
-Every way begins with the batch in the CPU's memory (pinned, where there are GPUs), so that each pays for its own transfer.
+Every way begins with the batch in the CPU's memory, so that each pays for its own transfer. Where there are GPUs it is pinned,
+but for the processes, whose memory is shared.
 """
 
 from __future__ import annotations

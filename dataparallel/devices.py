@@ -44,12 +44,14 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     :param devices: as ``torch.device`` takes them; an integer is a GPU's number
     :raises ValueError: for none, one that is unknown or not there, or two kinds
     """
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ValueError(f"devices are a list, as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], and not {devices!r}")
     found = []
     for name in devices:
         try:
             device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
         except (RuntimeError, TypeError):
-            raise ValueError(f"{name!r} is no device: give auto, cpu,cpu or cuda:0,cuda:1") from None
+            raise ValueError(f"{name!r} is no device: give cpu or, for a GPU, cuda:0") from None
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name!r} is neither a CPU nor a CUDA device")
         found.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))

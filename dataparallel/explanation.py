@@ -6,6 +6,7 @@ Every number in a sentence is one that was measured, or a difference of two.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import torch
 
 from common.timing import Spread, paired_ratio
 from dataparallel.candidates import HANDWRITTEN, ONE_DEVICE, PLAIN, PROCESSES, TORCH, Comparison
+
+SUSPICIOUS_SPREAD = 2.0  # between the quartiles of one candidate's rounds
+SUSPICIOUS_GAIN = 0.7  # of a larger batch's time to a smaller one's
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def explain(comparison: Comparison, points: Sequence[Point]) -> list[str]:
     lines = _rows(comparison)
     for mode in dict.fromkeys(point.mode for point in points):
         ours = [point for point in points if point.mode == mode]
-        lines += ["", *_table(ours), "", *_crossovers(comparison, ours), *_reasons(comparison, ours)]
+        lines += ["", *_table(ours), "", *_doubts(ours), *_crossovers(comparison, ours), *_reasons(comparison, ours)]
     return lines
 
 
@@ -83,7 +87,7 @@ def _threads_of_one(comparison: Comparison) -> str:
 def _table(points: Sequence[Point]) -> list[str]:
     """Medians in ms: the candidates, and below them the steps by hand."""
     steps = [point.median_steps() for point in points]
-    sums = [sum(one.values()) / point.median(HANDWRITTEN) for one, point in zip(steps, points, strict=True)]
+    sums = [sum(one.values()) / point.median(point.timed) for one, point in zip(steps, points, strict=True)]
     rows = {name: [1e3 * point.median(name) for point in points] for name in points[0].seconds}
     rows |= {f"  {step}": [1e3 * one[step] for one in steps] for step in steps[0]}
     return [
@@ -91,6 +95,22 @@ def _table(points: Sequence[Point]) -> list[str]:
         *(f"{name:<34}" + "".join(f"{value:>10.2f}" for value in values) for name, values in rows.items()),
         f"{'  the steps, of the measured time':<34}" + "".join(f"{100 * share:>8.0f} %" for share in sums),
     ]
+
+
+def _doubts(points: Sequence[Point]) -> list[str]:
+    """What says that something else used the machine meanwhile."""
+    doubts = []
+    for name in points[0].seconds:
+        for point in points:
+            spread = Spread.of(point.seconds[name])
+            if spread.high > SUSPICIOUS_SPREAD * spread.low:
+                doubts.append(f"{name} at {point.batch_size} took {1e3 * spread.low:.1f} to {1e3 * spread.high:.1f} ms")
+        for point, larger in itertools.pairwise(points):
+            if larger.median(name) < SUSPICIOUS_GAIN * point.median(name):
+                doubts.append(f"{name} at {larger.batch_size} took less time than at {point.batch_size}")
+    if not doubts:
+        return []
+    return [f"do not trust this: {'; '.join(doubts)}. Something else used the machine; run it again when it is idle"]
 
 
 def _crossovers(comparison: Comparison, points: Sequence[Point]) -> list[str]:
@@ -101,7 +121,13 @@ def _crossovers(comparison: Comparison, points: Sequence[Point]) -> list[str]:
         size = crossover(points, name)
         speedups = {point.batch_size: _speedup(point, name, PLAIN) for point in points}
         best = max(speedups, key=lambda batch_size: speedups[batch_size].median)
-        verdict = f"faster than the {PLAIN} from batch size {size} on" if size else "never faster on this machine"
+        faster = [str(point.batch_size) for point in points if _speedup(point, name, PLAIN).low > 1]
+        if size:
+            verdict = f"faster than the {PLAIN} from batch size {size} on"
+        elif faster:
+            verdict = f"faster than the {PLAIN} at batch size {', '.join(faster)}, but not at larger ones"
+        else:
+            verdict = f"never faster than the {PLAIN} on this machine, at these batch sizes"
         lines.append(f"{name}: {verdict}; at best {speedups[best]:.2f}x, at batch size {best}")
     if comparison.on_cpu:
         speedups = {point.batch_size: _speedup(point, HANDWRITTEN, ONE_DEVICE) for point in points}
@@ -149,8 +175,9 @@ def _copying(comparison: Comparison, steps: dict[str, float], total: float) -> s
         f"{further} further device{'s' * (further > 1)} in every call, whatever the batch"
     )
     if "reduce" in steps:
-        text += f"; and as much comes back as gradients: reduce, {_share(steps, total, 'reduce')}"
-    return text + ". Processes keep their replicas"
+        text += f"; and the gradients come back: reduce, {_share(steps, total, 'reduce')}"
+        return f"{text}. Processes keep their replicas, and all-reduce the gradients"
+    return f"{text}. Processes keep their replicas"
 
 
 def _threads(comparison: Comparison, point: Point, steps: dict[str, float]) -> str:
@@ -165,6 +192,8 @@ def _threads(comparison: Comparison, point: Point, steps: dict[str, float]) -> s
                 ", and the threads that helped in the backward pass, which spin on (not with OMP_WAIT_POLICY=passive)"
             )
         return text
+    if alone > 1.1 * own:
+        return f"{text}: no loss by being threads of one process"
     return f"{text}: being threads of one process, with its GIL, costs little here"
 
 

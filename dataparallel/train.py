@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from common.metrics import MetricsWriter
 from common.models import build_model
 from common.optimization import build_optimizer
 from common.precision import Precision, clip_gradients
-from common.process_group import Place, stop_signals
+from common.process_group import Place, require_alone, stop_signals
 from common.randomness import derive_seed, seed_torch, shuffled
 from common.rank_logging import Progress, add_log_file, rank_logging
 from common.recipes import LearningConfig, load_in_memory, require_a_batch
@@ -77,9 +76,10 @@ class TrainConfig(LearningConfig):
 @command
 def main() -> None:
     config = parse(TrainConfig, "dataparallel.train", __doc__)
-    if "RANK" in os.environ:
-        raise UsageError("dataparallel.train is one process for all devices: start it without torchrun, or unset RANK")
+    require_alone("dataparallel.train")
     devices = parse_devices(config.devices)
+    if config.wrapper == "torch" and devices[0].type == "cpu":
+        devices = devices[:1]  # nn.DataParallel knows no CPU devices, and passes all on to the module
     torch.set_num_threads(config.threads or usable_cores())
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])

@@ -23,7 +23,7 @@ from common.machine import describe_machine, usable_cores
 from common.models import MODELS
 from common.plotting import plot_stacked, plot_strategies
 from common.precision import PRECISIONS
-from common.process_group import DEVICES, find_place
+from common.process_group import DEVICES, find_place, require_alone
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json
 from common.standing_ranks import StandingRanks
@@ -135,6 +135,7 @@ class Measured:
 
 def main(argv: Sequence[str]) -> None:
     config = parse(StrategiesConfig, "ddp.bench strategies", __doc__, argv)
+    require_alone("ddp.bench strategies")
     with rank_logging(find_place({}, "cpu")):
         prepare_output(config.output)
         measured = measure(config)

@@ -7,7 +7,8 @@ Every rank stamps five moments of each step with the machine's one clock:
 ``ready`` is when its last bucket of gradients is complete and handed to the all-reduce (a comm hook sees it), ``reduced`` when
 the backward pass returns, with all buckets averaged. Between the two a rank waits: until the slowest rank is ready, that is
 *imbalance*; from then on it is *communication* that nothing hides. All-reduces that ran while gradients were still computed
-do not show; that is DDP's overlap.
+do not show; that is DDP's overlap. (On the CPU it is not free: gloo's threads take their time from the same cores, and what
+that costs is found in *compute*.)
 
 Data parallelism in one process communicates too, by copying: scatter, replicate, gather and reduce. On CPU devices that is
 *communication*; on GPUs it cannot be told from *compute* without waiting between the steps (dataparallel.bench does).

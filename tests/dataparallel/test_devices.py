@@ -66,10 +66,10 @@ def test_devices_by_name(machine: Callable[[int, int], None], text: str, expecte
 @pytest.mark.parametrize(
     ("gpus", "text", "message"),
     [
-        (0, "", "'' is no device: give auto, cpu,cpu or cuda:0,cuda:1"),
-        (0, "cpu,", "'' is no device: give auto, cpu,cpu or cuda:0,cuda:1"),
-        (0, "tpu,tpu", "'tpu' is no device: give auto, cpu,cpu or cuda:0,cuda:1"),
-        (0, "cuda:-1", "'cuda:-1' is no device: give auto, cpu,cpu or cuda:0,cuda:1"),
+        (0, "", "'' is no device: give cpu or, for a GPU, cuda:0"),
+        (0, "cpu,", "'' is no device: give cpu or, for a GPU, cuda:0"),
+        (0, "tpu,tpu", "'tpu' is no device: give cpu or, for a GPU, cuda:0"),
+        (0, "cuda:-1", "'cuda:-1' is no device: give cpu or, for a GPU, cuda:0"),
         (0, "meta", "'meta' is neither a CPU nor a CUDA device"),
         (0, "cuda:0", "cuda:0 is not there: this machine has no usable GPUs"),
         (1, "cuda:0,cuda:1", "cuda:1 is not there: this machine has 1 usable GPU"),
@@ -77,7 +77,7 @@ def test_devices_by_name(machine: Callable[[int, int], None], text: str, expecte
         (2, "cuda:0,cuda:0", "a GPU is named twice"),
         (2, "cuda,cuda:0", "a GPU is named twice"),
         (2, "cpu,cuda:0", "some are CPU and some CUDA devices: give devices of one kind"),
-        (0, "cpu,auto", "'auto' is no device: give auto, cpu,cpu or cuda:0,cuda:1"),
+        (0, "cpu,auto", "'auto' is no device: give cpu or, for a GPU, cuda:0"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_flag(

@@ -46,6 +46,22 @@ def test_the_crossover_is_where_all_larger_batches_are_faster(times: tuple[float
     assert crossover(points, HANDWRITTEN) == size
 
 
+def test_a_gain_at_small_batches_alone_is_told() -> None:
+    text = "\n".join(explain(ON_CPU, [point(8, 15.0), point(512, 34.0)]))
+    assert "handwritten: faster than the plain module at batch size 8, but not at larger ones; at best 1.33" in text
+
+
+def test_disturbed_measurements_are_doubted() -> None:
+    quiet = [point(8, 15.0), point(512, 34.0)]
+    assert "do not trust this" not in "\n".join(explain(ON_CPU, quiet))
+    noisy = [point(8, 15.0), point(512, 34.0)]
+    noisy[0].seconds[PLAIN][:] = [0.02, 0.02, 0.2]
+    noisy[1].seconds[PROCESSES][:] = [0.001] * 3
+    text = "\n".join(explain(ON_CPU, noisy))
+    assert "plain module at 8 took 20.0 to 110.0 ms" in text
+    assert "processes at 512 took less time than at 8" in text
+
+
 def test_a_gain_within_the_noise_is_none() -> None:
     noisy = point(8, 15.0)
     noisy.seconds[HANDWRITTEN][:] = [0.021, 0.015, 0.022]
@@ -61,7 +77,7 @@ def test_what_is_said_of_cpu_threads() -> None:
         "2 devices by hand are 1.88 [1.88 to 1.88]x as fast as one of them, at batch size 512",
         "replicate, 8.00 ms (24 %): 5.9 MB of parameters and buffers go to 1 further device in every call",
         "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms go to being threads of one process. ",
-        "as much comes back as gradients: reduce, 3.07 ms (7 %)",
+        "the gradients come back: reduce, 3.07 ms (7 %). Processes keep their replicas, and all-reduce",
         "autograd runs one replica's backward pass after the other's",
         f"processes, each with {max(1, torch.get_num_threads() // 2)} intra-op thread",
         "loss, 1.02 ms (2 %), and optimizer, 2.05 ms (5 %): in the calling thread",
@@ -79,7 +95,10 @@ def test_what_is_said_of_gpus() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comparison, "megabytes", 5.9)
         text = "\n".join(explain(gpus, [measured]))
-    assert "nn.DataParallel: never faster on this machine; at best 1.00" in text
+    assert (
+        "nn.DataParallel: never faster than the plain module on this machine, at these batch sizes; at best 1.00"
+        in text
+    )
     assert "autograd has a thread for each GPU" in text
     assert "on the first device, while the others idle" in text
     assert "threads of this process" not in text
