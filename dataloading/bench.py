@@ -28,7 +28,7 @@ from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine, usable_cores
 from common.models import MODELS
 from common.plotting import plot_sweep
-from common.process_group import find_place
+from common.process_group import Place
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json
 from dataloading import face_cache
@@ -144,7 +144,7 @@ class BenchConfig:
 @command
 def main() -> None:
     config = parse(BenchConfig, "dataloading.bench", __doc__)
-    place = find_place({}, backend="gloo")  # the only process; what it computes, it computes where ddp.train would
+    place = Place.alone(torch.device("cpu"))
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     with rank_logging(place):
         prepare_output(config.output)

@@ -22,7 +22,7 @@ from common.cli import command, option, parse
 from common.datasets import keep_batch
 from common.machine import describe_machine, usable_cores
 from common.plotting import plot_bars
-from common.process_group import find_place
+from common.process_group import Place
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json
 from common.timing import Spread, interleave, paired_ratio
@@ -60,7 +60,7 @@ class LadderConfig:
 @command
 def main() -> None:
     config = parse(LadderConfig, "dataloading.ladder", __doc__)
-    place = find_place({}, backend="gloo")
+    place = Place.alone(torch.device("cpu"))
     with rank_logging(place), explained(), contextlib.ExitStack() as stack:
         prepare_output(config.output)
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))

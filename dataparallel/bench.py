@@ -19,10 +19,10 @@ import torch
 
 from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine, usable_cores
-from common.models import MODELS
+from common.models import LEAST_SAMPLES, MODELS
 from common.plotting import plot_stacked, plot_sweep
 from common.precision import PRECISIONS
-from common.process_group import find_place, require_alone
+from common.process_group import Place, require_alone
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json
 from common.timing import interleave
@@ -63,10 +63,11 @@ class BenchConfig:
                 f"--batch-sizes {min(self.batch_sizes)} has no sample for each of {len(devices)} devices: "
                 f"give at least {len(devices)}, or fewer --devices"
             )
-        if self.model == "resnet18" and min(self.batch_sizes) < 2 * len(devices) and "training" in self.mode:
+        least = LEAST_SAMPLES.get(self.model, 1) * len(devices)
+        if min(self.batch_sizes) < least and "training" in self.mode:
             raise UsageError(
-                f"--batch-sizes {min(self.batch_sizes)}: resnet18 cannot normalize a single sample per device in training: "
-                f"give at least {2 * len(devices)}"
+                f"--batch-sizes {min(self.batch_sizes)}: {self.model} is trained with several samples per device, for the "
+                f"sake of BatchNorm: give at least {least}"
             )
 
 
@@ -74,8 +75,9 @@ class BenchConfig:
 def main() -> None:
     config = parse(BenchConfig, "dataparallel.bench", __doc__)
     require_alone("dataparallel.bench")
-    place = find_place({}, "cpu")  # the only process; its devices are the models'
-    comparison = Comparison(config.model, parse_devices(config.devices), config.precision)
+    devices = parse_devices(config.devices)
+    place = Place.alone(devices[0])
+    comparison = Comparison(config.model, devices, config.precision)
     torch.set_num_threads(config.threads or usable_cores())
     with rank_logging(place):
         prepare_output(config.output)

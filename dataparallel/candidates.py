@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from common.precision import Precision
 from dataparallel.broadcast import StepContext
 from dataparallel.parallel import HandwrittenDataParallel
 from dataparallel.processes import Processes
-from dataparallel.stopwatch import Stopwatch
+from dataparallel.stopwatch import Stopwatch, synchronize
+from dataparallel.threads import intra_op_threads, share_of_threads
 
 CLASSES = 10
 SHAPES = {"fashion-cnn": (1, 28, 28), "mlp": (1, 28, 28), "resnet18": (3, 64, 64)}
@@ -59,7 +60,7 @@ class Comparison:
     @property
     def threads_of_one(self) -> int:
         """Intra-op threads of one CPU device."""
-        return max(1, torch.get_num_threads() // len(self.devices))
+        return share_of_threads(len(self.devices))
 
     @property
     def megabytes(self) -> float:
@@ -133,7 +134,7 @@ class Candidate:
         stopwatch: Stopwatch | None = None,
     ) -> None:
         self._call, self._threads, self._stopwatch = call, threads, stopwatch
-        self._gpus = [device for device in set(devices) if device.type == "cuda"]
+        self._devices = devices
         self._calls = 1
         self.steps: list[dict[str, float]] = []
         self()  # the first call is slower than the rest
@@ -141,20 +142,16 @@ class Candidate:
         self.steps.clear()
 
     def __call__(self) -> float:
-        with _intra_op_threads(self._threads):
-            self._synchronize()
+        with intra_op_threads(self._threads or torch.get_num_threads()):
+            synchronize(self._devices)
             began = time.perf_counter()
             for _ in range(self._calls):
                 self._call()
-            self._synchronize()
+            synchronize(self._devices)
             seconds = (time.perf_counter() - began) / self._calls
         if self._stopwatch is not None:
             self.steps.append({name: total / self._calls for name, total in self._stopwatch.take().items()})
         return seconds
-
-    def _synchronize(self) -> None:
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
 
 
 class _OneDevice(nn.Module):
@@ -200,14 +197,3 @@ def _training(
             optimizer.zero_grad(set_to_none=True)
 
     return call
-
-
-@contextlib.contextmanager
-def _intra_op_threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -10,6 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait until all is done that was queued on the GPUs among them."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 class Stopwatch:
     """Sums the seconds of named blocks; those of a block within another count for the inner one alone.
 
@@ -21,7 +28,7 @@ class Stopwatch:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._gpus = [device for device in set(devices) if device.type == "cuda"]
+        self._devices = devices
         self._open: list[str] = []
         self._since = 0.0
 
@@ -42,8 +49,7 @@ class Stopwatch:
 
     def _account(self) -> None:
         """What has passed since the last beginning or end belongs to the innermost block."""
-        for gpu in self._gpus:
-            torch.cuda.synchronize(gpu)
+        synchronize(self._devices)
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since

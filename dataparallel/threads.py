@@ -67,12 +67,8 @@ class DeviceThreads:
             yield
             return
         self._started()  # which divides all that the calling thread has
-        total = torch.get_num_threads()
-        torch.set_num_threads(_share(total, len(self.devices)))
-        try:
+        with intra_op_threads(share_of_threads(len(self.devices))):
             yield
-        finally:
-            torch.set_num_threads(total)
 
     def _started(self) -> ThreadPoolExecutor:
         with _starting:
@@ -85,7 +81,7 @@ class DeviceThreads:
 
 
 def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
-    share, all_there = _share(torch.get_num_threads(), count), threading.Barrier(count)
+    share, all_there = share_of_threads(count), threading.Barrier(count)
 
     def prepare() -> None:
         if divide_cores:
@@ -102,8 +98,20 @@ def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
     return pool
 
 
-def _share(threads: int, devices: int) -> int:
-    return max(1, threads // devices)
+def share_of_threads(devices: int) -> int:
+    """Intra-op threads of each of so many CPU devices, which divide the calling thread's."""
+    return max(1, torch.get_num_threads() // devices)
+
+
+@contextlib.contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Let the calling thread have so many intra-op threads for the length of the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _surroundings(kind: str) -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -32,7 +32,7 @@ from common.datasets import Batch, ImageData, batches
 from common.evaluation import evaluate, evaluation_batch_size
 from common.machine import describe_machine, usable_cores
 from common.metrics import MetricsWriter
-from common.models import build_model
+from common.models import LEAST_SAMPLES, build_model
 from common.optimization import build_optimizer
 from common.precision import Precision, clip_gradients
 from common.process_group import Place, require_alone, stop_signals
@@ -226,8 +226,8 @@ def require_samples_for_all(config: TrainConfig, devices: int) -> None:
             f"--batch-size {config.batch_size} leaves {devices - len(parts)} of {devices} devices without samples: "
             f"use a multiple of {devices}"
         )
-    if config.model == "resnet18" and min(parts) == 1:  # its last feature maps are of one pixel
-        raise UsageError("resnet18 cannot normalize a single sample on a device: use a larger --batch-size")
+    if min(parts) < LEAST_SAMPLES.get(config.model, 1):
+        raise UsageError(f"{config.model} cannot normalize a single sample on a device: use a larger --batch-size")
 
 
 def save(path: Path, network: nn.Module) -> None:

@@ -23,7 +23,7 @@ from common.machine import describe_machine, usable_cores
 from common.models import MODELS
 from common.plotting import plot_stacked, plot_strategies
 from common.precision import PRECISIONS
-from common.process_group import DEVICES, find_place, require_alone
+from common.process_group import DEVICES, Place, require_alone
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json
 from common.standing_ranks import StandingRanks
@@ -136,7 +136,7 @@ class Measured:
 def main(argv: Sequence[str]) -> None:
     config = parse(StrategiesConfig, "ddp.bench strategies", __doc__, argv)
     require_alone("ddp.bench strategies")
-    with rank_logging(find_place({}, "cpu")):
+    with rank_logging(Place.alone(torch.device("cpu"))):
         prepare_output(config.output)
         measured = measure(config)
         with results_in(config.output):
@@ -156,7 +156,7 @@ def measure(config: StrategiesConfig) -> list[Measured]:
     parts: dict[str, list[Parts]] = {strategy.name: [] for strategy in chosen}
     memory = dict.fromkeys(seconds, 0.0)
     total = config.builds * (config.rounds + WARMUP)
-    with Progress(find_place({}, "cpu"), "bench", total) as progress:
+    with Progress(Place.alone(torch.device("cpu")), "bench", total) as progress:
         for _ in range(config.builds):
             with contextlib.ExitStack() as stack:
                 jobs = {s.name: stack.enter_context(_start(config, train_config, s)) for s in chosen}
@@ -225,14 +225,18 @@ def report(config: StrategiesConfig, measured: list[Measured]) -> str:
 
 
 def _plot_lost(path: Path, measured: list[Measured], title: str) -> None:
-    """Each strategy's step as a stack: its share of the single process's step, and what came on top."""
+    """Each strategy's step as a stack: its share of the single process's step, and what came on top.
+
+    What a strategy gained by some cause is taken from its share, so that the stack is as high as its step.
+    """
     single = measured[0]
-    stacks: dict[str, list[float]] = {"a single process's step, divided": []}
+    stacks: dict[str, list[float]] = {name: [] for name in ("a single process's step, divided", *WORDS.values())}
     for one in measured:
-        ideal = single.median / one.strategy.devices
-        stacks["a single process's step, divided"].append(1.0)
-        for cause, seconds in lost(one, single).items():
-            stacks.setdefault(WORDS[cause], []).append(max(0.0, seconds) / ideal)
+        ideal, causes = single.median / one.strategy.devices, lost(one, single)
+        gained = sum(min(0.0, seconds) for seconds in causes.values())
+        stacks["a single process's step, divided"].append(1.0 + gained / ideal)
+        for cause, words in WORDS.items():
+            stacks[words].append(max(0.0, causes[cause]) / ideal)
     plot_stacked(
         path,
         {"": stacks},

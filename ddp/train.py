@@ -26,7 +26,7 @@ from common.cli import UsageError, command, parse
 from common.datasets import Batch, ImageData
 from common.evaluation import evaluate
 from common.metrics import MetricsWriter, check_tensorboard
-from common.models import build_model
+from common.models import LEAST_SAMPLES, build_model
 from common.optimization import build_optimizer
 from common.precision import Precision, clip_gradients
 from common.process_group import Place, process_group
@@ -61,9 +61,9 @@ def train(config: TrainConfig, place: Place) -> None:
     """The whole run: what every rank does, from an empty directory to the figures."""
     with place.together():  # what one rank finds wrong ends all
         samples = micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
-        if config.model == "resnet18" and samples == 1:  # its last feature maps are of one pixel
+        if samples < LEAST_SAMPLES.get(config.model, 1):
             raise UsageError(
-                "resnet18 cannot normalize a single sample per rank and micro-step: use a larger --batch-size"
+                f"{config.model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size"
             )
         if config.tensorboard:
             check_tensorboard()

@@ -53,7 +53,10 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
         (("--batch-sizes", "0"), "--batch-sizes 0"),
         (("--batch-sizes", "-4"), "--batch-sizes"),
         (("--batch-sizes", "1", "--devices", "cpu,cpu"), "has no sample for each of 2 devices"),
-        (("--batch-sizes", "2", "--devices", "cpu,cpu", "--model", "resnet18"), "cannot normalize a single sample"),
+        (
+            ("--batch-sizes", "2", "--devices", "cpu,cpu", "--model", "resnet18"),
+            "is trained with several samples per device",
+        ),
         (("--devices", "cpu"), "--devices cpu is a single device"),
         (("--devices", "cpu,cuda:0"), "--devices cpu,cuda:0: "),
         (("--devices", "tpu,tpu"), "--devices tpu,tpu: "),
