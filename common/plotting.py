@@ -232,7 +232,7 @@ def plot_stacked(
             plot.plot(range(len(x_values)), values, "Dos"[number % 3], color="black", markersize=5, label=name)
         if line is not None:
             plot.axhline(line[0], color="0.25", linewidth=1, linestyle="--", label=line[1])
-        plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
+        plot.set_xticks(range(len(x_values)), [str(value) for value in x_values], fontsize=8)
         plot.set_title(panel, fontsize=10)
         plot.set_xlabel(x_title)
         plot.set_ylabel(y_title)

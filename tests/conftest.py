@@ -9,6 +9,8 @@ import psutil
 import pytest
 import torch
 
+from tests.mistakes import mistake as mistake
+
 # Deadlines would assert times; random examples would make a red test unrepeatable.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")

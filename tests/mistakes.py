@@ -1,24 +1,30 @@
-"""Commands that refuse their arguments. (In a file of its own: ranks import tests.launch, and need no pytest.)"""
+"""Commands that refuse their arguments, called in the tests' own process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.launch import error_lines
 
+Mistake = Callable[..., str]
 
-def mistake(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, main: Callable[[], None], *arguments: str
-) -> str:
-    """The one line with which a command's ``main``, called in this process, refuses its arguments."""
-    monkeypatch.setattr("sys.argv", [main.__module__, *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    out, err = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert out == ""
-    assert len(error_lines(err)) == 1
-    assert "Traceback" not in err
-    return error_lines(err)[0]
+
+@pytest.fixture
+def mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Mistake:
+    """``mistake(main, *arguments)``: the one line with which a command's ``main`` refuses them."""
+
+    def run_here(main: Callable[[], None], *arguments: str | Path) -> str:
+        monkeypatch.setattr("sys.argv", [main.__module__, *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert end.value.code == 2
+        assert out == ""
+        assert "Traceback" not in err
+        (line,) = error_lines(err)  # beside what was logged until then
+        return line
+
+    return run_here

@@ -12,7 +12,7 @@ import pytest
 
 from dataparallel import bench
 from tests.launch import run_command, start_command
-from tests.mistakes import mistake
+from tests.mistakes import Mistake
 
 
 def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
@@ -64,10 +64,8 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
         (("--output", __file__), "is a file: give a folder"),
     ],
 )
-def test_a_mistake_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
-) -> None:
-    assert words in mistake(capsys, monkeypatch, bench.main, *arguments)
+def test_a_mistake_is_one_line(mistake: Mistake, arguments: tuple[str, ...], words: str) -> None:
+    assert words in mistake(bench.main, *arguments)
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ddp import bench
 from ddp.bench_strategies import Measured, StrategiesConfig, Strategy, lost, strategies
 from ddp.step_parts import Parts
 from tests.launch import run_command
-from tests.mistakes import mistake
+from tests.mistakes import Mistake
 
 
 def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
@@ -62,7 +62,5 @@ def test_what_is_started_on_cpus() -> None:
         (("--output", __file__), "is a file: give a folder"),
     ],
 )
-def test_a_mistake_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
-) -> None:
-    assert words in mistake(capsys, monkeypatch, bench.main, "strategies", *arguments)
+def test_a_mistake_is_one_line(mistake: Mistake, arguments: tuple[str, ...], words: str) -> None:
+    assert words in mistake(bench.main, "strategies", *arguments)

@@ -13,7 +13,7 @@ from PIL import Image
 from common.metrics import read_metrics
 from ddp import evaluate, train
 from tests.launch import error_lines, run_command, run_torchrun
-from tests.mistakes import mistake
+from tests.mistakes import Mistake
 
 TINY = ("--train-samples", "432", "--test-samples", "101", "--epochs", "1", "--device", "cpu")
 
@@ -112,39 +112,34 @@ def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    mistake: Mistake,
     tmp_path: Path,
     arguments: list[str],
     words: list[str],
 ) -> None:
-    line = mistake(capsys, monkeypatch, train.main, "--run-dir", str(tmp_path / "run"), *arguments)
+    line = mistake(train.main, "--run-dir", str(tmp_path / "run"), *arguments)
     for word in words:
         assert word in line, line
 
 
-def test_a_run_is_not_overwritten_nor_taken_for_another(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Path
-) -> None:
+def test_a_run_is_not_overwritten_nor_taken_for_another(mistake: Mistake, tmp_path: Path, finished: Path) -> None:
     run_dir = ("--run-dir", str(finished))
     small = (*TINY, "--batch-size", "48")
-    assert "give --resume to continue it" in mistake(capsys, monkeypatch, train.main, *small, *run_dir)
-    line = mistake(capsys, monkeypatch, train.main, *small, *run_dir, "--resume", "--model", "mlp")
+    assert "give --resume to continue it" in mistake(train.main, *small, *run_dir)
+    line = mistake(train.main, *small, *run_dir, "--resume", "--model", "mlp")
     assert "--model fashion-cnn, not mlp" in line
-    line = mistake(capsys, monkeypatch, train.main, *small, "--run-dir", str(tmp_path / "none"), "--resume")
+    line = mistake(train.main, *small, "--run-dir", str(tmp_path / "none"), "--resume")
     assert "holds no run" in line
     (tmp_path / "letter.txt").write_text("dear all")
-    line = mistake(capsys, monkeypatch, train.main, *small, "--run-dir", str(tmp_path), "--overwrite")
+    line = mistake(train.main, *small, "--run-dir", str(tmp_path), "--overwrite")
     assert "not a run" in line
     assert (tmp_path / "letter.txt").read_text() == "dear all"
 
 
-def test_fewer_epochs_than_are_done_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_fewer_epochs_than_are_done_are_refused(mistake: Mistake, tmp_path: Path) -> None:
     common = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
     assert run_command("ddp.train", *common, "--epochs", "2").returncode == 0
-    line = mistake(capsys, monkeypatch, train.main, *common, "--resume", "--epochs", "1")
+    line = mistake(train.main, *common, "--resume", "--epochs", "1")
     assert "--epochs 1 is less than the 2" in line
 
 
