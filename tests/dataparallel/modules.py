@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -232,6 +233,13 @@ random_models = st.builds(
     st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5, unique=True),
     st.shared(st.sampled_from([0, 1, -1]), key="dim"),
     st.integers(0, 99),
+)
+# Over these the models are compared; a model is drawn for the dimension that counts its samples.
+random_cases = given(
+    model=random_models,
+    dim=st.shared(st.sampled_from([0, 1, -1]), key="dim"),
+    count=device_counts,
+    samples=batch_sizes,
 )
 
 

@@ -21,13 +21,13 @@ from tests.dataparallel.modules import (
     assert_same,
     batch_sizes,
     change,
-    device_counts,
     filled,
     images,
     linear,
     loss_of,
     nested,
     outcome,
+    random_cases,
     random_models,
     rows,
 )
@@ -37,12 +37,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.gpu
 @settings(max_examples=30)
-@given(
-    model=random_models,
-    dim=st.shared(st.sampled_from([0, 1, -1]), key="dim"),
-    count=device_counts,
-    samples=batch_sizes,
-)
+@random_cases
 def test_one_gpu_several_times_equals_the_plain_module(model: nn.Module, dim: int, count: int, samples: int) -> None:
     model.cuda(0)
     x = images(samples, dim).detach().cuda(0).requires_grad_()

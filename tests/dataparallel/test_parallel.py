@@ -32,8 +32,8 @@ from tests.dataparallel.modules import (
     loss_of,
     nested,
     outcome,
+    random_cases,
     random_model,
-    random_models,
     rows,
     wrapped,
 )
@@ -42,12 +42,7 @@ from tests.dataparallel.modules import (
 
 
 @settings(max_examples=60)
-@given(
-    model=random_models,
-    dim=st.shared(st.sampled_from([0, 1, -1]), key="dim"),
-    count=device_counts,
-    samples=batch_sizes,
-)
+@random_cases
 def test_random_models_equal_the_plain_ones(model: nn.Module, dim: int, count: int, samples: int) -> None:
     assert_equal_to_plain(model, count, images(samples, dim), dim=dim)
 
