@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -280,6 +281,51 @@ def plot_strategies(
     speedup_plot.set_ylabel(f"times as fast as '{names[0]}'")
     speedup_plot.grid(alpha=0.25)
     speedup_plot.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def plot_all_reduce(
+    path: Path,
+    seconds: Mapping[str, Mapping[int, list[float]]],
+    lines: Mapping[str, tuple[float, float]],
+    bandwidths: Mapping[str, Mapping[int, float]],
+    limit: float,
+    sizes: Mapping[int, str],
+    title: str,
+) -> None:
+    """All-reduce algorithms over the size of the tensor: time with the line through it, and bus bandwidth.
+
+    :param seconds: of each algorithm, by size in bytes, one entry per round
+    :param lines: of each, alpha in seconds and beta in seconds per byte: alpha + beta * bytes
+    :param bandwidths: of each, by size, in bytes per second; :param limit: what memory allows
+    :param sizes: what each size is called, from the smallest to the largest
+    """
+    figure, axes = _figure(1, 2, (14, 6), title)
+    time_plot, bandwidth_plot = axes[0]
+    curve = np.geomspace(min(sizes), max(sizes), 200)
+    colors = (COLORS[5], *COLORS[:5], "#c0271a", "#7fb8a0")
+    for number, (name, times) in enumerate(seconds.items()):
+        style: dict[str, Any] = {"color": colors[number % 8], "marker": "os^DvPX*"[number % 8], "markersize": 5}
+        low, median, high = 1e6 * np.quantile(list(times.values()), (0.25, 0.5, 0.75), axis=1)
+        time_plot.errorbar(list(times), median, [median - low, high - median], linestyle="none", capsize=3, **style)
+        alpha, beta = lines[name]
+        time_plot.plot(curve, 1e6 * (alpha + beta * curve), color=style["color"], linewidth=1)
+        values = [1e-9 * value for value in bandwidths[name].values()]
+        bandwidth_plot.plot(list(bandwidths[name]), values, linewidth=1.4, label=name, **style)
+    words = "the most that memory allows,\nwhere caches do not help"
+    bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
+    time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
+    bandwidth_plot.set_ylabel("bus bandwidth, GB/s")
+    larger = [*list(sizes)[1:], math.inf]
+    apart = {size: name for (size, name), after in zip(sizes.items(), larger, strict=True) if after > 2.5 * size}
+    for plot in axes[0]:
+        plot.set_xscale("log", base=2)
+        plot.set_yscale("log")
+        plot.set_xticks(list(apart), list(apart.values()), rotation=45, ha="right", fontsize=8)
+        plot.set_xlabel("size of the tensor")
+        plot.grid(alpha=0.25)
+    time_plot.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1 else f"{value:,.0f}")
+    bandwidth_plot.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=110)
 
 

@@ -8,10 +8,13 @@ ones get.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+MARGIN = math.log(1e4)
 
 
 @dataclass(frozen=True)
@@ -28,23 +31,27 @@ class AlphaBeta:
 
     @classmethod
     def fit(cls, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
-        """The line, with neither alpha nor beta negative, that has the least sum of squared relative errors.
+        """The line with the least sum of squares of log(line / time); alpha and beta are above 0.
 
-        Relative, or 100 MiB alone would decide about both: so 4 B count as much. Squares are at the mercy of single times
-        that went wrong: give medians.
+        A plain sum of squares would leave 4 B no say beside 100 MiB. One of relative errors prefers lines that are too low,
+        for which no error is beyond 100 %, wherever the times are no line; here half as long is as wrong as twice as long.
+        Where they are one, all agree. Squares are at the mercy of single times that went wrong: give medians.
 
-        :param sizes: bytes, at least two different ones; :param seconds: for each size, above 0
+        :param sizes: bytes, above 0 and at least two different ones; :param seconds: for each size, above 0
         """
-        times = np.asarray(seconds, np.float64)
-        columns = np.stack(
-            [1 / times, np.asarray(sizes) / times], axis=1
-        )  # columns @ (alpha, beta): the line / the times
-        both = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0]
-        # Where one would be negative, the best line lies on the edge: that one is 0, and the other fitted by itself.
-        edges = np.diag(columns.sum(axis=0) / (columns**2).sum(axis=0))
-        allowed = [both] if (both >= 0).all() else list(edges)
-        alpha, beta = min(allowed, key=lambda line: float(((columns @ line - 1) ** 2).sum()))
-        return cls(float(alpha), float(beta), tuple((columns @ (alpha, beta) - 1).tolist()))
+        log_sizes, log_seconds = np.log(np.asarray(sizes, np.float64)), np.log(np.asarray(seconds, np.float64))
+        # With knee = alpha / beta, the size at which both cost the same, log(line) = log(beta) + log(knee + size). The best
+        # beta for a knee is a mean, and what is left a variance; a knee far from all sizes is as good as 0 or infinity.
+        low, high = log_sizes.min() - MARGIN, log_sizes.max() + MARGIN
+        for _ in range(4):  # each time 256 times as fine
+            log_knees = np.linspace(low, high, 513)
+            log_betas = log_seconds - np.logaddexp(log_knees[:, None], log_sizes)
+            best = int(log_betas.var(axis=1).argmin())
+            low, high = log_knees[max(best - 1, 0)], log_knees[min(best + 1, 512)]
+        beta = math.exp(log_betas[best].mean())
+        alpha = beta * math.exp(log_knees[best])
+        errors = (alpha + beta * np.asarray(sizes)) / np.asarray(seconds) - 1
+        return cls(alpha, beta, tuple(errors.tolist()))
 
     def seconds(self, size: float) -> float:
         """For ``size`` bytes."""

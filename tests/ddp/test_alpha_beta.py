@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,21 +17,21 @@ betas = st.floats(1e-12, 1e-7)
 
 
 def squared_errors(alpha: float, beta: float, seconds: list[float]) -> float:
-    return sum(((alpha + beta * size) / time - 1) ** 2 for size, time in zip(SIZES, seconds, strict=True))
+    return sum(math.log((alpha + beta * size) / time) ** 2 for size, time in zip(SIZES, seconds, strict=True))
 
 
 @given(alphas, betas)
 def test_a_line_is_found_again(alpha: float, beta: float) -> None:
     fit = AlphaBeta.fit(SIZES, [alpha + beta * size for size in SIZES])
-    assert fit.alpha == pytest.approx(alpha, rel=1e-6)
-    assert fit.beta == pytest.approx(beta, rel=1e-6)
-    assert fit.seconds(1000) == pytest.approx(alpha + 1000 * beta, rel=1e-6)
-    assert fit.mean_error == pytest.approx(0, abs=1e-9)
+    assert fit.alpha == pytest.approx(alpha, rel=1e-5)
+    assert fit.beta == pytest.approx(beta, rel=1e-5)
+    assert fit.seconds(1000) == pytest.approx(alpha + 1000 * beta, rel=1e-5)
+    assert fit.mean_error == pytest.approx(0, abs=1e-7)
 
 
 @given(st.floats(-7, -3), st.floats(3, 6), st.lists(st.floats(-0.05, 0.05), min_size=len(SIZES), max_size=len(SIZES)))
 def test_a_line_is_found_in_noise(log_alpha: float, log_knee: float, noise: list[float]) -> None:
-    """Where there are times on both sides of the size at which alpha equals beta * n."""
+    """Where there are times on both sides of the size at which alpha equals beta * size."""
     alpha, beta = 10**log_alpha, 10 ** (log_alpha - log_knee)
     fit = AlphaBeta.fit(SIZES, [(alpha + beta * size) * (1 + e) for size, e in zip(SIZES, noise, strict=True)])
     assert fit.alpha == pytest.approx(alpha, rel=0.15)
@@ -39,27 +41,33 @@ def test_a_line_is_found_in_noise(log_alpha: float, log_knee: float, noise: list
 
 @given(st.lists(st.floats(1e-6, 1), min_size=len(SIZES), max_size=len(SIZES)), alphas, betas)
 def test_no_other_line_is_nearer(seconds: list[float], alpha: float, beta: float) -> None:
-    """Whatever the times, and so also where the line would best begin below 0, or fall."""
+    """Whatever the times, and so also where a line would best fall, or begin below 0."""
     fit = AlphaBeta.fit(SIZES, seconds)
-    assert fit.alpha >= 0
-    assert fit.beta >= 0
     least = squared_errors(fit.alpha, fit.beta, seconds)
-    assert sum(error**2 for error in fit.errors) == pytest.approx(least)
+    assert sum(math.log1p(error) ** 2 for error in fit.errors) == pytest.approx(least)
     for other in [
         (alpha, beta),
         (fit.alpha, beta),
         (alpha, fit.beta),
         (fit.alpha * 1.01, fit.beta),
-        (0, fit.beta * 1.01),
+        (fit.alpha, fit.beta * 1.01),
     ]:
-        assert least <= squared_errors(*other, seconds) * (1 + 1e-9)
+        assert least <= squared_errors(*other, seconds) * (1 + 1e-6)
 
 
 def test_times_that_fall_or_begin_below_zero() -> None:
-    falling = AlphaBeta.fit([1, 2], [2.0, 1.0])
-    assert (falling.alpha, falling.beta) == (pytest.approx(1.2), 0)  # least of (a / 2 - 1)**2 + (a - 1)**2
-    steep = AlphaBeta.fit([1, 2], [1.0, 3.0])
-    assert (steep.alpha, steep.beta) == (0, pytest.approx(15 / 13))  # least of (b - 1)**2 + (2 b / 3 - 1)**2
+    falling = AlphaBeta.fit([1, 2], [2.0, 0.5])
+    assert falling.alpha == pytest.approx(1, rel=1e-3)
+    assert falling.beta < 1e-3
+    steep = AlphaBeta.fit([1, 2], [1.0, 8.0])
+    assert steep.alpha < 1e-3
+    assert steep.beta == pytest.approx(2, rel=1e-3)
+
+
+def test_half_and_double_count_alike() -> None:
+    fit = AlphaBeta.fit([1, 2, 3, 4], [0.5, 2.0, 2.0, 0.5])
+    assert fit.alpha + fit.beta == pytest.approx(1, rel=1e-3)
+    assert fit.errors == pytest.approx((1, -0.5, -0.5, 1), abs=1e-2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
