@@ -2,6 +2,16 @@
 
 AllReduce          what the hand-written DDP asks of an algorithm: memory for a bucket, and to sum it, now or in the background
 Backend            torch's own: dist.all_reduce, by gloo or NCCL
+Naive              rank 0 collects, adds and hands out
+Ring               every rank talks to its neighbours only, and all links are busy all the time
+HalvingDoubling    partners exchange halves, then quarters, ...: as few bytes as a ring, in fewer steps
+Tree               sums go up a tree and come down again: fewest steps, whole tensors
+
+The last four are made of sends and receives alone, for CPU tensors. With each, every element's sum is computed on one rank
+and copied to the others, so that all ranks hold the same bits and take the same step.
+
+Their times are those of the alpha-beta model: a message of m bytes takes alpha + beta m seconds, whatever else is sent, while
+a rank sends one message and receives one at a time; to add takes none. The tensor has n bytes, the group p ranks.
 """
 
 from __future__ import annotations
@@ -14,12 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp.peers import Peers
+
 
 class Pending(Protocol):
-    """An all-reduce that is under way; ``torch.distributed.Work`` is one."""
+    """An all-reduce that is under way."""
 
     def wait(self) -> Any:
-        """Return when the tensor holds the sum. :raises RuntimeError: if a rank was lost on the way"""
+        """Return when the tensor holds the sum. :raises RankLost: if a rank was lost on the way"""
 
 
 class AllReduce(abc.ABC):
@@ -40,7 +52,7 @@ class AllReduce(abc.ABC):
     def run(self, buffer: Tensor) -> None:
         """Sum ``buffer`` over the ranks.
 
-        :raises RuntimeError: naming the rank that was lost, when one ended or did not answer in time
+        :raises RankLost: naming the rank that was lost, when one ended or did not answer in time
         """
 
     def start(self, buffer: Tensor) -> Pending:
@@ -61,18 +73,169 @@ class _InThread:
 
 
 class Backend(AllReduce):
-    """The process group's own all-reduce: over TCP with gloo, over NVLink or the network with NCCL.
+    """The process group's own all-reduce: over TCP with gloo, over NVLink or the network with NCCL."""
 
-    :param group: the default group when None
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, peers: Peers) -> None:
         super().__init__()
-        self._group = group
+        self._peers = peers
 
     def run(self, buffer: Tensor) -> None:
-        dist.all_reduce(buffer, group=self._group)
+        self.start(buffer).wait()
 
     def start(self, buffer: Tensor) -> Pending:
-        work: Pending = dist.all_reduce(buffer, group=self._group, async_op=True)
-        return work
+        return _InBackend(dist.all_reduce(buffer, group=self._peers.group, async_op=True), self._peers)
+
+
+class _InBackend:
+    def __init__(self, work: dist.Work | None, peers: Peers) -> None:
+        self._work, self._peers = work, peers
+
+    def wait(self) -> None:
+        assert self._work is not None
+        with self._peers.counting_on(None):
+            self._work.wait()
+
+
+class _BySendAndReceive(AllReduce):
+    """What the algorithms share: the lines to the other ranks, and memory for what arrives."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__()
+        self._peers = peers
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Memory for a tensor ``like`` this, the same in every call: a new one's page faults cost as much as its transfer."""
+        if self._memory.numel() < like.nbytes:
+            self._memory = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self._memory[: like.nbytes].view(like.dtype)
+
+    def _receive_and_add(self, buffer: Tensor, source: int) -> None:
+        incoming = self._scratch(buffer)
+        self._peers.receive(incoming, source)
+        buffer += incoming
+
+
+class Naive(_BySendAndReceive):
+    """Rank 0 receives every tensor in turn and adds it to its own, then sends the sum to every rank in turn.
+
+    2(p-1) steps, one after another. Rank 0 sends (p-1)n bytes, the others n. Time: 2(p-1) (alpha + beta n).
+    """
+
+    def run(self, buffer: Tensor) -> None:
+        rank, others = self._peers.rank, range(1, self._peers.size)
+        if rank == 0:
+            for other in others:
+                self._receive_and_add(buffer, other)
+            for other in others:
+                self._peers.send(buffer, other)
+        else:
+            self._peers.send(buffer, 0)
+            self._peers.receive(buffer, 0)
+
+
+class Ring(_BySendAndReceive):
+    """The tensor is cut into p chunks, and every rank sends to the next rank only, while it receives from the one before.
+
+    Reduce-scatter: in p-1 steps, each chunk travels once around the ring, and every rank that it passes adds its own part;
+    where it ends, it is the sum. All-gather: in p-1 steps, each sum travels around once more. All chunks travel at once, so
+    that every link is busy in every step.
+
+    2(p-1) steps of n/p bytes. Every rank sends 2n(p-1)/p bytes, less than 2n however many ranks there are, which is the
+    least possible. Time: 2(p-1) alpha + 2(p-1)/p beta n. (Patarasu and Yuan, Bandwidth optimal all-reduce algorithms for
+    clusters of workstations, 2009.)
+    """
+
+    def run(self, buffer: Tensor) -> None:
+        rank, size = self._peers.rank, self._peers.size
+        following, preceding = (rank + 1) % size, (rank - 1) % size
+        chunks = buffer.tensor_split(size)
+        for step in range(size - 1):
+            outgoing, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+            incoming = self._scratch(own)
+            self._peers.exchange(outgoing, following, incoming, preceding)
+            own += incoming
+        # Here chunk rank + 1 is complete.
+        for step in range(size - 1):
+            outgoing, incoming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+            self._peers.exchange(outgoing, following, incoming, preceding)
+
+
+class HalvingDoubling(_BySendAndReceive):
+    """Ranks pair up: each gives its partner one half of the tensor and adds what it gets to the half that it keeps.
+
+    Recursive halving, a reduce-scatter: then it does so with another partner for the half that it kept, and so on, until
+    every rank keeps one p-th, which is the sum. Recursive doubling, an all-gather: the same partners in reverse order
+    exchange what they have.
+
+    If p is no power of two, r ranks are too many. The first r even ranks give their tensors to the odd ranks beside them,
+    which take part for both, and get the sums from them at the end.
+
+    2 log2(p) steps. Every rank sends 2n(p-1)/p bytes. Time: 2 log2(p) alpha + 2(p-1)/p beta n; with p the largest power of two
+    below, and 2(alpha + beta n) more, if the number of ranks is none. (Rabenseifner, Optimization of collective reduction
+    operations, 2004; Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005.)
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
+        surplus = peers.size - (1 << (peers.size.bit_length() - 1))
+        paired = range(2 * surplus)
+        self._neighbour = peers.rank ^ 1 if peers.rank in paired else None
+        participants = [*paired[1::2], *range(2 * surplus, peers.size)]
+        self._participants = peers.among(participants) if peers.rank in participants else None
+
+    def run(self, buffer: Tensor) -> None:
+        if self._participants is None:
+            assert self._neighbour is not None
+            self._peers.send(buffer, self._neighbour)
+            self._peers.receive(buffer, self._neighbour)
+            return
+        if self._neighbour is not None:
+            self._receive_and_add(buffer, self._neighbour)
+        self._halve_and_double(buffer, self._participants)
+        if self._neighbour is not None:
+            self._peers.send(buffer, self._neighbour)
+
+    def _halve_and_double(self, part: Tensor, peers: Peers) -> None:
+        """For a power of two of ranks."""
+        exchanged = []
+        distance = peers.size // 2
+        while distance:
+            partner = peers.rank ^ distance
+            lower, upper = part.tensor_split(2)
+            kept, given = (lower, upper) if peers.rank < partner else (upper, lower)
+            incoming = self._scratch(kept)
+            peers.exchange(given, partner, incoming, partner)
+            kept += incoming
+            exchanged.append((partner, kept, given))
+            part = kept
+            distance //= 2
+        for partner, kept, given in reversed(exchanged):
+            peers.exchange(kept, partner, given, partner)
+
+
+class Tree(_BySendAndReceive):
+    """Ranks stand in a binomial tree below rank 0. Each adds its children's tensors to its own and sends the sum to its
+    parent; the whole sum comes down the same way.
+
+    A rank's parent is the rank without its lowest bit: 6 (110) is a child of 4 (100), and 4 of 0.
+
+    2⌈log2 p⌉ steps, as few as it gets, but of whole tensors. Rank 0 sends n⌈log2 p⌉ bytes, a leaf n.
+    Time: 2⌈log2 p⌉ (alpha + beta n).
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__(peers)
+        lowest_bit = peers.rank & -peers.rank or peers.size  # rank 0 has none, and a child at every distance
+        self._parent = peers.rank - lowest_bit
+        distances = [1 << bit for bit in range(peers.size.bit_length())]
+        self._children = [peers.rank + d for d in distances if d < lowest_bit and peers.rank + d < peers.size]
+
+    def run(self, buffer: Tensor) -> None:
+        for child in self._children:  # the nearest has the fewest below it, and is ready first
+            self._receive_and_add(buffer, child)
+        if self._peers.rank != 0:
+            self._peers.send(buffer, self._parent)
+            self._peers.receive(buffer, self._parent)
+        for child in reversed(self._children):  # the farthest has the most below it, and must pass it on
+            self._peers.send(buffer, child)

@@ -50,20 +50,21 @@ class Peers:
     rank: int
     size: int
     hosts: list[str]  #: host name of each rank
+    group: dist.ProcessGroup  #: the whole one, also after :meth:`among`
     timeout_s: float  #: how long the group waits for a rank
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD
-        assert group is not None, "there is no process group"
+        assert group is not None, "init_process_group comes first"
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.timeout_s = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
-        self._group = group
+        self.group = group
         introductions: list[tuple[str, int, int]] = [("", 0, 0)] * self.size
         dist.all_gather_object(introductions, (socket.gethostname(), os.getpid(), secrets.randbits(31)), group)
         self.hosts = [host for host, _, _ in introductions]
         self._tag = introductions[0][2]
         self._members = list(range(self.size))  # in the group
-        self._witness = _Witness(group, [(host, pid) for host, pid, _ in introductions], self._tag, self.timeout_s)
+        self._witness = _Witness([(host, pid) for host, pid, _ in introductions], self._tag, self.timeout_s)
 
     def among(self, ranks: Sequence[int]) -> Peers:
         """The same lines, with only ``ranks``, this one among them, renumbered in their order; no communication.
@@ -131,12 +132,12 @@ class Peers:
         )
 
     def _isend(self, tensor: Tensor, to: int) -> dist.Work:
-        work = dist.isend(tensor, group=self._group, tag=self._tag, group_dst=self._members[to])
+        work = dist.isend(tensor, group=self.group, tag=self._tag, group_dst=self._members[to])
         assert work is not None
         return work
 
     def _irecv(self, tensor: Tensor, source: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._group, tag=self._tag, group_src=self._members[source])
+        work = dist.irecv(tensor, group=self.group, tag=self._tag, group_src=self._members[source])
         assert work is not None
         return work
 
@@ -151,9 +152,7 @@ class _Report(NamedTuple):
 class _Witness:
     """What the ranks of a group report to each other about the one that was lost, and the verdict that follows."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, processes: list[tuple[str, int]], token: int, timeout_s: float
-    ) -> None:
+    def __init__(self, processes: list[tuple[str, int]], token: int, timeout_s: float) -> None:
         self._names = [f"pid {pid} on {host}" for host, pid in processes]
         # Known from now on: their pids may be given to others after their end.
         self._processes = [_process(pid) if host == socket.gethostname() else None for host, pid in processes]
@@ -226,7 +225,11 @@ class _Journal:
         self._gone = False
 
     def append(self, report: _Report) -> None:
-        self._ask(lambda: self._store.append(self._key, json.dumps(report) + "\n"))
+        self._ask(
+            lambda: self._store.append(  # type: ignore[attr-defined]
+                self._key, json.dumps(report) + "\n"
+            )
+        )
 
     def read(self) -> list[_Report]:
         """To be called after an append: of a key that does not exist, a store waits to be told."""
