@@ -1,0 +1,167 @@
+"""DistributedDataParallel by hand: a drop-in for torch's, in Python that can be read.
+
+    model = HandwrittenDistributedDataParallel(network)
+    model(inputs).sum().backward()  # .grad is now the average over the ranks
+
+    torchrun --nproc_per_node=2 -m ddp.train --strategy handwritten
+
+Here is what surrounds a backward pass: the same weights to begin with, forward, ``no_sync``. The backward pass itself is in
+ddp/reducer.py, its messages in ddp/buckets.py, and how a message is summed over the ranks in ddp/allreduce.py.
+
+It follows torch/nn/parallel/distributed.py and Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
+Training" (VLDB 2020, arXiv 2006.15704).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddp.allreduce import AllReduce, Backend
+from ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Hook
+from ddp.peers import Peers
+from ddp.reducer import Reducer
+from ddp.replicas import broadcast, require_same_modules
+from ddp.uneven import UnevenInputs
+
+
+class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
+    """Averages the gradients of ``module`` over the ranks in every backward pass.
+
+    :param module: the same on every rank; its parameters must not change their number, shapes or ``requires_grad`` afterwards
+    :param device_ids: the GPU that inputs are moved to; None leaves them where they are
+    :param process_group: the default group when None
+    :param bucket_cap_mb: MiB of a full bucket; None takes 1 for the first and 25 for all others
+    :param broadcast_buffers: send rank 0's buffers (BatchNorm's statistics) to all before each forward pass
+    :param find_unused_parameters: for modules that do not use all parameters in every forward pass: those contribute zeros
+    :param gradient_as_bucket_view: let ``.grad`` be a view into its bucket, which saves a copy. (torch's default is False.)
+    :param static_graph: every forward pass uses the same parameters the same number of times, whichever the first does
+    :param all_reduce: sums the buckets; the group's own backend when None
+    :raises ValueError: on every rank, if the modules differ; if nothing is to be trained; for a bucket size of 0 or less
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # torch's way to leave some alone
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+        if not trained:
+            raise ValueError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
+        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0")
+        if device_ids is not None and len(device_ids) != 1:
+            raise ValueError(f"device_ids={list(device_ids)} must name one GPU, this rank's own")
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        self.module = module
+        self.device = next(iter(trained.values())).device
+        self.device_ids = device_ids
+        self.process_group = group
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True  # what no_sync turns off
+        self.require_forward_param_sync = True  # whether the buffers may differ: not after a pass without gradients
+        self._ignored = ignored
+
+        first, further = (
+            (FIRST_BUCKET_BYTES, BUCKET_BYTES) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
+        )
+        settings = {"bucket_cap_mb": bucket_cap_mb, "all_reduce": type(all_reduce).__name__}
+        settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        require_same_modules(module, settings, group)
+        broadcast(self.replicated(), 0, group)
+        self.reducer = Reducer(
+            trained,
+            group,
+            all_reduce or Backend(Peers(group)),
+            [max(1, first), max(1, further)],
+            as_view=gradient_as_bucket_view,
+            find_unused=find_unused_parameters,
+            static_graph=static_graph,
+        )
+        for index, parameter in enumerate(trained.values()):
+            parameter.register_post_accumulate_grad_hook(_when_ready(self.reducer, index))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``module``'s forward; what it returns knows whether its backward pass will synchronize."""
+        synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
+        inputs, kwargs = self._before_forward(synchronize, inputs, kwargs)
+        output = self.module(*inputs, **kwargs)
+        if synchronize:
+            self._expect_backward(output)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which forward passes are recorded whose backward passes keep their gradients to this rank."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` average each bucket instead, torch's own hooks among others.
+
+        :param hook: gets a :class:`ddp.buckets.GradBucket`, and returns a future of a tensor of the bucket's size
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"a communication hook is called with (state, bucket), which {type(hook).__name__} cannot be"
+            )
+        if self.reducer.hook is not None:
+            raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
+        self.reducer.hook, self.reducer.hook_state = hook, state
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, synchronize: bool, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        if synchronize:
+            self.reducer.abandon()
+        self.announce_forward(synchronize)
+        if self.device_ids is not None:
+            move = functools.partial(Tensor.to, device=self.device, non_blocking=True)
+            inputs, kwargs = tree_map_only(Tensor, move, (inputs, kwargs))
+        return inputs, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _expect_backward(self, output: Any) -> None:
+        # The backward pass announces itself where it begins: at the output. A loss that is kept elsewhere (an attribute of the
+        # module) has to do with the first gradient's announcement, for which the reducer must be told now.
+        self.reducer.expecting = True
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self.reducer.begin)
+
+
+def _when_ready(reducer: Reducer, index: int) -> Callable[[Tensor], None]:
+    reference = weakref.ref(reducer)  # the parameters outlive the wrapper, and then have nobody to tell
+
+    def accumulated(_: Tensor) -> None:
+        reducer = reference()
+        if reducer is not None and reducer.expecting:
+            reducer.ready(index)
+
+    return accumulated

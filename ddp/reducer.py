@@ -1,0 +1,217 @@
+"""The reducer: from "this gradient is ready" to "every gradient is the average over the ranks".
+
+It counts, while backward runs, which gradients are ready. A bucket that is complete is sent at once, while backward goes on
+with the layers before; when backward is over, it waits for what still travels. So communication hides behind computation.
+Buckets are sent in the same order on every rank, whatever becomes ready first there: collectives are matched by their order.
+
+It has the duties of torch/csrc/distributed/c10d/reducer.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from ddp.allreduce import AllReduce
+from ddp.buckets import Bucket, GradBucket, Hook, assign_buckets, run_hook, take_result
+
+
+class Reducer:
+    """Averages the gradients of ``parameters`` in every backward pass that it is told to expect.
+
+    :param parameters: by name, in the same order on all ranks
+    :param limits: of the buckets, in bytes: see :func:`ddp.buckets.assign_buckets`
+    :param as_view: whether gradients live in the buckets
+    :param find_unused: let parameters go without a gradient; otherwise one that does is an error
+    :param static_graph: learn in the first backward pass how often each gradient becomes ready, if at all
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        all_reduce: AllReduce,
+        limits: list[int],
+        *,
+        as_view: bool,
+        find_unused: bool,
+        static_graph: bool,
+    ) -> None:
+        self.expecting = False  # a backward pass that is to be synchronized
+        self.divisor: float = group.size()
+        self.hook: Hook | None = None
+        self.hook_state: Any = None
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._group, self._all_reduce, self._limits = group, all_reduce, limits
+        self._as_view, self._find_unused = as_view, find_unused
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
+
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for parameter in self._parameters:
+            kind = (parameter.dtype, parameter.device)
+            sizes[kind] = sizes.get(kind, 0) + parameter.numel()
+        self._memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
+        # Until the first backward pass is over: the order in which gradients become ready in it.
+        self._order: list[int] | None = []
+        self._build_buckets(reversed(range(len(self._parameters))))  # a guess: backward begins with the last layer
+        # How often each gradient becomes ready in a backward pass; of a static graph, None until the first has shown it.
+        self._uses: list[int] | None = None if static_graph else [1] * len(self._parameters)
+        # The parameters that have a gradient on any rank; None where that is to be found out.
+        self._receivers = None if static_graph or find_unused else set(range(len(self._parameters)))
+
+        self._running = False
+        self._left: list[int] = []  # how often each gradient has yet to become ready in this pass
+        self._started = 0  # buckets that are sent
+
+    def begin(self, *_: object) -> None:
+        """A backward pass begins that is to be synchronized; when all of it is over, autograd calls :meth:`_finish`."""
+        if self._running:
+            return
+        self._running = self.expecting = True
+        self._left = list(self._uses or [0] * len(self._parameters))
+        for bucket in self.buckets:
+            used = sum(self._left[index] > 0 for index in bucket.indices)
+            bucket.missing = len(bucket.indices) + 1 if self._uses is None else used
+        self._started = 0
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def ready(self, index: int) -> None:
+        """Parameter ``index``'s gradient is accumulated in ``.grad``.
+
+        :raises RuntimeError: if it was before, in the same backward pass; or if it is sparse
+        """
+        self.begin()
+        if self._order is not None:
+            self._order.append(index)
+        self._left[index] -= 1
+        if self._uses is None or self._left[index] > 0:
+            return
+        if self._left[index] < 0:
+            raise RuntimeError(
+                f"the gradient of {self._names[index]} became ready twice in one backward pass, as a parameter's does that "
+                "several reentrant checkpoints use: pass static_graph=True, or checkpoint with use_reentrant=False"
+            )
+        bucket = self._bucket_of[index]
+        bucket.missing -= 1
+        while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
+            self._send(self.buckets[self._started])
+
+    def abandon(self) -> None:
+        """Forget a backward pass that an exception has ended, and whose end autograd never announced."""
+        if (
+            self._running and torch._C._current_graph_task_id() == -1
+        ):  # else this forward is a checkpoint's, in backward
+            self._wait()
+            self._running = False
+
+    def shadow(self) -> None:
+        """Do as the other ranks do in a backward pass, without one of one's own: contribute zeros."""
+        self._started = 0
+        for bucket in self.buckets:
+            bucket.buffer.zero_()
+            self._start(bucket)
+        self._wait()
+        self._agree_on_receivers([False] * len(self._parameters))
+        self._rebuild_buckets()
+
+    def _send(self, bucket: Bucket) -> None:
+        with torch.no_grad():  # backward may run with create_graph
+            bucket.fill(1 if self.hook else self.divisor)  # hooks divide themselves
+        self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        index = self._started
+        self._started += 1
+        if self.hook is None:
+            bucket.pending = self._all_reduce.start(bucket.buffer)
+        else:
+            seen = GradBucket(bucket, index, is_last=index == len(self.buckets) - 1)
+            bucket.pending = run_hook(self.hook, self.hook_state, seen)
+
+    def _wait(self) -> None:
+        """Until all buckets that were started hold their averages."""
+        for bucket in self.buckets[: self._started]:
+            assert bucket.pending is not None
+            result = bucket.pending.wait()
+            if self.hook is not None:
+                take_result(self.hook, result, bucket.buffer)
+            bucket.pending = None
+
+    def _finish(self) -> None:
+        """Backward is over: send what is left, wait for all, and hand out the averages."""
+        self._running = False
+        untouched = [name for name, left in zip(self._names, self._left, strict=True) if left > 0]
+        if untouched and not self._find_unused:
+            if self._left == self._uses:
+                return  # not one became ready: this was torch.autograd.grad, which leaves .grad alone
+            self._wait()
+            self.expecting = False
+            raise RuntimeError(
+                f"backward gave no gradient to {len(untouched)} of {len(self._names)} parameters: {_some(untouched)}. This "
+                "rank's loss does not depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
+            )
+        for bucket in self.buckets[self._started :]:
+            self._send(bucket)
+        self._wait()
+        receivers = self._agree_on_receivers([parameter.grad is not None for parameter in self._parameters])
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.hand_out(receivers)
+        self.expecting = False
+        if self._uses is None:
+            self._uses = [-left for left in self._left]
+        self._rebuild_buckets()
+
+    def _agree_on_receivers(self, used: list[bool]) -> set[int]:
+        """The parameters that get a gradient: those that have one on any rank. Where all have none, it stays None."""
+        if self._receivers is not None:
+            return self._receivers
+        flags = torch.tensor(used, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        receivers = set(flags.nonzero().flatten().tolist())
+        if not self._find_unused:  # a static graph: once and for all
+            self._receivers = receivers
+        return receivers
+
+    def _rebuild_buckets(self) -> None:
+        """After the first backward pass: group gradients that become ready together, in rank 0's order."""
+        if self._order is None:
+            return
+        never = reversed(range(len(self._parameters)))
+        order = torch.tensor(list(dict.fromkeys([*self._order, *never])), device=self._parameters[0].device)
+        dist.broadcast(order, group=self._group, group_src=0)
+        self._order = None
+        kept = {
+            index: view.clone()  # its place is about to become another's
+            for bucket in self.buckets
+            for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True)
+            if parameter.grad is view
+        }
+        self._build_buckets(order.tolist())
+        for bucket in self.buckets:
+            for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
+                if index in kept:
+                    parameter.grad = view.copy_(kept[index])
+
+    def _build_buckets(self, order: Iterable[int]) -> None:
+        indices = {id(self._parameters[index]): index for index in order}
+        ordered = [self._parameters[index] for index in indices.values()]
+        free = dict(self._memory)
+        self.buckets, self._bucket_of = [], {}
+        for parameters in assign_buckets(ordered, self._limits):
+            kind = (parameters[0].dtype, parameters[0].device)
+            size = sum(parameter.numel() for parameter in parameters)
+            buffer, free[kind] = free[kind][:size], free[kind][size:]
+            bucket = Bucket([indices[id(parameter)] for parameter in parameters], parameters, buffer, self._as_view)
+            self.buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(bucket.indices, bucket)
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

@@ -1,0 +1,47 @@
+"""Replicas: what makes the ranks' modules the same when training begins, and their buffers while it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.buckets import BUCKET_BYTES, assign_buckets
+
+
+def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Compare what the ranks have built, before anything is sent: differing shapes would be a hang, or garbage.
+
+    :param settings: whatever else must be the same on all ranks
+    :raises ValueError: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
+    """
+    mine = {f"parameter {name}": _describe(tensor) for name, tensor in module.named_parameters()}
+    mine |= {f"buffer {name}": _describe(tensor) for name, tensor in module.named_buffers()}
+    mine |= {name: repr(value) for name, value in settings.items()}
+    everyone: list[dict[str, str]] = [{}] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name in dict.fromkeys([*everyone[0], *theirs]):
+            here, there = theirs.get(name, "none of that name"), everyone[0].get(name, "none of that name")
+            if here != there:
+                raise ValueError(f"the ranks' modules differ: {name} is {here} on rank {rank}, but {there} on rank 0")
+    if list(mine) != list(everyone[0]):
+        raise ValueError("the ranks' modules differ: the same parameters, but in another order than on rank 0")
+
+
+def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite the tensors with those of rank ``source`` of the group, many small ones in one message."""
+    for bucket in assign_buckets(tensors, [BUCKET_BYTES]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, group=group, group_src=source)
+        if group.rank() != source:
+            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+
+def _describe(tensor: Tensor) -> str:
+    frozen = "" if tensor.requires_grad else ", without gradient"
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}{frozen}".removeprefix("torch.")
