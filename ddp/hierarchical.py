@@ -1,0 +1,60 @@
+"""All-reduce between several hosts with several ranks each: in shared memory on each host, by rings between the hosts.
+
+Only one copy of each byte of a host's sum travels, in few large steps: a ring of all ranks has a step for each of them, and
+sends through the loopback device what the ranks of a host could read in each other's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddp.allreduce import AllReduce, Ring
+from ddp.peers import Peers
+from ddp.shared_memory import SharedMemory, find_hosts
+
+
+class Hierarchical(AllReduce):
+    """Sums CPU tensors over ranks on any number of hosts; the same bits come out on all.
+
+    The ranks of a host add up what they have in shared memory, each its part; then the ranks that have the same part on each
+    host sum it in a ring of their own; then each writes it to all ranks of its host. There are as many parts, and rings, as
+    the host with the fewest ranks has ranks: with one rank on each host it is a ring, with one host shared memory.
+
+    n bytes at H hosts of P ranks: the time of shared memory for P ranks and of a ring for H, whose steps of n / H bytes all
+    rings of a host share the network for::
+
+        time = 2 alpha_memory + 2 P n / memory bandwidth + 2 (H - 1) (alpha + n beta / H)
+
+    A ring of all ranks takes 2 (H P - 1) (alpha + n beta / (H P)): nearly as many bytes, in P times as many steps.
+
+    :param hosts: the host of each rank, by any name; found out when None
+    :raises UsageError: on all ranks of a host that has not enough memory; outside Linux
+    """
+
+    def __init__(self, peers: Peers, hosts: Sequence[str] | None = None) -> None:
+        super().__init__()
+        members: dict[object, list[int]] = {}
+        keys = find_hosts(peers) if hosts is None else hosts
+        for rank, key in enumerate(keys):
+            members.setdefault(key, []).append(rank)
+        neighbours = members[keys[peers.rank]]
+        place = neighbours.index(peers.rank)
+        rings = min(len(ranks) for ranks in members.values())
+        ring = None
+        if len(members) > 1 and place < rings:
+            ring = Ring(peers.among([ranks[place] for ranks in members.values()]))
+        self._local = SharedMemory(peers.among(neighbours), parts=rings, between=ring.run if ring else None)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As :meth:`SharedMemory.allocate`."""
+        return self._local.allocate(numel, dtype, device)
+
+    def run(self, buffer: Tensor) -> None:
+        self._local.run(buffer)
+
+    def close(self) -> None:
+        super().close()
+        self._local.close()
