@@ -79,41 +79,46 @@ class Peers:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send ``tensor``, of any shape but contiguous; returns when it may be overwritten. :raises RankLost:"""
-        if tensor.numel():
-            with self.counting_on(to):
-                self._isend(tensor, to).wait()
+        self._wait(self._isend(tensor, to), to)
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill ``tensor`` with what ``source`` sends: as many elements, of the same dtype. :raises RankLost:"""
-        if tensor.numel():
-            with self.counting_on(source):
-                self._irecv(tensor, source).wait()
+        self._wait(self._irecv(tensor, source), source)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
         """:meth:`send` and :meth:`receive` at once, as neighbours must who both wait for each other. :raises RankLost:"""
-        sending = receiving = None
-        with self.counting_on(source):
-            if incoming.numel():
-                receiving = self._irecv(incoming, source)
+        receiving = self._irecv(incoming, source)
+        sending = self._isend(outgoing, to)
+        self._wait(receiving, source)
+        self._wait(sending, to)
+
+    def _isend(self, tensor: Tensor, to: int) -> dist.Work | None:
+        if not tensor.numel():  # as both sides know
+            return None
         with self.counting_on(to):
-            if outgoing.numel():
-                sending = self._isend(outgoing, to)
+            return dist.isend(tensor, group=self.group, tag=self._tag, group_dst=self._members[to])
+
+    def _irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
+        if not tensor.numel():
+            return None
         with self.counting_on(source):
-            if receiving:
-                receiving.wait()
-        with self.counting_on(to):
-            if sending:
-                sending.wait()
+            return dist.irecv(tensor, group=self.group, tag=self._tag, group_src=self._members[source])
+
+    def _wait(self, work: dist.Work | None, suspect: int) -> None:
+        if work is not None:
+            with self.counting_on(suspect):
+                work.wait()
 
     @contextlib.contextmanager
     def counting_on(self, suspect: int | None) -> Iterator[None]:
         """A block that needs ``suspect``, or all ranks if None: its ``RuntimeError`` becomes the :class:`RankLost` that
-        :meth:`lost` makes of it."""
+        :meth:`lost` makes of it. After a loss no block is entered any more, and the same is raised again: ranks that gave up
+        at different points would wait for each other.
+        """
+        self._witness.repeat()
         try:
             yield
-        except RankLost:
-            raise
-        except RuntimeError as error:  # gloo has no others, nor torch's Work
+        except RuntimeError as error:  # all that gloo raises
             raise self.lost(suspect, error) from error
 
     def lost(self, suspect: int | None, cause: Exception) -> RankLost:
@@ -130,16 +135,6 @@ class Peers:
         return self._witness.testify(
             by=self._members[self.rank], against=None if suspect is None else self._members[suspect], cause=cause
         )
-
-    def _isend(self, tensor: Tensor, to: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, tag=self._tag, group_dst=self._members[to])
-        assert work is not None
-        return work
-
-    def _irecv(self, tensor: Tensor, source: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.group, tag=self._tag, group_src=self._members[source])
-        assert work is not None
-        return work
 
 
 class _Report(NamedTuple):
@@ -158,31 +153,41 @@ class _Witness:
         self._processes = [_process(pid) if host == socket.gethostname() else None for host, pid in processes]
         self._timeout_s = timeout_s
         self._journal = _Journal(f"rank-lost/{token}")
+        self._verdict: tuple[str, int | None] | None = None  # what RankLost is made of
+
+    def repeat(self) -> None:
+        """:raises RankLost: if there is a verdict already"""
+        if self._verdict is not None:
+            raise RankLost(*self._verdict)
 
     def testify(self, by: int, against: int | None, cause: Exception) -> RankLost:
-        how = "closed its connection"
-        if isinstance(cause, TimeoutError) or "timed out" in str(cause).lower() or "timeout" in str(cause).lower():
-            how = f"did not answer within {self._timeout_s:g} s"
-        own = _Report(by, against, how)
-        self._journal.append(own)
-        verdict = self._find(own)
-        self._journal.append(verdict)
-        verdict = next((report for report in self._journal.read() if report.final), verdict)  # the first one counts
-        rank = verdict.against
-        if rank is None:
-            first_line = str(cause).strip().splitlines()[0] if str(cause) else repr(cause)
-            return RankLost(f"an all-reduce failed, and no rank is known to have caused it: {first_line}")
-        return RankLost(f"rank {rank} ({self._names[rank]}) {verdict.how} during an all-reduce", rank)
+        """Report, hear the others, and agree with them: see :meth:`Peers.lost`."""
+        if self._verdict is None:
+            words = str(cause).strip() or repr(cause)
+            late = isinstance(cause, TimeoutError) or "timed out" in words.lower() or "timeout" in words.lower()
+            how = f"did not answer within {self._timeout_s:g} s" if late else "closed its connection"
+            own = _Report(by, against, how)
+            self._journal.append(own)
+            verdict = self._judge(own)
+            self._journal.append(verdict)
+            verdict = next((report for report in self._journal.read() if report.final), verdict)  # the first one counts
+            rank = verdict.against
+            if rank is None:
+                message = f"an all-reduce failed, and no rank is known to have caused it: {words.splitlines()[0]}"
+            else:
+                message = f"rank {rank} ({self._names[rank]}) {verdict.how} during an all-reduce"
+            self._verdict = message, rank
+        return RankLost(*self._verdict)
 
-    def _find(self, own: _Report) -> _Report:
+    def _judge(self, own: _Report) -> _Report:
         deadline = time.monotonic() + GRACE_S
         while True:
             reports = self._journal.read() or [own]
             for report in reports:
                 if report.final:
                     return report
-            # A rank that reports lived to see the failure: it was not the first.
-            accused = {report.by: report for report in reports}
+            # A rank that reports has lived to see the failure, and so is not what caused it.
+            accused = {report.by: report.against for report in reports}
             silent = [rank for rank in range(len(self._names)) if rank not in accused]
             for rank in silent:
                 if self._has_ended(rank):
@@ -198,7 +203,7 @@ class _Witness:
             followed = set()
             while lost in accused and lost not in followed:
                 followed.add(lost)
-                lost = accused[lost].against
+                lost = accused[lost]
         how = next((report.how for report in reports if report.against == lost), own.how)
         return _Report(own.by, lost, how, final=True)
 
@@ -225,11 +230,8 @@ class _Journal:
         self._gone = False
 
     def append(self, report: _Report) -> None:
-        self._ask(
-            lambda: self._store.append(  # type: ignore[attr-defined]
-                self._key, json.dumps(report) + "\n"
-            )
-        )
+        line = json.dumps(report) + "\n"
+        self._ask(lambda: self._store.append(self._key, line))  # type: ignore[attr-defined]
 
     def read(self) -> list[_Report]:
         """To be called after an append: of a key that does not exist, a store waits to be told."""
