@@ -58,6 +58,11 @@ class AlphaBeta:
         return self.alpha + self.beta * size
 
     @property
+    def bandwidth(self) -> float:
+        """Bytes per second of large tensors."""
+        return 1 / self.beta
+
+    @property
     def mean_error(self) -> float:
         """The mean of the errors' magnitudes."""
         return float(np.mean(np.abs(self.errors)))

@@ -3,6 +3,7 @@
     python -m ddp.bench overhead                       # what the trainer costs on top of the mathematics
     torchrun --nproc_per_node=2 -m ddp.bench overhead  # the same with gradients crossing between two ranks
     python -m ddp.bench strategies                     # one process, many devices, many processes: why two is not twice
+    python -m ddp.bench allreduce                      # all-reduce algorithms from 4 B to 100 MiB, and what bounds them
 
 Candidates run interleaved in one command, in an order that rotates; results are medians and round-by-round ratios.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 import sys
 
 from common.cli import UsageError, command
+from ddp.bench_allreduce import main as allreduce
 from ddp.bench_overhead import main as overhead
 from ddp.bench_strategies import main as strategies
 
-BENCHMARKS = {"overhead": overhead, "strategies": strategies}
+BENCHMARKS = {"overhead": overhead, "strategies": strategies, "allreduce": allreduce}
 
 
 @command
