@@ -8,13 +8,11 @@ Experiences on Accelerating Data Parallel Training" (2020), section 4.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Container, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from ddp.allreduce import Pending
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = MIB  # small, so that communication begins soon after backward does
@@ -56,12 +54,8 @@ class Bucket:
     """
 
     def __init__(self, indices: list[int], parameters: list[nn.Parameter], buffer: Tensor, as_view: bool) -> None:
-        self.indices = indices
-        self.parameters = parameters
-        self.buffer = buffer
+        self.indices, self.parameters, self.buffer, self._as_view = indices, parameters, buffer, as_view
         self.missing = 0  # parameters whose gradients this backward pass has yet to finish
-        self.pending: Pending | torch._C.Future[Any] | None = None
-        self._as_view = as_view
         pieces = buffer.split([parameter.numel() for parameter in parameters])
         self.views = [_shaped(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
@@ -98,68 +92,6 @@ class Bucket:
                 parameter.grad = view.clone()
             else:
                 parameter.grad.copy_(view)
-
-
-class GradBucket:
-    """A bucket as a communication hook sees it: the methods of ``torch.distributed.GradBucket``, which Python cannot make."""
-
-    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
-        self._bucket, self._index, self._is_last = bucket, index, is_last
-        self._buffer = bucket.buffer
-
-    def index(self) -> int:
-        """The bucket's number, in the order of the all-reduces."""
-        return self._index
-
-    def buffer(self) -> Tensor:
-        """``[n]``: the sum of this rank's gradients, not divided yet."""
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Replace what :meth:`buffer` gives; the hook's result counts all the same."""
-        self._buffer = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """Views into the buffer, of the parameters' shapes."""
-        return list(self._bucket.views)
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters whose gradients they are."""
-        return list(self._bucket.parameters)
-
-    def is_last(self) -> bool:
-        """Whether it is the last one of the backward pass."""
-        return self._is_last
-
-
-Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
-
-
-def run_hook(hook: Hook, state: Any, bucket: GradBucket) -> torch._C.Future[Any]:
-    """:raises TypeError: if the hook returns anything but a future"""
-    future = hook(state, bucket)
-    if not isinstance(future, torch._C.Future):
-        raise TypeError(f"{_name(hook)} must return a torch.futures.Future of a tensor, not {type(future).__name__}")
-    return future
-
-
-def take_result(hook: Hook, result: Any, buffer: Tensor) -> None:
-    """Bring what a hook's future held into the bucket.
-
-    :raises TypeError: for anything but a tensor; :raises ValueError: for one of another size
-    """
-    if isinstance(result, list) and len(result) == 1:  # as in the future of a collective
-        (result,) = result
-    if not isinstance(result, Tensor):
-        raise TypeError(f"{_name(hook)}'s future must hold a tensor, not {type(result).__name__}")
-    if result.numel() != buffer.numel():
-        raise ValueError(f"{_name(hook)} gave {result.numel()} elements for a bucket of {buffer.numel()}")
-    if result.data_ptr() != buffer.data_ptr():
-        buffer.copy_(result.view(-1))
-
-
-def _name(hook: Hook) -> str:
-    return f"the communication hook {getattr(hook, '__name__', repr(hook))}"
 
 
 def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:

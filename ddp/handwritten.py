@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from torch.distributed.algorithms.join import Joinable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.allreduce import AllReduce, Backend
-from ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Hook
+from ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
+from ddp.hooks import Hook
 from ddp.peers import Peers
 from ddp.reducer import Reducer
 from ddp.replicas import broadcast, require_same_modules
@@ -77,37 +78,31 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         self.device = next(iter(trained.values())).device
         self.device_ids = device_ids
         self.process_group = group
-        self.broadcast_buffers = broadcast_buffers
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
+        self.broadcast_buffers, self.gradient_as_bucket_view = broadcast_buffers, gradient_as_bucket_view
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True  # what no_sync turns off
         self.require_forward_param_sync = True  # whether the buffers may differ: not after a pass without gradients
-        self._ignored = ignored
 
-        first, further = (
-            (FIRST_BUCKET_BYTES, BUCKET_BYTES) if bucket_cap_mb is None else (int(bucket_cap_mb * MIB),) * 2
-        )
+        limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
         settings = {"bucket_cap_mb": bucket_cap_mb, "all_reduce": type(all_reduce).__name__}
         settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         require_same_modules(module, settings, group)
         broadcast(self.replicated(), 0, group)
+        all_reduce = all_reduce or Backend(Peers(group))
         self.reducer = Reducer(
-            trained,
-            group,
-            all_reduce or Backend(Peers(group)),
-            [max(1, first), max(1, further)],
-            as_view=gradient_as_bucket_view,
-            find_unused=find_unused_parameters,
-            static_graph=static_graph,
+            trained, group, all_reduce, limits, gradient_as_bucket_view, find_unused_parameters, static_graph
         )
         for index, parameter in enumerate(trained.values()):
-            parameter.register_post_accumulate_grad_hook(_when_ready(self.reducer, index))
+            hook = functools.partial(_accumulated, weakref.ref(self.reducer), index)
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward; what it returns knows whether its backward pass will synchronize."""
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
-        inputs, kwargs = self._before_forward(synchronize, inputs, kwargs)
+        self.announce_forward(synchronize)
+        if self.device_ids is not None:
+            move = functools.partial(Tensor.to, device=self.device, non_blocking=True)
+            inputs, kwargs = tree_map_only(Tensor, move, (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         if synchronize:
             self._expect_backward(output)
@@ -124,44 +119,28 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` average each bucket instead, torch's own hooks among others.
+        """Let ``hook(state, bucket)`` average each bucket (:class:`ddp.hooks.GradBucket`) instead, torch's own for example.
 
-        :param hook: gets a :class:`ddp.buckets.GradBucket`, and returns a future of a tensor of the bucket's size
+        :raises TypeError: for what is no function; :raises RuntimeError: for a second one
         """
         if not callable(hook):
-            raise TypeError(
-                f"a communication hook is called with (state, bucket), which {type(hook).__name__} cannot be"
-            )
+            raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
         if self.reducer.hook is not None:
             raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
         self.reducer.hook, self.reducer.hook_state = hook, state
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, synchronize: bool, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        if synchronize:
-            self.reducer.abandon()
-        self.announce_forward(synchronize)
-        if self.device_ids is not None:
-            move = functools.partial(Tensor.to, device=self.device, non_blocking=True)
-            inputs, kwargs = tree_map_only(Tensor, move, (inputs, kwargs))
-        return inputs, kwargs
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect_backward(self, output: Any) -> None:
-        # The backward pass announces itself where it begins: at the output. A loss that is kept elsewhere (an attribute of the
-        # module) has to do with the first gradient's announcement, for which the reducer must be told now.
+        self.reducer.abandon()
+        # The backward pass announces itself where it begins, at the output. One of a loss that is kept elsewhere (an attribute
+        # of the module) does so with its first gradient, if it is expected.
         self.reducer.expecting = True
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self.reducer.begin)
 
 
-def _when_ready(reducer: Reducer, index: int) -> Callable[[Tensor], None]:
-    reference = weakref.ref(reducer)  # the parameters outlive the wrapper, and then have nobody to tell
-
-    def accumulated(_: Tensor) -> None:
-        reducer = reference()
-        if reducer is not None and reducer.expecting:
-            reducer.ready(index)
-
-    return accumulated
+def _accumulated(reference: weakref.ref[Reducer], index: int, _: Tensor) -> None:
+    reducer = reference()  # None when the parameter has outlived its wrapper
+    if reducer is not None and reducer.expecting:
+        reducer.ready(index)

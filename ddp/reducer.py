@@ -9,6 +9,7 @@ It has the duties of torch/csrc/distributed/c10d/reducer.cpp.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from ddp.allreduce import AllReduce
-from ddp.buckets import Bucket, GradBucket, Hook, assign_buckets, run_hook, take_result
+from ddp.allreduce import AllReduce, Pending
+from ddp.buckets import Bucket, assign_buckets
+from ddp.hooks import GradBucket, Hook, HookedAverage
 
 
 class Reducer:
@@ -37,7 +39,6 @@ class Reducer:
         group: dist.ProcessGroup,
         all_reduce: AllReduce,
         limits: list[int],
-        *,
         as_view: bool,
         find_unused: bool,
         static_graph: bool,
@@ -49,36 +50,32 @@ class Reducer:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self._find_unused = as_view, find_unused
-        self.buckets: list[Bucket] = []
-        self._bucket_of: dict[int, Bucket] = {}
-
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        everyone = range(len(self._parameters))
+        sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
         for parameter in self._parameters:
-            kind = (parameter.dtype, parameter.device)
-            sizes[kind] = sizes.get(kind, 0) + parameter.numel()
+            sizes[parameter.dtype, parameter.device] += parameter.numel()
         self._memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
-        # Until the first backward pass is over: the order in which gradients become ready in it.
+        self._build_buckets(reversed(everyone))  # a guess: backward begins with the last layer
+        # The order in which gradients become ready, as the first backward pass shows it; None when it is over.
         self._order: list[int] | None = []
-        self._build_buckets(reversed(range(len(self._parameters))))  # a guess: backward begins with the last layer
         # How often each gradient becomes ready in a backward pass; of a static graph, None until the first has shown it.
-        self._uses: list[int] | None = None if static_graph else [1] * len(self._parameters)
+        self._uses: list[int] | None = None if static_graph else [1 for _ in everyone]
         # The parameters that have a gradient on any rank; None where that is to be found out.
-        self._receivers = None if static_graph or find_unused else set(range(len(self._parameters)))
-
+        self._receivers = None if static_graph or find_unused else set(everyone)
+        # Of the backward pass that runs: how often each gradient has yet to become ready, and the buckets that are sent.
         self._running = False
-        self._left: list[int] = []  # how often each gradient has yet to become ready in this pass
-        self._started = 0  # buckets that are sent
+        self._left: list[int] = []
+        self._sent: list[Pending] = []
 
     def begin(self, *_: object) -> None:
         """A backward pass begins that is to be synchronized; when all of it is over, autograd calls :meth:`_finish`."""
         if self._running:
             return
         self._running = self.expecting = True
-        self._left = list(self._uses or [0] * len(self._parameters))
+        self._left, self._sent = list(self._uses or [0] * len(self._parameters)), []
         for bucket in self.buckets:
             used = sum(self._left[index] > 0 for index in bucket.indices)
             bucket.missing = len(bucket.indices) + 1 if self._uses is None else used
-        self._started = 0
         Variable._execution_engine.queue_callback(self._finish)
 
     def ready(self, index: int) -> None:
@@ -97,51 +94,45 @@ class Reducer:
                 f"the gradient of {self._names[index]} became ready twice in one backward pass, as a parameter's does that "
                 "several reentrant checkpoints use: pass static_graph=True, or checkpoint with use_reentrant=False"
             )
-        bucket = self._bucket_of[index]
-        bucket.missing -= 1
-        while self._started < len(self.buckets) and self.buckets[self._started].missing == 0:
-            self._send(self.buckets[self._started])
+        self._bucket_of[index].missing -= 1
+        while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
+            self._fill_and_send()
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception has ended, and whose end autograd never announced."""
-        if (
-            self._running and torch._C._current_graph_task_id() == -1
-        ):  # else this forward is a checkpoint's, in backward
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint's forward pass
+        if self._running and not in_backward:
             self._wait()
             self._running = False
 
     def shadow(self) -> None:
         """Do as the other ranks do in a backward pass, without one of one's own: contribute zeros."""
-        self._started = 0
+        self._sent = []
         for bucket in self.buckets:
             bucket.buffer.zero_()
-            self._start(bucket)
+            self._send()
         self._wait()
         self._agree_on_receivers([False] * len(self._parameters))
         self._rebuild_buckets()
 
-    def _send(self, bucket: Bucket) -> None:
+    def _fill_and_send(self) -> None:
         with torch.no_grad():  # backward may run with create_graph
-            bucket.fill(1 if self.hook else self.divisor)  # hooks divide themselves
-        self._start(bucket)
+            self.buckets[len(self._sent)].fill(1 if self.hook else self.divisor)  # hooks divide themselves
+        self._send()
 
-    def _start(self, bucket: Bucket) -> None:
-        index = self._started
-        self._started += 1
+    def _send(self) -> None:
+        """Start the next bucket's all-reduce."""
+        index = len(self._sent)
+        bucket, is_last = self.buckets[index], index == len(self.buckets) - 1
         if self.hook is None:
-            bucket.pending = self._all_reduce.start(bucket.buffer)
+            self._sent.append(self._all_reduce.start(bucket.buffer))
         else:
-            seen = GradBucket(bucket, index, is_last=index == len(self.buckets) - 1)
-            bucket.pending = run_hook(self.hook, self.hook_state, seen)
+            seen = GradBucket(bucket.buffer, bucket.views, bucket.parameters, index, is_last)
+            self._sent.append(HookedAverage(self.hook, self.hook_state, seen))
 
     def _wait(self) -> None:
-        """Until all buckets that were started hold their averages."""
-        for bucket in self.buckets[: self._started]:
-            assert bucket.pending is not None
-            result = bucket.pending.wait()
-            if self.hook is not None:
-                take_result(self.hook, result, bucket.buffer)
-            bucket.pending = None
+        for pending in self._sent:
+            pending.wait()
 
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, and hand out the averages."""
@@ -152,21 +143,22 @@ class Reducer:
                 return  # not one became ready: this was torch.autograd.grad, which leaves .grad alone
             self._wait()
             self.expecting = False
+            names = ", ".join(untouched[:5]) + ", ..." * (len(untouched) > 5)
             raise RuntimeError(
-                f"backward gave no gradient to {len(untouched)} of {len(self._names)} parameters: {_some(untouched)}. This "
-                "rank's loss does not depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
+                f"backward gave no gradient to {len(untouched)} of {len(self._names)} parameters: {names}. This rank's loss "
+                "does not depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
             )
-        for bucket in self.buckets[self._started :]:
-            self._send(bucket)
+        while len(self._sent) < len(self.buckets):
+            self._fill_and_send()
         self._wait()
+        if self._uses is None:
+            self._uses = [-left for left in self._left]
         receivers = self._agree_on_receivers([parameter.grad is not None for parameter in self._parameters])
+        self._rebuild_buckets()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.hand_out(receivers)
         self.expecting = False
-        if self._uses is None:
-            self._uses = [-left for left in self._left]
-        self._rebuild_buckets()
 
     def _agree_on_receivers(self, used: list[bool]) -> set[int]:
         """The parameters that get a gradient: those that have one on any rank. Where all have none, it stays None."""
@@ -180,38 +172,28 @@ class Reducer:
         return receivers
 
     def _rebuild_buckets(self) -> None:
-        """After the first backward pass: group gradients that become ready together, in rank 0's order."""
+        """In the first backward pass: group gradients that become ready together, in rank 0's order."""
         if self._order is None:
             return
         never = reversed(range(len(self._parameters)))
         order = torch.tensor(list(dict.fromkeys([*self._order, *never])), device=self._parameters[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         self._order = None
-        kept = {
-            index: view.clone()  # its place is about to become another's
-            for bucket in self.buckets
-            for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True)
-            if parameter.grad is view
+        averages = {
+            i: view.clone() for bucket in self.buckets for i, view in zip(bucket.indices, bucket.views, strict=True)
         }
         self._build_buckets(order.tolist())
         for bucket in self.buckets:
-            for index, parameter, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True):
-                if index in kept:
-                    parameter.grad = view.copy_(kept[index])
+            for index, view in zip(bucket.indices, bucket.views, strict=True):
+                view.copy_(averages[index])
 
     def _build_buckets(self, order: Iterable[int]) -> None:
-        indices = {id(self._parameters[index]): index for index in order}
-        ordered = [self._parameters[index] for index in indices.values()]
+        indices = {self._parameters[index]: index for index in order}
         free = dict(self._memory)
-        self.buckets, self._bucket_of = [], {}
-        for parameters in assign_buckets(ordered, self._limits):
+        self.buckets: list[Bucket] = []
+        for parameters in assign_buckets(indices, self._limits):
             kind = (parameters[0].dtype, parameters[0].device)
             size = sum(parameter.numel() for parameter in parameters)
             buffer, free[kind] = free[kind][:size], free[kind][size:]
-            bucket = Bucket([indices[id(parameter)] for parameter in parameters], parameters, buffer, self._as_view)
-            self.buckets.append(bucket)
-            self._bucket_of |= dict.fromkeys(bucket.indices, bucket)
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+            self.buckets.append(Bucket([indices[p] for p in parameters], parameters, buffer, self._as_view))
+        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}

@@ -66,6 +66,7 @@ class UnevenInputs(Joinable):
         """Parameters and buffers: what is the same on every rank."""
         return [*(parameter.detach() for parameter in self.module.parameters()), *self.module.buffers()]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def announce_forward(self, synchronize: bool) -> None:
         """Before a forward pass: bring the buffers up to date, if they may differ, and tell the ranks that have joined."""
         alive = Join.notify_join_context(self)
