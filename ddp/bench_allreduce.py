@@ -323,16 +323,16 @@ def _against(one: Measured, backend: Measured, size: int) -> str:
 
 
 def _memory(config: AllReduceConfig, measured: list[Measured], memory: Memory, limit: float) -> list[str]:
-    copy, in_place = (Spread.of([value / 1e9 for value in values]) for values in (memory.copy, memory.in_place))
-    lines = [
+    copy, in_place = (Spread.of([1e-9 * value for value in values]) for values in (memory.copy, memory.in_place))
+    words = (
         f"memory, all ranks at once, bytes read and written: copying {copy:.1f} GB/s, in place {in_place:.1f} GB/s. An "
         f"all-reduce in shared memory reads and writes each rank's tensor once, so where caches do not hold them, it moves at "
-        f"most {limit / 1e9:.1f} GB/s by bus bandwidth"
-    ]
+        f"most {1e-9 * limit:.1f} GB/s by bus bandwidth"
+    )
     largest = max(config.sizes)
-    for one in measured:
-        if one.name == SHARED and largest * config.ranks >= MEMORY_BYTES:
-            lines.append(
-                f"{size_name(largest)}: {SHARED} reaches {100 * one.bus_bandwidth(largest) / limit:.0f} % of that"
-            )
-    return lines
+    uncached = [one for one in measured if one.name == SHARED and largest * config.ranks >= MEMORY_BYTES]
+    share = "{}: {} reaches {:.0f} % of that"
+    return [
+        words,
+        *(share.format(size_name(largest), SHARED, 100 * one.bus_bandwidth(largest) / limit) for one in uncached),
+    ]
