@@ -25,6 +25,7 @@ from typing import Any
 from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine
 from common.run_directory import prepare_output, results_in, write_json
+from common.trace_events import write_trace
 from dataloading import face_cache
 from dataloading.augmentation import AUGMENTATIONS, course_transform
 from dataloading.decoders import DECODERS
@@ -230,8 +231,7 @@ def report(config: TimelineConfig, runs: Sequence[Run]) -> str:
     names = ["timeline.png", "summary.json", *(f"trace-{run.name}.json" for run in runs)]
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
-        content = {"traceEvents": trace_events(run), "displayTimeUnit": "ms"}
-        write_json(config.output / f"trace-{run.name}.json", content)
+        write_trace(config.output / f"trace-{run.name}.json", trace_events(run))
     summary = {
         "machine": describe_machine(),
         "config": asdict(config),

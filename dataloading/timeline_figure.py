@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.plotting import COLORS
-from dataloading.tracing import BatchTimes, Lane, Run, Span
+from common.trace_events import Lane
+from dataloading.tracing import BatchTimes, Run, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

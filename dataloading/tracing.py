@@ -26,12 +26,10 @@ from torch.utils.data import Dataset
 
 from common.datasets import BatchKey
 from common.loader_workers import start_worker
+from common.trace_events import Event, Lane, at, complete, lane_names
 from dataloading.batches import LFWBatches, collate
 from dataloading.decoders import Pixels
 from dataloading.lfw_dataset import LFWDataset
-
-Lane = tuple[int, int]
-"""A process's id and a thread's, as the kernel has them."""
 
 
 class Span(NamedTuple):
@@ -287,39 +285,23 @@ class Run:
         return steps
 
 
-def trace_events(run: Run) -> list[dict[str, Any]]:
-    """The run in Chrome's trace event format (times in microseconds), which Perfetto reads.
-
-    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-    """
+def trace_events(run: Run) -> list[Event]:
+    """The run in Chrome's trace event format, for :func:`common.trace_events.write_trace`."""
     main_pid = run.main[0]
-    events: list[dict[str, Any]] = []
-    for position, ((pid, thread), name) in enumerate(run.lanes.items()):
-        process = "main process" if pid == main_pid else name
-        place = {"ph": "M", "pid": pid, "tid": thread}
-        events += [
-            {**place, "name": "process_name", "args": {"name": process}},
-            {**place, "name": "thread_name", "args": {"name": name}},
-            {**place, "name": "process_sort_index", "args": {"sort_index": 0 if pid == main_pid else position}},
-            {**place, "name": "thread_sort_index", "args": {"sort_index": position}},
-        ]
+    events: list[Event] = []
+    for position, (lane, name) in enumerate(run.lanes.items()):
+        in_main = lane[0] == main_pid
+        events += lane_names(lane, "main process" if in_main else name, name, 0 if in_main else position, position)
     for span in run.spans:
-        events.append({**_at(span.start, span.lane), "ph": "X", "name": span.name, "cat": "stage"})
-        events[-1] |= {
-            "dur": 1e6 * (span.end - span.start),
-            "args": {} if span.batch is None else {"batch": span.batch},
-        }
+        facts = {} if span.batch is None else {"batch": span.batch}
+        events.append(complete(span.name, span.start, span.end, span.lane, "stage", **facts))
     for moment, waiting in run.queue():
         name = "batches finished, not taken"
-        events.append({**_at(moment, run.main), "ph": "C", "name": name, "args": {"batches": waiting}})
+        events.append({**at(moment, run.main), "ph": "C", "name": name, "args": {"batches": waiting}})
     for batch in run.batches:
         # Each end of an arrow lies in the slice that surrounds its time: the last piece of work, and the consumer's.
         last = max(run.work(batch.number), key=lambda span: span.end)
         flow = {"name": "hand-over", "cat": "hand-over", "id": batch.number}
-        events.append({**_at(last.start, last.lane), **flow, "ph": "s"})
-        events.append({**_at(batch.taken, run.main), **flow, "ph": "f", "bp": "e"})
+        events.append({**at(last.start, last.lane), **flow, "ph": "s"})
+        events.append({**at(batch.taken, run.main), **flow, "ph": "f", "bp": "e"})
     return events
-
-
-def _at(moment: float, lane: Lane) -> dict[str, Any]:
-    return {"ts": 1e6 * moment, "pid": lane[0], "tid": lane[1]}
