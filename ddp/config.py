@@ -12,9 +12,11 @@ from common.models import MODELS
 from common.process_group import BACKENDS, DEVICES
 from common.recipes import LearningConfig
 from dataloading.decoders import DECODERS
+from ddp.algorithms import ALL_REDUCES
 
 DATASETS = (*IN_MEMORY, "lfw")
 LOADERS = ("stock", "fast")
+STRATEGIES = ("torch", "handwritten")
 
 # How images are had from files, unless a flag says otherwise; those in memory have no use for it.
 FROM_FILES: dict[str, Any] = {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"}
@@ -63,6 +65,12 @@ class TrainConfig(LearningConfig):
     micro_steps: int = option(1, "forward-backward passes per optimizer step (gradient accumulation)", minimum=1)
 
     # How it is computed
+    strategy: str = option(
+        "torch", "which DDP averages the gradients: torch's, or the one written by hand", choices=STRATEGIES
+    )
+    all_reduce: str = option(
+        None, "how the hand-written DDP sums its buckets over the ranks (default: backend)", choices=ALL_REDUCES
+    )
     sync_batchnorm: bool = option(False, "normalize by the statistics of the global batch instead of each rank's")
     compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
     device: str = option("auto", "auto takes CUDA where there is any, unless --backend is gloo", choices=DEVICES)
@@ -105,6 +113,11 @@ class TrainConfig(LearningConfig):
         self._default("workers", 0 if in_memory else 1)
         if in_memory and self.loader == "fast":
             raise UsageError(f"--loader fast is for lfw: {self.dataset} lies in memory and needs no decoding")
+        if self.all_reduce is not None and self.strategy != "handwritten":
+            raise UsageError(
+                f"--all-reduce {self.all_reduce} is for the DDP written by hand: add --strategy handwritten"
+            )
+        self._default("all_reduce", "backend" if self.strategy == "handwritten" else None)
         self._default("run_dir", Path("runs", f"{self.dataset}-{self.model}"))
 
     @property

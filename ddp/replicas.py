@@ -9,14 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.cli import UsageError
 from ddp.buckets import BUCKET_BYTES, assign_buckets
+
+
+class ReplicasDiffer(UsageError, ValueError):
+    """The ranks have built different modules, as all of them have found out."""
+
+    seen_by_all = True
 
 
 def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Compare what the ranks have built, before anything is sent: differing shapes would be a hang, or garbage.
 
     :param settings: whatever else must be the same on all ranks
-    :raises ValueError: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
+    :raises ReplicasDiffer: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
     """
     mine = {f"parameter {name}": _describe(tensor) for name, tensor in module.named_parameters()}
     mine |= {f"buffer {name}": _describe(tensor) for name, tensor in module.named_buffers()}
@@ -27,9 +34,11 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
         for name in dict.fromkeys([*everyone[0], *theirs]):
             here, there = theirs.get(name, "none of that name"), everyone[0].get(name, "none of that name")
             if here != there:
-                raise ValueError(f"the ranks' modules differ: {name} is {here} on rank {rank}, but {there} on rank 0")
+                raise ReplicasDiffer(
+                    f"the ranks' modules differ: {name} is {here} on rank {rank}, but {there} on rank 0"
+                )
     if list(mine) != list(everyone[0]):
-        raise ValueError("the ranks' modules differ: the same parameters, but in another order than on rank 0")
+        raise ReplicasDiffer("the ranks' modules differ: the same parameters, but in another order than on rank 0")
 
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:

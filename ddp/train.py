@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -37,10 +38,13 @@ from common.report import Window, WindowTotals, finish
 from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, require_writable, write_json
 from dataloading.failures import explained
 from ddp import checkpoint
+from ddp.algorithms import build_all_reduce
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.data import Loader, load_data, open_loader
 from ddp.evaluate import open_test_loader
+from ddp.handwritten import HandwrittenDistributedDataParallel
+from ddp.replicas import require_same_modules
 from ddp.report import describe_run, faster_loading
 from ddp.sampler import MicroBatchSampler
 
@@ -147,7 +151,7 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     model: nn.Module = network
     no_sync: NoSync = contextlib.nullcontext
     if place.world_size > 1:  # alone, there is nobody to average with
-        model = wrap(network, place)
+        model = wrap(network, place, config.strategy, config.all_reduce)
         no_sync = model.no_sync
     if config.compile:
         model = cast(nn.Module, torch.compile(model))  # a wrapper: evaluation calls the plain network
@@ -167,11 +171,27 @@ def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
     return job
 
 
-def wrap(network: nn.Module, place: Place) -> DistributedDataParallel:
-    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass."""
+def wrap(
+    network: nn.Module, place: Place, strategy: str = "torch", all_reduce: str | None = None
+) -> DistributedDataParallel | HandwrittenDistributedDataParallel:
+    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass.
+
+    :param strategy: of :data:`ddp.config.STRATEGIES`; :param all_reduce: of the hand-written one, see ddp/algorithms.py
+    :raises UsageError: on every rank, if they were told to train different models, or to sum by hand what is on a GPU
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    require_same_modules(network, {"--strategy": strategy, "--all-reduce": all_reduce}, group)
+    device_ids = [place.device] if place.device.type == "cuda" else None
+    if strategy == "handwritten":
+        if device_ids and all_reduce != "backend":
+            raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {place.device}: use backend")
+        return HandwrittenDistributedDataParallel(
+            network, device_ids, broadcast_buffers=False, all_reduce=build_all_reduce(all_reduce or "backend")
+        )
     model = DistributedDataParallel(
         network,
-        device_ids=[place.device] if place.device.type == "cuda" else None,
+        device_ids=device_ids,
         gradient_as_bucket_view=True,  # .grad is a view into the bucket that travels: no copy, and no second buffer
     )
     # Rank 0's running statistics need not be sent before each forward pass: they are averaged when they are needed.
