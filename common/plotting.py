@@ -348,6 +348,35 @@ def plot_ratios(path: Path, ratios: dict[str, list[float]], limit: float, title:
     figure.savefig(path, dpi=110)
 
 
+def plot_ratio_panels(path: Path, panels: Mapping[str, Mapping[str, list[float]]], *, title: str, x_title: str) -> None:
+    """Paired ratios in panels side by side: a dot per round and candidate, with the median and quartiles, and a line at 1.
+
+    :param panels: for each panel's title its candidates' ratios; what their names begin with, up to a comma, is their color
+    """
+    names = [list(candidates) for candidates in panels.values()]
+    shared = all(one == names[0] for one in names)
+    width = 2 + (3 if shared else 4.6) * len(panels)
+    figure, axes = _figure(1, len(panels), (width, 1.6 + 0.42 * max(map(len, names))), title)
+    colors: dict[str, str] = {}
+    for number, (plot, (panel, candidates)) in enumerate(zip(axes[0], panels.items(), strict=True)):
+        for position, (name, ratios) in enumerate(candidates.items()):
+            color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
+            low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+            jitter = np.linspace(-0.2, 0.2, len(ratios))
+            plot.plot(ratios, position + jitter, "o", color=color, alpha=0.3, markersize=3)
+            plot.plot([low, high], [position, position], color=color, linewidth=2)
+            plot.plot([median, median], [position - 0.3, position + 0.3], color=color, linewidth=2.5)
+            plot.text(1.02, position, f"{median:.2f}", transform=plot.get_yaxis_transform(), va="center", fontsize=8.5)
+        plot.axvline(1.0, color="0.25", linewidth=1, linestyle="--")
+        labels = list(candidates) if number == 0 or not shared else [""] * len(candidates)
+        plot.set_yticks(range(len(candidates)), labels)
+        plot.set_ylim(len(candidates) - 0.5, -0.5)
+        plot.set_title(panel, fontsize=10)
+        plot.grid(axis="x", alpha=0.25)
+    figure.supxlabel(x_title, fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
 def _figure(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, Any]:
     """A figure of its own, drawn by Agg: pyplot would keep it alive in a global list and might look for a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 -m ddp.bench overhead  # the same with gradients crossing between two ranks
     python -m ddp.bench strategies                     # one process, many devices, many processes: why two is not twice
     python -m ddp.bench allreduce                      # all-reduce algorithms from 4 B to 100 MiB, and what bounds them
+    python -m ddp.bench engines                        # the hand-written DDP against torch's, on four models
 
 Candidates run interleaved in one command, in an order that rotates; results are medians and round-by-round ratios.
 """
@@ -14,10 +15,11 @@ import sys
 
 from common.cli import UsageError, command
 from ddp.bench_allreduce import main as allreduce
+from ddp.bench_engines import main as engines
 from ddp.bench_overhead import main as overhead
 from ddp.bench_strategies import main as strategies
 
-BENCHMARKS = {"overhead": overhead, "strategies": strategies, "allreduce": allreduce}
+BENCHMARKS = {"overhead": overhead, "strategies": strategies, "allreduce": allreduce, "engines": engines}
 
 
 @command
