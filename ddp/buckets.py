@@ -1,15 +1,15 @@
 """Buckets: the flat tensors in which gradients travel, many small ones in one message.
 
 All gradients of one dtype and device lie in one piece of memory, in the order in which backward finishes them. A bucket is a
-slice of it, and ``.grad`` a view into its bucket: nothing is copied out after the all-reduce. This follows
-torch/csrc/distributed/c10d/reducer.cpp (``compute_bucket_assignment_by_size``) and Li et al., "PyTorch Distributed:
-Experiences on Accelerating Data Parallel Training" (2020), section 4.2.
+slice of it, and ``.grad`` a view into its bucket: nothing is copied out after the all-reduce. (torch's:
+torch/csrc/distributed/c10d/reducer.cpp, ``compute_bucket_assignment_by_size``.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,16 @@ def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[
     :returns: the buckets, in the order in which their last tensors come
     """
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[AnyTensor], int]] = {}
-    full: dict[tuple[torch.dtype, torch.device], int] = {}
+    full: Counter[tuple[torch.dtype, torch.device]] = Counter()
     buckets = []
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
         bucket, size = filling.pop(kind, ([], 0))
+        filling[kind] = (bucket, size + tensor.nbytes)  # now the last: what remains at the end is in order
         bucket.append(tensor)
-        size += tensor.nbytes
-        number = full.get(kind, 0)
-        if size >= limits[min(number, len(limits) - 1)]:
-            buckets.append(bucket)
-            full[kind] = number + 1
-        else:
-            filling[kind] = (bucket, size)  # taken out and put in again, so the last: what remains is in order
+        if filling[kind][1] >= limits[min(full[kind], len(limits) - 1)]:
+            buckets.append(filling.pop(kind)[0])
+            full[kind] += 1
     return buckets + [bucket for bucket, _ in filling.values()]
 
 
@@ -70,10 +67,7 @@ class Bucket:
             if gradient is None:
                 view.zero_()
             elif gradient.is_sparse:
-                raise RuntimeError(
-                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which has no place in a bucket: "
-                    "build its embedding with sparse=False"
-                )
+                raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
             elif gradient is not view:
                 torch.mul(gradient.detach(), 1 / divisor, out=view)
                 if self._as_view:
@@ -99,3 +93,47 @@ def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
     parameter = parameter.detach()
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     return piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape)
+
+
+class GradBucket:
+    """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
+
+    :param buffer: ``[n]``, this rank's gradients, not divided yet; :param gradients: views into it, of the parameters' shapes
+    :param index: of the bucket, in the order of sending; :param is_last: in this backward pass
+    """
+
+    def __init__(
+        self, buffer: Tensor, gradients: list[Tensor], parameters: list[nn.Parameter], index: int, is_last: bool
+    ) -> None:
+        self.set_buffer(buffer)
+        self.gradients, self.parameters = lambda: gradients, lambda: parameters
+        self.index, self.is_last = lambda: index, lambda: is_last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace what ``buffer()`` gives to the hook; its result counts all the same."""
+        self.buffer: Callable[[], Tensor] = lambda: buffer
+
+
+Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
+
+
+class HookedAverage:
+    """What a hook has promised for a bucket. :raises TypeError: if it returned anything but a future"""
+
+    def __init__(self, hook: Hook, state: Any, bucket: GradBucket) -> None:
+        self._name = f"the communication hook {getattr(hook, '__name__', repr(hook))}"
+        self._buffer = bucket.buffer()
+        self._future = hook(state, bucket)
+        if not isinstance(self._future, torch._C.Future):
+            raise TypeError(f"{self._name} must return a future of a tensor, not {type(self._future).__name__}")
+
+    def wait(self) -> None:
+        """Until the bucket's buffer holds the result. :raises TypeError: for anything but a tensor of its size"""
+        result = self._future.wait()
+        if isinstance(result, list) and len(result) == 1:  # as in the future of a collective
+            (result,) = result
+        if not isinstance(result, Tensor) or result.numel() != self._buffer.numel():
+            found = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"{self._name} must give a tensor of {self._buffer.numel()} elements, not {found}")
+        if result.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(result.view(-1))

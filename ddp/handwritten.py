@@ -5,11 +5,9 @@
 
     torchrun --nproc_per_node=2 -m ddp.train --strategy handwritten
 
-Here is what surrounds a backward pass: the same weights to begin with, forward, ``no_sync``. The backward pass itself is in
-ddp/reducer.py, its messages in ddp/buckets.py, and how a message is summed over the ranks in ddp/allreduce.py.
-
-It follows torch/nn/parallel/distributed.py and Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training" (VLDB 2020, arXiv 2006.15704).
+Here is what surrounds the backward pass, which is in ddp/reducer.py, its messages in ddp/buckets.py, and how these are summed
+in ddp/allreduce.py. It follows torch/nn/parallel/distributed.py and Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training" (VLDB 2020, arXiv 2006.15704).
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ from torch.distributed.algorithms.join import Joinable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.allreduce import AllReduce, Backend
-from ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB
-from ddp.hooks import Hook
+from ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Hook
 from ddp.peers import Peers
 from ddp.reducer import Reducer
-from ddp.replicas import broadcast, require_same_modules
+from ddp.replicas import broadcast, replicated, require_same_modules
 from ddp.uneven import UnevenInputs
 
 
@@ -64,30 +61,27 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # torch's way to leave some alone
-        trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        settings = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        require_same_modules(module, settings | {"bucket_cap_mb": bucket_cap_mb, "all_reduce": type(all_reduce)}, group)
+        tensors = replicated(module)
+        trained = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         if not trained:
             raise ValueError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0")
         if device_ids is not None and len(device_ids) != 1:
             raise ValueError(f"device_ids={list(device_ids)} must name one GPU, this rank's own")
-        group = process_group or dist.group.WORLD
-        assert group is not None
-        self.module = module
+        self.module, self.process_group, self.device_ids = module, group, device_ids
         self.device = next(iter(trained.values())).device
-        self.device_ids = device_ids
-        self.process_group = group
         self.broadcast_buffers, self.gradient_as_bucket_view = broadcast_buffers, gradient_as_bucket_view
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True  # what no_sync turns off
         self.require_forward_param_sync = True  # whether the buffers may differ: not after a pass without gradients
 
         limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
-        settings = {"bucket_cap_mb": bucket_cap_mb, "all_reduce": type(all_reduce).__name__}
-        settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-        require_same_modules(module, settings, group)
-        broadcast(self.replicated(), 0, group)
+        broadcast(list(tensors.values()), 0, group)
         all_reduce = all_reduce or Backend(Peers(group))
         self.reducer = Reducer(
             trained, group, all_reduce, limits, gradient_as_bucket_view, find_unused_parameters, static_graph
@@ -101,8 +95,7 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.announce_forward(synchronize)
         if self.device_ids is not None:
-            move = functools.partial(Tensor.to, device=self.device, non_blocking=True)
-            inputs, kwargs = tree_map_only(Tensor, move, (inputs, kwargs))
+            inputs, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
         if synchronize:
             self._expect_backward(output)
@@ -119,10 +112,7 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` average each bucket (:class:`ddp.hooks.GradBucket`) instead, torch's own for example.
-
-        :raises TypeError: for what is no function; :raises RuntimeError: for a second one
-        """
+        """Let ``hook(state, bucket)`` average each :class:`ddp.buckets.GradBucket` instead; torch's own will do."""
         if not callable(hook):
             raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
         if self.reducer.hook is not None:

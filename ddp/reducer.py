@@ -3,8 +3,7 @@
 It counts, while backward runs, which gradients are ready. A bucket that is complete is sent at once, while backward goes on
 with the layers before; when backward is over, it waits for what still travels. So communication hides behind computation.
 Buckets are sent in the same order on every rank, whatever becomes ready first there: collectives are matched by their order.
-
-It has the duties of torch/csrc/distributed/c10d/reducer.cpp.
+(torch's: torch/csrc/distributed/c10d/reducer.cpp.)
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ddp.allreduce import AllReduce, Pending
-from ddp.buckets import Bucket, assign_buckets
-from ddp.hooks import GradBucket, Hook, HookedAverage
+from ddp.buckets import Bucket, GradBucket, Hook, HookedAverage, assign_buckets
 
 
 class Reducer:
@@ -28,9 +26,7 @@ class Reducer:
 
     :param parameters: by name, in the same order on all ranks
     :param limits: of the buckets, in bytes: see :func:`ddp.buckets.assign_buckets`
-    :param as_view: whether gradients live in the buckets
-    :param find_unused: let parameters go without a gradient; otherwise one that does is an error
-    :param static_graph: learn in the first backward pass how often each gradient becomes ready, if at all
+    :param as_view: and the others: see :class:`ddp.handwritten.HandwrittenDistributedDataParallel`
     """
 
     def __init__(
@@ -91,12 +87,12 @@ class Reducer:
             return
         if self._left[index] < 0:
             raise RuntimeError(
-                f"the gradient of {self._names[index]} became ready twice in one backward pass, as a parameter's does that "
-                "several reentrant checkpoints use: pass static_graph=True, or checkpoint with use_reentrant=False"
+                f"the gradient of {self._names[index]} became ready twice in one backward pass: do several checkpoints use "
+                "it? pass static_graph=True, or checkpoint with use_reentrant=False"
             )
         self._bucket_of[index].missing -= 1
         while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
-            self._fill_and_send()
+            self._send()
 
     def abandon(self) -> None:
         """Forget a backward pass that an exception has ended, and whose end autograd never announced."""
@@ -108,22 +104,18 @@ class Reducer:
     def shadow(self) -> None:
         """Do as the other ranks do in a backward pass, without one of one's own: contribute zeros."""
         self._sent = []
-        for bucket in self.buckets:
-            bucket.buffer.zero_()
-            self._send()
+        for _ in self.buckets:
+            self._send(zeros=True)
         self._wait()
         self._agree_on_receivers([False] * len(self._parameters))
         self._rebuild_buckets()
 
-    def _fill_and_send(self) -> None:
-        with torch.no_grad():  # backward may run with create_graph
-            self.buckets[len(self._sent)].fill(1 if self.hook else self.divisor)  # hooks divide themselves
-        self._send()
-
-    def _send(self) -> None:
+    def _send(self, zeros: bool = False) -> None:
         """Start the next bucket's all-reduce."""
         index = len(self._sent)
         bucket, is_last = self.buckets[index], index == len(self.buckets) - 1
+        with torch.no_grad():  # backward may run with create_graph
+            bucket.buffer.zero_() if zeros else bucket.fill(1 if self.hook else self.divisor)  # hooks divide themselves
         if self.hook is None:
             self._sent.append(self._all_reduce.start(bucket.buffer))
         else:
@@ -149,7 +141,7 @@ class Reducer:
                 "does not depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
             )
         while len(self._sent) < len(self.buckets):
-            self._fill_and_send()
+            self._send()
         self._wait()
         if self._uses is None:
             self._uses = [-left for left in self._left]

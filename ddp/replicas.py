@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,8 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
     :param settings: whatever else must be the same on all ranks
     :raises ReplicasDiffer: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
     """
-    mine = {f"parameter {name}": _describe(tensor) for name, tensor in module.named_parameters()}
-    mine |= {f"buffer {name}": _describe(tensor) for name, tensor in module.named_buffers()}
-    mine |= {name: repr(value) for name, value in settings.items()}
+    mine = {name: _describe(tensor) for name, tensor in replicated(module).items()}
+    mine |= {name: str(value) for name, value in settings.items()}
     everyone: list[dict[str, str]] = [{}] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     for rank, theirs in enumerate(everyone):
@@ -41,14 +41,22 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
         raise ReplicasDiffer("the ranks' modules differ: the same parameters, but in another order than on rank 0")
 
 
+def replicated(module: nn.Module) -> dict[str, Tensor]:
+    """What is the same on every rank: the module's parameters and buffers by name, but for those that it wants left alone
+    (as torch's DDP does: ``module._ddp_params_and_buffers_to_ignore``)."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor for name, tensor in named if name not in ignored}
+
+
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group, many small ones in one message."""
     for bucket in assign_buckets(tensors, [BUCKET_BYTES]):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
         if group.rank() != source:
             for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+                tensor.detach().copy_(piece.view(tensor.shape))
 
 
 def _describe(tensor: Tensor) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp.reducer import Reducer
-from ddp.replicas import broadcast
+from ddp.replicas import broadcast, replicated
 
 
 class UnevenInputs(Joinable):
@@ -62,10 +62,6 @@ class UnevenInputs(Joinable):
         """The ranks that train together."""
         return self.process_group
 
-    def replicated(self) -> list[Tensor]:
-        """Parameters and buffers: what is the same on every rank."""
-        return [*(parameter.detach() for parameter in self.module.parameters()), *self.module.buffers()]
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def announce_forward(self, synchronize: bool) -> None:
         """Before a forward pass: bring the buffers up to date, if they may differ, and tell the ranks that have joined."""
@@ -80,11 +76,11 @@ class UnevenInputs(Joinable):
 
     def _synchronize_buffers(self, candidate: int) -> None:
         """Rank 0's buffers go to all; when rank 0 may have joined, those of the highest ``candidate``."""
-        buffers = list(self.module.buffers())
+        buffers = [tensor for tensor in replicated(self.module).values() if not isinstance(tensor, nn.Parameter)]
         if self.broadcast_buffers and self.require_forward_param_sync and buffers:
             source = self._largest(candidate) if self._join_config.enable else 0
             # An earlier forward pass may have saved a buffer for its backward pass, which need not know.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
                 broadcast(buffers, source, self.process_group)
 
     def _largest(self, value: int) -> int:
@@ -111,4 +107,4 @@ class _Shadow(JoinHook):
         """Nobody has any: all take the weights of one that went on to the end."""
         model = self._model
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
-        broadcast(model.replicated(), source, model.process_group)
+        broadcast(list(replicated(model.module).values()), source, model.process_group)
