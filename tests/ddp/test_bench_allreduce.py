@@ -18,29 +18,29 @@ ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-me
 
 def test_every_algorithm_is_measured(tmp_path: Path) -> None:
     done = run_command(
-        "ddp.bench", "allreduce", "--ranks", "2", "--sizes", "4096,4,65536", "--rounds", "2", "--output", str(tmp_path),
+        "ddp.bench", "allreduce", "--ranks", "2", "--sizes", "4096,4", "--rounds", "2", "--output", str(tmp_path),
         timeout_s=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    headings = [line for line in lines if line in ("4 B", "4 KiB", "64 KiB")]
-    assert headings == ["4 B", "4 KiB", "64 KiB"]
+    headings = [line for line in lines if line in ("4 B", "4 KiB")]
+    assert headings == ["4 B", "4 KiB"]
     for heading in headings:
         first = lines.index(heading) + 1
         assert [line[2:26].strip() for line in lines[first : first + len(ALGORITHMS)]] == ALGORITHMS
     for name in ALGORITHMS:
         assert f"  {name}: alpha " in done.stdout
-    for words in ("4 B: ", "64 KiB: ", "4 KiB: shared-memory, with ", " times as fast", "memory, all ranks at once"):
+    for words in ("4 B: ", "4 KiB: shared-memory, with ", " times as fast", "memory, all ranks at once"):
         assert words in done.stdout
     assert " % of that" not in done.stdout  # such small tensors lie in caches
 
     written = json.loads((tmp_path / "allreduce.json").read_text())
     assert [one["name"] for one in written["algorithms"]] == ALGORITHMS
     for one in written["algorithms"]:
-        assert {size: len(values) for size, values in one["seconds"].items()} == {"4": 2, "4096": 2, "65536": 2}
+        assert {size: len(values) for size, values in one["seconds"].items()} == {"4": 2, "4096": 2}
         assert one["fit"]["alpha"] > 0
         assert one["fit"]["beta"] > 0
-        assert len(one["fit"]["errors"]) == 3
+        assert len(one["fit"]["errors"]) == 2
         median = math.fsum(one["seconds"]["4096"]) / 2
         assert one["bus_bandwidth"]["4096"] == pytest.approx(4096 / median)  # of two ranks: 2 (n - 1) / n = 1
     assert all(value > 1e8 for values in written["memory_bytes_per_s"].values() for value in values)
