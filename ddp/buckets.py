@@ -52,16 +52,20 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: list[nn.Parameter], buffer: Tensor, as_view: bool) -> None:
         self.indices, self.parameters, self.buffer, self._as_view = indices, parameters, buffer, as_view
-        self.missing = 0  # parameters whose gradients this backward pass has yet to finish
+        self.missing = len(indices)  # gradients that this backward pass has yet to finish
         pieces = buffer.split([parameter.numel() for parameter in parameters])
         self.views = [_shaped(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
+    @torch.no_grad()  # backward may run with create_graph
     def fill(self, divisor: float) -> None:
         """Bring the gradients, divided, into the buffer; zeros for those that do not exist.
 
         A first gradient comes in a tensor of its own, and is divided as it is copied; then the view becomes ``.grad``, and
         autograd adds to it in place until ``zero_grad(set_to_none=True)`` drops it.
         """
+        share = torch.tensor(
+            1 / divisor, dtype=torch.float64
+        )  # to make one of a float every time takes longer than to multiply
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
@@ -69,12 +73,13 @@ class Bucket:
             elif gradient.is_sparse:
                 raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
             elif gradient is not view:
-                torch.mul(gradient.detach(), 1 / divisor, out=view)
+                torch.mul(gradient, share, out=view)
                 if self._as_view:
                     parameter.grad = view
             elif divisor != 1:
                 view.div_(divisor)
 
+    @torch.no_grad()
     def hand_out(self, receivers: Container[int]) -> None:
         """Make what the buffer now holds the gradients of those parameters whose indices are among ``receivers``."""
         for index, parameter, view in zip(self.indices, self.parameters, self.views, strict=True):
@@ -98,20 +103,23 @@ def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
 class GradBucket:
     """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
 
-    :param buffer: ``[n]``, this rank's gradients, not divided yet; :param gradients: views into it, of the parameters' shapes
-    :param index: of the bucket, in the order of sending; :param is_last: in this backward pass
+    ``buffer()`` is ``[n]``, this rank's gradients, not divided yet, and ``gradients()`` are its pieces in the shapes of the
+    ``parameters()``. ``index()`` counts the buckets in the order of sending, up to the one that ``is_last()``.
     """
 
-    def __init__(
-        self, buffer: Tensor, gradients: list[Tensor], parameters: list[nn.Parameter], index: int, is_last: bool
-    ) -> None:
-        self.set_buffer(buffer)
-        self.gradients, self.parameters = lambda: gradients, lambda: parameters
+    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+        self.set_buffer(bucket.buffer)
+        self.parameters: Callable[[], list[nn.Parameter]] = lambda: bucket.parameters
         self.index, self.is_last = lambda: index, lambda: is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace what ``buffer()`` gives to the hook; its result counts all the same."""
+        """Replace the buffer that the hook sees; its result counts all the same."""
         self.buffer: Callable[[], Tensor] = lambda: buffer
+
+    def gradients(self) -> list[Tensor]:
+        parameters = self.parameters()
+        pieces = self.buffer().split([parameter.numel() for parameter in parameters])
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]

@@ -51,13 +51,13 @@ class Reducer:
         for parameter in self._parameters:
             sizes[parameter.dtype, parameter.device] += parameter.numel()
         self._memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
-        self._build_buckets(reversed(everyone))  # a guess: backward begins with the last layer
         # The order in which gradients become ready, as the first backward pass shows it; None when it is over.
         self._order: list[int] | None = []
         # How often each gradient becomes ready in a backward pass; of a static graph, None until the first has shown it.
         self._uses: list[int] | None = None if static_graph else [1 for _ in everyone]
         # The parameters that have a gradient on any rank; None where that is to be found out.
         self._receivers = None if static_graph or find_unused else set(everyone)
+        self._build_buckets(reversed(everyone))  # a guess: backward begins with the last layer
         # Of the backward pass that runs: how often each gradient has yet to become ready, and the buckets that are sent.
         self._running = False
         self._left: list[int] = []
@@ -69,9 +69,8 @@ class Reducer:
             return
         self._running = self.expecting = True
         self._left, self._sent = list(self._uses or [0] * len(self._parameters)), []
-        for bucket in self.buckets:
-            used = sum(self._left[index] > 0 for index in bucket.indices)
-            bucket.missing = len(bucket.indices) + 1 if self._uses is None else used
+        for bucket, missing in zip(self.buckets, self._missing, strict=True):
+            bucket.missing = missing
         Variable._execution_engine.queue_callback(self._finish)
 
     def ready(self, index: int) -> None:
@@ -79,7 +78,8 @@ class Reducer:
 
         :raises RuntimeError: if it was before, in the same backward pass; or if it is sparse
         """
-        self.begin()
+        if not self._running:
+            self.begin()
         if self._order is not None:
             self._order.append(index)
         self._left[index] -= 1
@@ -90,8 +90,9 @@ class Reducer:
                 f"the gradient of {self._names[index]} became ready twice in one backward pass: do several checkpoints use "
                 "it? pass static_graph=True, or checkpoint with use_reentrant=False"
             )
-        self._bucket_of[index].missing -= 1
-        while len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
+        bucket = self._bucket_of[index]
+        bucket.missing -= 1
+        while not bucket.missing and len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
             self._send()
 
     def abandon(self) -> None:
@@ -107,20 +108,18 @@ class Reducer:
         for _ in self.buckets:
             self._send(zeros=True)
         self._wait()
-        self._agree_on_receivers([False] * len(self._parameters))
+        self._receivers or self._agree_on_receivers([False] * len(self._parameters))
         self._rebuild_buckets()
 
     def _send(self, zeros: bool = False) -> None:
         """Start the next bucket's all-reduce."""
         index = len(self._sent)
         bucket, is_last = self.buckets[index], index == len(self.buckets) - 1
-        with torch.no_grad():  # backward may run with create_graph
-            bucket.buffer.zero_() if zeros else bucket.fill(1 if self.hook else self.divisor)  # hooks divide themselves
+        bucket.buffer.zero_() if zeros else bucket.fill(1 if self.hook else self.divisor)  # hooks divide themselves
         if self.hook is None:
             self._sent.append(self._all_reduce.start(bucket.buffer))
         else:
-            seen = GradBucket(bucket.buffer, bucket.views, bucket.parameters, index, is_last)
-            self._sent.append(HookedAverage(self.hook, self.hook_state, seen))
+            self._sent.append(HookedAverage(self.hook, self.hook_state, GradBucket(bucket, index, is_last)))
 
     def _wait(self) -> None:
         for pending in self._sent:
@@ -129,12 +128,12 @@ class Reducer:
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, and hand out the averages."""
         self._running = False
-        untouched = [name for name, left in zip(self._names, self._left, strict=True) if left > 0]
-        if untouched and not self._find_unused:
+        if max(self._left) > 0 and not self._find_unused:
             if self._left == self._uses:
                 return  # not one became ready: this was torch.autograd.grad, which leaves .grad alone
             self._wait()
             self.expecting = False
+            untouched = [name for name, left in zip(self._names, self._left, strict=True) if left > 0]
             names = ", ".join(untouched[:5]) + ", ..." * (len(untouched) > 5)
             raise RuntimeError(
                 f"backward gave no gradient to {len(untouched)} of {len(self._names)} parameters: {names}. This rank's loss "
@@ -145,17 +144,14 @@ class Reducer:
         self._wait()
         if self._uses is None:
             self._uses = [-left for left in self._left]
-        receivers = self._agree_on_receivers([parameter.grad is not None for parameter in self._parameters])
+        receivers = self._receivers or self._agree_on_receivers([p.grad is not None for p in self._parameters])
         self._rebuild_buckets()
-        with torch.no_grad():
-            for bucket in self.buckets:
-                bucket.hand_out(receivers)
+        for bucket in self.buckets:
+            bucket.hand_out(receivers)
         self.expecting = False
 
     def _agree_on_receivers(self, used: list[bool]) -> set[int]:
         """The parameters that get a gradient: those that have one on any rank. Where all have none, it stays None."""
-        if self._receivers is not None:
-            return self._receivers
         flags = torch.tensor(used, dtype=torch.int32, device=self._parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         receivers = set(flags.nonzero().flatten().tolist())
@@ -189,3 +185,6 @@ class Reducer:
             buffer, free[kind] = free[kind][:size], free[kind][size:]
             self.buckets.append(Bucket([indices[p] for p in parameters], parameters, buffer, self._as_view))
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
+        # Gradients that each bucket waits for: of a static graph, those that it has; in its first pass, more than come.
+        uses = self._uses
+        self._missing = [sum(uses[i] > 0 for i in b.indices) if uses else len(b.indices) + 1 for b in self.buckets]
