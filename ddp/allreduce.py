@@ -5,9 +5,9 @@ Backend            torch's own: dist.all_reduce, by gloo or NCCL
 Naive              rank 0 collects, adds and hands out
 Ring               every rank talks to its neighbours only, and all links are busy all the time
 HalvingDoubling    partners exchange halves, then quarters, ...: as few bytes as a ring, in fewer steps
-Tree               sums go up a tree and come down again: fewest steps, whole tensors
+Tree               sums go up a tree and come down again: few steps, but of whole tensors
 
-The last four are made of sends and receives alone, for CPU tensors. With each, every element's sum is computed on one rank
+The last four are made of sends and receives alone, for CPU tensors. With each, every element's sum is completed on one rank
 and copied to the others, so that all ranks hold the same bits and take the same step.
 
 Their times are those of the alpha-beta model: a message of m bytes takes alpha + beta m seconds, whatever else is sent, while
@@ -155,7 +155,7 @@ class Ring(_BySendAndReceive):
             incoming = self._scratch(own)
             self._peers.exchange(outgoing, following, incoming, preceding)
             own += incoming
-        # Here chunk rank + 1 is complete.
+        # Now chunk rank + 1 is the sum.
         for step in range(size - 1):
             outgoing, incoming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
             self._peers.exchange(outgoing, following, incoming, preceding)
@@ -220,7 +220,7 @@ class Tree(_BySendAndReceive):
 
     A rank's parent is the rank without its lowest bit: 6 (110) is a child of 4 (100), and 4 of 0.
 
-    2⌈log2 p⌉ steps, as few as it gets, but of whole tensors. Rank 0 sends n⌈log2 p⌉ bytes, a leaf n.
+    2⌈log2 p⌉ steps, whether p is a power of two or not, but of whole tensors. Rank 0 sends n⌈log2 p⌉ bytes, a leaf n.
     Time: 2⌈log2 p⌉ (alpha + beta n).
     """
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 GRACE_S = 2.0  # for a killed process to end after its connections did, and for other ranks to tell what they saw
 POLL_S = 0.02
-STORE_S = 2.0  # for an answer of the store, which may have lived in the rank that was lost
+STORE_S = 5.0  # for an answer of the store, which may have lived in the rank that was lost
 
 
 class RankLost(RuntimeError):
