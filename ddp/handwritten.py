@@ -97,8 +97,8 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         if self.device_ids is not None:
             inputs, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, kwargs))
         output = self.module(*inputs, **kwargs)
-        if synchronize:
-            self._expect_backward(output)
+        if torch.is_grad_enabled():
+            self._expect_backward(output, synchronize)
         return output
 
     @contextlib.contextmanager
@@ -120,12 +120,11 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         self.reducer.hook, self.reducer.hook_state = hook, state
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _expect_backward(self, output: Any) -> None:
-        self.reducer.abandon()
+    def _expect_backward(self, output: Any, synchronize: bool) -> None:
+        self.reducer.expect(synchronize)
         # The backward pass announces itself where it begins, at the output. One of a loss that is kept elsewhere (an attribute
-        # of the module) does so with its first gradient, if it is expected.
-        self.reducer.expecting = True
-        for tensor in tree_leaves(output):
+        # of the module) does so with its first gradient.
+        for tensor in tree_leaves(output) if synchronize else []:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self.reducer.begin)
 

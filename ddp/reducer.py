@@ -95,12 +95,13 @@ class Reducer:
         while not bucket.missing and len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
             self._send()
 
-    def abandon(self) -> None:
-        """Forget a backward pass that an exception has ended, and whose end autograd never announced."""
+    def expect(self, synchronize: bool) -> None:
+        """There was a forward pass, and the backward pass that follows is to be synchronized or not."""
         in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint's forward pass
-        if self._running and not in_backward:
+        if self._running and not in_backward:  # an exception has ended that one, and autograd never announced its end
             self._wait()
             self._running = False
+        self.expecting = synchronize or (in_backward and self.expecting)
 
     def shadow(self) -> None:
         """Do as the other ranks do in a backward pass, without one of one's own: contribute zeros."""
