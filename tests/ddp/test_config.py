@@ -84,3 +84,9 @@ def test_a_global_batch_divides_or_names_the_nearest_that_do(
         assert micro_batch_size(size, world_size, micro_steps) >= 1
         assert abs(size - batch_size) < parts
     assert max(nearest) == math.ceil(batch_size / parts) * parts
+
+
+def test_an_all_reduce_by_hand_is_for_the_ddp_by_hand() -> None:
+    with pytest.raises(UsageError, match="add --strategy handwritten"):
+        TrainConfig(all_reduce="ring")
+    assert TrainConfig(strategy="handwritten").all_reduce == "backend"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.cli import UsageError
 from common.process_group import process_group
 from common.report import Window
 from ddp import checkpoint
@@ -95,6 +96,30 @@ def test_gradients_cross_the_network_once_per_optimizer_step(micro_steps: int) -
         assert steps == [weight] * 3
 
 
+@pytest.mark.parametrize("all_reduce", ["backend", "ring", "shared-memory"])
+def test_the_hand_written_ddp_trains_to_the_same_bits(all_reduce: str) -> None:
+    settings = {"train_samples": 720, "dropout": 0.25, "micro_steps": 2, "precision": "bf16", "clip_norm": 1.0}
+    by_hand = small(**settings, strategy="handwritten", all_reduce=all_reduce)
+    (expected, _), (outcome, _) = (run_ranks(train_epochs, 2, config) for config in (small(**settings), by_hand))
+    assert_identical(outcome.parameters, expected.parameters)
+    assert outcome.losses == expected.losses
+
+
+def different_models(models: tuple[str, str]) -> str:
+    with process_group() as place:
+        config = small(model=models[place.rank], strategy="handwritten")
+        with pytest.raises(UsageError) as mistake:
+            build_job(config, place, load_data(config, place))
+        assert mistake.value.seen_by_all
+        return str(mistake.value)
+
+
+def test_ranks_with_different_models_are_told_so() -> None:
+    for message in run_ranks(different_models, 2, ("fashion-cnn", "mlp")):
+        assert "features.0.weight" in message
+        assert "rank 1" in message
+
+
 @pytest.mark.parametrize(("workers", "persistent"), [(2, True), (2, False), (4, True), (4, False)])
 def test_loader_workers_do_not_change_a_bit(workers: int, persistent: bool) -> None:
     config = {"epochs": 2, "train_samples": 720, "dropout": 0.25}
@@ -115,6 +140,7 @@ def test_loader_workers_do_not_change_a_bit(workers: int, persistent: bool) -> N
         (2, {"precision": "fp16", "clip_norm": 1.0, "train_samples": 288}),
         (2, {"micro_steps": 2, "sync_batchnorm": True}),
         (3, {}),  # the sum of three floats depends on their order, and so on DDP's buckets
+        (3, {"strategy": "handwritten", "all_reduce": "ring"}),
     ],
 )
 def test_resuming_after_each_epoch_changes_no_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
