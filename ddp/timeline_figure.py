@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 WIDTH_INCHES, DPI = 14.6, 110
 AXIS_PX = 1440  # of the width, what the time axis takes
 CHARACTER_PX = 0.9  # width, per point of the font's size
-NAME_PX = 17  # between two names of gradients
+NAME_PX = 19  # between two names of gradients
+NAME_SIZE, NAME_ANGLE = 7.5, 35
+ROW_INCHES = 0.52
 HEIGHT = 0.8  # of a box, where a row is 1
 BUCKET_COLORS = (COLORS[0], COLORS[2], COLORS[3], COLORS[4])
 FORWARD, WAIT, OPTIMIZER, DATA = "#a9b8c4", "#f3c3b2", COLORS[5], "#d9dde0"
@@ -43,16 +46,21 @@ def plot_step(
     from matplotlib.patches import Patch
 
     origin, end = min(step.began for step in ranks), max(step.ended for step in ranks)
-    heights = [3.4 + max(lanes(step.sent)) for step in ranks]
-    figure = Figure(figsize=(WIDTH_INCHES, 1.4 + 0.52 * sum(heights)), layout="constrained")
+    moments = [step.since(origin) for step in ranks]
+    scale = 1000 * (end - origin) / AXIS_PX
+    names = [_named(dict(zip(parameters, step.ready, strict=True)), buckets, scale) for step in moments]
+    tops = [0.6 + _rise(max(map(len, named))) for named in names]
+    bottoms = [1.6 + max(lanes(step.sent)) for step in ranks]
+    heights = [top + bottom for top, bottom in zip(tops, bottoms, strict=True)]
+    figure = Figure(figsize=(WIDTH_INCHES, 1.2 + 0.3 * len(ranks) + ROW_INCHES * sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12)
     axes = figure.subplots(len(ranks), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
-    moments = [step.since(origin) for step in ranks]
     all_sent = [max(sending.started for sending in bucket) for bucket in zip(*(s.sent for s in moments), strict=True)]
     for rank, (plot, step, its) in enumerate(zip(axes, moments, parts, strict=True)):
-        drawing = _Drawing(plot, 1000 * (end - origin) / AXIS_PX)
+        drawing = _Drawing(plot, scale)
         drawing.compute(step, parameters, buckets)
+        drawing.names(names[rank])
         drawing.all_reduces(step, all_sent, buckets)
         title = (
             f"rank {rank}: step {_ms(its.step)}, all-reduce {_ms(its.all_reduce)}, of which {_ms(its.hidden)} hidden and "
@@ -62,7 +70,7 @@ def plot_step(
             title += f"; {_ms(its.waiting)} wait for the slowest rank"
         plot.set_title(title, loc="left", fontsize=11, fontweight="bold")
         plot.set_xlim(0, 1000 * (end - origin))
-        plot.set_ylim(heights[rank] - 1.9, -1.5)
+        plot.set_ylim(bottoms[rank], -tops[rank])
     axes[-1].set_xlabel(
         "ms since the first rank began the step.  Ticks: a gradient is ready, its computation in the color of its bucket; "
         "named where there is room"
@@ -94,6 +102,21 @@ def lanes(sent: Sequence[Sending]) -> list[int]:
     return chosen
 
 
+def _named(ready: Mapping[str, float], buckets: Sequence[Mapping[str, int]], scale: float) -> dict[str, float]:
+    """The gradients of which the name has room: the largest first, and then those that do not come too close to them."""
+    nbytes = {name: size for bucket in buckets for name, size in bucket.items()}
+    named: dict[str, float] = {}
+    for name in sorted(ready, key=lambda name: -nbytes[name]):
+        if all(1000 * abs(ready[name] - other) > NAME_PX * scale for other in named.values()):
+            named[name] = ready[name]
+    return named
+
+
+def _rise(letters: int) -> float:
+    """Rows that a name takes in height."""
+    return CHARACTER_PX * NAME_SIZE * letters * math.sin(math.radians(NAME_ANGLE)) / (ROW_INCHES * DPI)
+
+
 class _Drawing:
     """One rank's rows: 0 is what it computes, the all-reduces are below.
 
@@ -115,8 +138,14 @@ class _Drawing:
             began = moment
         self._box(0, began, step.returned, WAIT, "waits")
         self._box(0, step.returned, step.ended, OPTIMIZER, "optimizer")
-        nbytes = {name: size for bucket in buckets for name, size in bucket.items()}
-        self._names(dict(zip(parameters, step.ready, strict=True)), nbytes)
+        for moment in step.ready:
+            self._plot.plot([1000 * moment] * 2, [-HEIGHT / 2 - 0.12, -HEIGHT / 2], color="0.3", linewidth=0.8)
+
+    def names(self, named: Mapping[str, float]) -> None:
+        """Of gradients, above the moments at which they are ready."""
+        style: dict[str, Any] = {"rotation": NAME_ANGLE, "rotation_mode": "anchor", "fontsize": NAME_SIZE}
+        for name, moment in named.items():
+            self._plot.text(1000 * moment, -HEIGHT / 2 - 0.16, name, color="0.25", **style)
 
     def all_reduces(self, step: Step, all_sent: Sequence[float], buckets: Sequence[Mapping[str, int]]) -> None:
         chosen = lanes(step.sent)
@@ -137,17 +166,6 @@ class _Drawing:
         self._plot.set_axisbelow(True)
         for side in ("top", "right", "left"):
             self._plot.spines[side].set_visible(False)
-
-    def _names(self, ready: Mapping[str, float], nbytes: Mapping[str, int]) -> None:
-        """A tick for every gradient, and names for the largest that do not stand too close."""
-        named: list[float] = []
-        for name in sorted(ready, key=lambda name: -nbytes[name]):
-            x = 1000 * ready[name]
-            self._plot.plot([x, x], [-HEIGHT / 2 - 0.12, -HEIGHT / 2], color="0.3", linewidth=0.8)
-            if all(abs(x - other) > NAME_PX * self._scale for other in named):
-                named.append(x)
-                style: dict[str, Any] = {"rotation": 35, "rotation_mode": "anchor", "ha": "left", "va": "bottom"}
-                self._plot.text(x, -HEIGHT / 2 - 0.16, name, fontsize=7.5, color="0.25", **style)
 
     def _box(self, y: float, start: float, stop: float, color: str, *labels: str, **style: Any) -> None:
         """A box with the first of the labels that has room in it."""
