@@ -1,7 +1,7 @@
 """How much of a step's communication is hidden: what passes while the rank still computes gradients, it need not wait for.
 
-Of each bucket's all-reduce, a rank knows when it has handed the bucket over and when the sum was there. But no sum can be
-formed before the slowest rank has handed over its own. Until then it is a wait for that rank, and no communication.
+Of each bucket's all-reduce, a rank knows when it has handed the bucket over and when the sum was there. Until the slowest rank
+has handed over its own, that is a wait for that rank, and no communication.
 """
 
 from __future__ import annotations
@@ -41,12 +41,9 @@ def divide(ranks: Sequence[Step]) -> list[Parts]:
 
     :param ranks: the same step on all
     """
-    all_sent = [
-        max(sending.started for sending in bucket) for bucket in zip(*(step.sent for step in ranks), strict=True)
-    ]
-    parts = []
+    moments, parts = sent_by_all(ranks), []
     for step in ranks:
-        summing = union((start, sending.ended) for start, sending in zip(all_sent, step.sent, strict=True))
+        summing = union((moment, sending.ended) for moment, sending in zip(moments, step.sent, strict=True))
         sending = union((sending.started, sending.ended) for sending in step.sent)
         busy, exposed = length(summing), length(after(step.computed, summing))
         parts.append(
@@ -64,6 +61,11 @@ def divide(ranks: Sequence[Step]) -> list[Parts]:
             )
         )
     return parts
+
+
+def sent_by_all(ranks: Sequence[Step]) -> list[float]:
+    """For each bucket the moment at which the slowest rank has handed it over: no sum can be formed before."""
+    return [max(sending.started for sending in bucket) for bucket in zip(*(step.sent for step in ranks), strict=True)]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
