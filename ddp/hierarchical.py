@@ -43,10 +43,9 @@ class Hierarchical(AllReduce):
         neighbours = members[keys[peers.rank]]
         place = neighbours.index(peers.rank)
         rings = min(len(ranks) for ranks in members.values())
-        ring = None
-        if len(members) > 1 and place < rings:
-            ring = Ring(peers.among([ranks[place] for ranks in members.values()]))
-        self._local = SharedMemory(peers.among(neighbours), parts=rings, between=ring.run if ring else None)
+        self._ring = Ring(peers.among([ranks[place] for ranks in members.values()])) if place < rings else None
+        between = self._sum_between_hosts if len(members) > 1 else None
+        self._local = SharedMemory(peers.among(neighbours), parts=rings, between=between)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As :meth:`SharedMemory.allocate`."""
@@ -54,6 +53,10 @@ class Hierarchical(AllReduce):
 
     def run(self, buffer: Tensor) -> None:
         self._local.run(buffer)
+
+    def _sum_between_hosts(self, part: Tensor) -> None:
+        assert self._ring is not None, "who adds up a part is in a ring"
+        self._ring.run(part)
 
     def close(self) -> None:
         super().close()

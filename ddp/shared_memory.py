@@ -15,6 +15,7 @@ matter how small /dev/shm is.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import hashlib
 import mmap
@@ -25,7 +26,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -38,9 +39,11 @@ from ddp.peers import Peers
 
 BLOCK_BYTES = 256 << 10  # of each rank's buffer; that of two ranks stays in a core's second-level cache
 SCRATCH_BYTES = 4 << 20
+SMALL_BYTES = 32 << 10
 ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
 LOOKS = 20  # at the sockets before sleeping, in some 10 us: to be woken takes longer than many a rank is late
 MESSAGE_BYTES = 1024
+FILE_BYTES = 64  # of ancillary data: room for a descriptor
 SECRET_BYTES = 16
 
 
@@ -70,10 +73,12 @@ class SharedMemory(AllReduce):
             raise _seen_by_all(
                 f"--all-reduce shared-memory needs all ranks on one host; these are on {names}: use hierarchical"
             )
-        self._rank, self._parts, self._between = peers.rank, parts or peers.size, between
+        self._peers, self._parts, self._between = peers, parts or peers.size, between
         self._sockets = _Sockets(peers)
         self._segments: list[_Segment] = []
         self._scratch = self.allocate(SCRATCH_BYTES, torch.uint8, torch.device("cpu"))
+        self._shown = _Segment(peers, self._sockets, 2 * SMALL_BYTES)
+        self._turn = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros ``[numel]`` that all ranks map, a collective: they, and any part of them, are summed where they are.
@@ -81,39 +86,56 @@ class SharedMemory(AllReduce):
         :raises UsageError: on all ranks, if there is not enough memory; for another device than the CPU
         """
         _require_cpu(device)
-        segment = _Segment(self._sockets, numel * dtype.itemsize)
+        segment = _Segment(self._peers, self._sockets, numel * dtype.itemsize)
         self._segments.append(segment)
-        return segment.memory[self._rank].view(dtype)
+        return segment.memory[self._peers.rank].view(dtype)
 
     def run(self, buffer: Tensor) -> None:
         _require_cpu(buffer.device)
         try:
-            self._run(buffer)
+            if buffer.nbytes > SMALL_BYTES or self._between:
+                self._run_large(buffer)
+            else:
+                self._run_small(buffer)
         except BaseException:
             self._sockets.close()  # those that wait for this rank learn at once that it does not come
             raise
 
-    def _run(self, buffer: Tensor) -> None:
-        if not buffer.numel():
+    def _run_small(self, buffer: Tensor) -> None:
+        """To wait takes longer than to add: every rank shows a copy of what it has, and adds up all copies by itself.
+
+        There is one wait only, since the next copies go elsewhere: others may still read these. When those after the next
+        replace them, all have come for the next.
+        """
+        self._turn = 1 - self._turn
+        copies = self._shown.views(self._turn * SMALL_BYTES, buffer)
+        copies[self._peers.rank].copy_(buffer)
+        self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype}")
+        buffer.copy_(copies[0])
+        for other in copies[1:]:
+            buffer += other
+
+    def _run_large(self, buffer: Tensor) -> None:
+        if not buffer.numel():  # it lies nowhere
             return
         for number, segment in enumerate(self._segments):
-            offset = buffer.data_ptr() - segment.memory[self._rank].data_ptr()
+            offset = buffer.data_ptr() - segment.memory[self._peers.rank].data_ptr()
             if 0 <= offset <= segment.nbytes - buffer.nbytes:
                 self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype} from byte {offset} of allocation {number}")
-                self._sum([memory[offset : offset + buffer.nbytes].view(buffer.dtype) for memory in segment.memory])
-                self._sockets.meet("when all is summed")
+                self._sum_part(segment.views(offset, buffer))
+                self._sockets.meet("to the end of a sum")
                 return
         for piece in buffer.split(SCRATCH_BYTES // buffer.element_size()):
             scratch = self._scratch[: piece.nbytes].view(piece.dtype)
             scratch.copy_(piece)
-            self._run(scratch)
+            self._run_large(scratch)
             piece.copy_(scratch)
 
-    def _sum(self, buffers: list[Tensor]) -> None:
-        """This rank's part, in blocks that stay in its cache until the sum is written everywhere."""
+    def _sum_part(self, buffers: list[Tensor]) -> None:
+        """Add up this rank's part of all buffers, in blocks that stay in its cache until the sum is written to them all."""
         numel = buffers[0].numel()
         length = -(-numel // (self._parts * ALIGNMENT)) * ALIGNMENT
-        begin, end = min(numel, self._rank * length), min(numel, (self._rank + 1) * length)
+        begin, end = (min(numel, index * length) for index in (self._peers.rank, self._peers.rank + 1))
         if begin == end:
             return
         block = end - begin if self._between else BLOCK_BYTES // buffers[0].element_size()
@@ -138,10 +160,9 @@ class _Segment:
     :raises UsageError: on all ranks
     """
 
-    def __init__(self, sockets: _Sockets, nbytes: int) -> None:
+    def __init__(self, peers: Peers, sockets: _Sockets, nbytes: int) -> None:
         self.nbytes = nbytes
         length = max(nbytes, 1)  # nothing cannot be mapped
-        peers = sockets.peers
         files = [_anonymous_file(length, peers.size)]
         try:
             files = sockets.meet(f"to allocate {nbytes} bytes", *files)
@@ -157,6 +178,10 @@ class _Segment:
             for file in files:
                 os.close(file)
         self.memory = [torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes] for mapping in mappings]
+
+    def views(self, offset: int, like: Tensor) -> list[Tensor]:
+        """Of each rank's memory as much as a tensor needs, with its dtype."""
+        return [memory[offset : offset + like.nbytes].view(like.dtype) for memory in self.memory]
 
 
 def _anonymous_file(length: int, copies: int) -> int:
@@ -180,7 +205,7 @@ class _Sockets:
     """
 
     def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+        self._peers = peers
         self._connections: dict[int, socket.socket] = {}
         # A loader worker that is forked later must not hold the connections of its rank when that is killed.
         close = weakref.WeakMethod(self.close)
@@ -189,64 +214,60 @@ class _Sockets:
         with _new_socket(peers.timeout_s) as listener:
             listener.bind("")  # to an abstract address that the kernel chooses, where all on the host could connect
             listener.listen()
-            address, secret = listener.getsockname(), secrets.token_bytes(SECRET_BYTES)
-            for peer in range(peers.rank):
-                invitation = torch.empty(len(address + secret), dtype=torch.uint8)
-                peers.receive(invitation, peer)
-                with self._counting_on(peer):
-                    self._connections[peer] = _connect(bytes(invitation.tolist()), peers.timeout_s)
-            for peer in range(peers.rank + 1, peers.size):
-                peers.send(torch.tensor(list(address + secret), dtype=torch.uint8), peer)
-                with self._counting_on(peer):
-                    self._connections[peer] = _accept(listener, secret)
+            invitation = listener.getsockname() + secrets.token_bytes(SECRET_BYTES)
+            try:
+                for peer in range(peers.rank):
+                    self._connections[peer] = _connect(_receive(peers, peer, len(invitation)), peers.timeout_s)
+                for peer in range(peers.rank + 1, peers.size):
+                    peers.send(torch.tensor(list(invitation), dtype=torch.uint8), peer)
+                    self._connections[peer] = _accept(listener, invitation[-SECRET_BYTES:])
+            except OSError as error:
+                raise peers.lost(peer, error) from error
 
     def meet(self, what: str, *files: int) -> list[int]:
         """Wait until all ranks have come.
 
-        :param what: they come to do, the same on all ranks
-        :param files: a file descriptor for the others, or none; to be closed by the caller
+        :param what: they come to do
+        :param files: a file descriptor that the others get, or none; on all ranks alike, and to be closed by the caller
         :returns: those of all ranks, in rank order
         :raises RankLost: if one has ended, or does not come in time
+        :raises RuntimeError: if one comes to do something else
         """
-        for peer, connection in self._connections.items():
-            with self._counting_on(peer):
-                socket.send_fds(connection, [what.encode()], files)
-        gathered = {self.peers.rank: list(files)}
-        waiting = {connection.fileno(): peer for peer, connection in self._connections.items()}
-        poll = select.poll()
-        for descriptor in waiting:
-            poll.register(descriptor, select.POLLIN)
-        deadline = time.monotonic() + self.peers.timeout_s
-        while waiting:
-            ready = _look(poll, deadline)
-            if not ready:
-                raise self.peers.lost(min(waiting.values()), TimeoutError(f"no message {what}"))
-            for descriptor, _ in ready:
-                peer = waiting.pop(descriptor)
-                poll.unregister(descriptor)
-                with self._counting_on(peer):
-                    message, gathered[peer], *_ = socket.recv_fds(self._connections[peer], MESSAGE_BYTES, 1)
-                    if not message:
-                        raise ConnectionResetError("closed")
-                if message != what.encode():
-                    raise RuntimeError(
-                        f"rank {self.peers.rank} came {what}, but rank {peer} {message.decode()}: all ranks must call an "
-                        "all-reduce in the same order, with tensors of the same size and dtype from the same allocation"
-                    )
-        return [file for peer in range(self.peers.size) for file in gathered[peer]]
+        own = what.encode()
+        enclosed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        gathered = {self._peers.rank: list(files)}
+        waiting, poll = {}, select.poll()
+        deadline = time.monotonic() + self._peers.timeout_s
+        try:
+            for peer, connection in self._connections.items():
+                connection.sendmsg([own], enclosed)
+                waiting[connection.fileno()] = peer
+                poll.register(connection, select.POLLIN)
+            while waiting:
+                ready = _look(poll, deadline)
+                if not ready:
+                    peer = min(waiting.values())
+                    raise TimeoutError(f"it has not come {what}")
+                for descriptor, _ in ready:
+                    poll.unregister(descriptor)
+                    peer = waiting.pop(descriptor)
+                    theirs, received, *_ = self._connections[peer].recvmsg(MESSAGE_BYTES, FILE_BYTES)
+                    if not theirs:
+                        raise ConnectionResetError("it has closed its connection")
+                    if theirs != own:
+                        raise RuntimeError(
+                            f"rank {self._peers.rank} has come {what}, and rank {peer} {theirs.decode()}: all ranks must "
+                            "all-reduce in the same order, with the same size, dtype and place in allocated memory"
+                        )
+                    gathered[peer] = [file for _, _, data in received for file in array.array("i", data)]
+        except OSError as error:
+            raise self._peers.lost(peer, error) from error
+        return [file for peer in sorted(gathered) for file in gathered[peer]]
 
     def close(self) -> None:
-        """Who waits for this rank, or will, sees that it has gone; so does this rank itself."""
+        """Those that wait for this rank, or will, see that it has gone."""
         for connection in self._connections.values():
             connection.close()
-
-    @contextlib.contextmanager
-    def _counting_on(self, peer: int) -> Iterator[None]:
-        """A block in which a connection fails if its other end has."""
-        try:
-            yield
-        except OSError as error:
-            raise self.peers.lost(peer, error) from error
 
 
 def _look(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
@@ -255,6 +276,12 @@ def _look(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
         if ready := poll.poll(0):
             return ready
     return poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+
+
+def _receive(peers: Peers, source: int, nbytes: int) -> bytes:
+    message = torch.empty(nbytes, dtype=torch.uint8)
+    peers.receive(message, source)
+    return bytes(message.tolist())
 
 
 def _new_socket(timeout_s: float) -> socket.socket:
