@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 MIB = 2**20
-FIRST_BUCKET_BYTES = MIB  # small, so that communication begins soon after backward does
-BUCKET_BYTES = 25 * MIB
+DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # the first is small, so that communication begins soon after backward does
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+Kind = tuple[torch.dtype, torch.device]
+Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
 
 
 def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[list[AnyTensor]]:
@@ -28,8 +29,8 @@ def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[
         and so on, all further ones the last
     :returns: the buckets, in the order in which their last tensors come
     """
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[AnyTensor], int]] = {}
-    full: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    filling: dict[Kind, tuple[list[AnyTensor], int]] = {}
+    full: Counter[Kind] = Counter()
     buckets = []
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
@@ -52,7 +53,7 @@ class Bucket:
 
     def __init__(self, indices: list[int], parameters: list[nn.Parameter], buffer: Tensor, as_view: bool) -> None:
         self.indices, self.parameters, self.buffer, self._as_view = indices, parameters, buffer, as_view
-        self.missing = len(indices)  # gradients that this backward pass has yet to finish
+        self.uses = self.missing = 0  # gradients that become ready in a backward pass, and that are to come in this one
         pieces = buffer.split([parameter.numel() for parameter in parameters])
         self.views = [_shaped(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
@@ -83,19 +84,15 @@ class Bucket:
     def hand_out(self, receivers: Container[int]) -> None:
         """Make what the buffer now holds the gradients of those parameters whose indices are among ``receivers``."""
         for index, parameter, view in zip(self.indices, self.parameters, self.views, strict=True):
-            if parameter.grad is view or index not in receivers:
-                continue
-            if self._as_view:
-                parameter.grad = view
-            elif parameter.grad is None:
-                parameter.grad = view.clone()
-            else:
-                parameter.grad.copy_(view)
+            if index in receivers and parameter.grad is not view:
+                if parameter.grad is None or self._as_view:
+                    parameter.grad = view if self._as_view else view.clone()
+                else:
+                    parameter.grad.copy_(view)
 
 
 def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
     """``piece`` with the parameter's shape, and its strides if it fills memory without gaps: optimizers walk both together."""
-    parameter = parameter.detach()
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     return piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape)
 
@@ -120,9 +117,6 @@ class GradBucket:
         parameters = self.parameters()
         pieces = self.buffer().split([parameter.numel() for parameter in parameters])
         return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
-
-
-Hook = Callable[[Any, GradBucket], "torch.futures.Future[Tensor]"]
 
 
 class HookedAverage:

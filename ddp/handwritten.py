@@ -21,18 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp.allreduce import AllReduce, Backend
-from ddp.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, MIB, Hook
+from ddp.buckets import DEFAULT_LIMITS, MIB, Hook, HookedAverage
 from ddp.peers import Peers
 from ddp.reducer import Reducer
 from ddp.replicas import broadcast, replicated, require_same_modules
 from ddp.uneven import UnevenInputs
 
 
-class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
+class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
     """Averages the gradients of ``module`` over the ranks in every backward pass.
 
     :param module: the same on every rank; its parameters must not change their number, shapes or ``requires_grad`` afterwards
@@ -59,10 +58,8 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         static_graph: bool = False,
         all_reduce: AllReduce | None = None,
     ) -> None:
-        nn.Module.__init__(self)
-        Joinable.__init__(self)
-        group = process_group or dist.group.WORLD
-        assert group is not None
+        super().__init__()
+        group = process_group or dist.distributed_c10d._get_default_group()
         settings = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         require_same_modules(module, settings | {"bucket_cap_mb": bucket_cap_mb, "all_reduce": type(all_reduce)}, group)
         tensors = replicated(module)
@@ -80,15 +77,15 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         self.require_backward_grad_sync = True  # what no_sync turns off
         self.require_forward_param_sync = True  # whether the buffers may differ: not after a pass without gradients
 
-        limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES] if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
+        limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
         broadcast(list(tensors.values()), 0, group)
         all_reduce = all_reduce or Backend(Peers(group))
         self.reducer = Reducer(
             trained, group, all_reduce, limits, gradient_as_bucket_view, find_unused_parameters, static_graph
         )
-        for index, parameter in enumerate(trained.values()):
-            hook = functools.partial(_accumulated, weakref.ref(self.reducer), index)
-            parameter.register_post_accumulate_grad_hook(hook)
+        ready = [functools.partial(self.reducer.ready, index) for index in range(len(trained))]
+        hooks = [p.register_post_accumulate_grad_hook(r) for p, r in zip(trained.values(), ready, strict=True)]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])  # the parameters may outlive this wrapper
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward; what it returns knows whether its backward pass will synchronize."""
@@ -104,8 +101,7 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """A block in which forward passes are recorded whose backward passes keep their gradients to this rank."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
@@ -117,7 +113,7 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
             raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
         if self.reducer.hook is not None:
             raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
-        self.reducer.hook, self.reducer.hook_state = hook, state
+        self.reducer.hook = functools.partial(HookedAverage, hook, state)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect_backward(self, output: Any, synchronize: bool) -> None:
@@ -127,9 +123,3 @@ class HandwrittenDistributedDataParallel(nn.Module, UnevenInputs):
         for tensor in tree_leaves(output) if synchronize else []:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self.reducer.begin)
-
-
-def _accumulated(reference: weakref.ref[Reducer], index: int, _: Tensor) -> None:
-    reducer = reference()  # None when the parameter has outlived its wrapper
-    if reducer is not None and reducer.expecting:
-        reducer.ready(index)

@@ -2,15 +2,14 @@
 
 It counts, while backward runs, which gradients are ready. A bucket that is complete is sent at once, while backward goes on
 with the layers before; when backward is over, it waits for what still travels. So communication hides behind computation.
-Buckets are sent in the same order on every rank, whatever becomes ready first there: collectives are matched by their order.
-(torch's: torch/csrc/distributed/c10d/reducer.cpp.)
+Buckets are sent in the same order on every rank, whatever becomes ready first there: collectives are matched by order. (The
+same in C++: torch/csrc/distributed/c10d/reducer.cpp.)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ddp.allreduce import AllReduce, Pending
-from ddp.buckets import Bucket, GradBucket, Hook, HookedAverage, assign_buckets
+from ddp.buckets import Bucket, GradBucket, Kind, assign_buckets
 
 
 class Reducer:
@@ -41,13 +40,12 @@ class Reducer:
     ) -> None:
         self.expecting = False  # a backward pass that is to be synchronized
         self.divisor: float = group.size()
-        self.hook: Hook | None = None
-        self.hook_state: Any = None
+        self.hook: Callable[[GradBucket], Pending] | None = None  # averages a bucket in another way
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self._find_unused = as_view, find_unused
         everyone = range(len(self._parameters))
-        sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+        sizes: Counter[Kind] = Counter()
         for parameter in self._parameters:
             sizes[parameter.dtype, parameter.device] += parameter.numel()
         self._memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
@@ -69,17 +67,15 @@ class Reducer:
             return
         self._running = self.expecting = True
         self._left, self._sent = list(self._uses or [0] * len(self._parameters)), []
-        for bucket, missing in zip(self.buckets, self._missing, strict=True):
-            bucket.missing = missing
+        for bucket in self.buckets:
+            bucket.missing = bucket.uses
         Variable._execution_engine.queue_callback(self._finish)
 
-    def ready(self, index: int) -> None:
-        """Parameter ``index``'s gradient is accumulated in ``.grad``.
-
-        :raises RuntimeError: if it was before, in the same backward pass; or if it is sparse
-        """
-        if not self._running:
-            self.begin()
+    def ready(self, index: int, _: object) -> None:
+        """Parameter ``index``'s gradient is accumulated. :raises RuntimeError: if it was before, in this pass, or is sparse"""
+        if not self.expecting:
+            return
+        self.begin()
         if self._order is not None:
             self._order.append(index)
         self._left[index] -= 1
@@ -120,7 +116,7 @@ class Reducer:
         if self.hook is None:
             self._sent.append(self._all_reduce.start(bucket.buffer))
         else:
-            self._sent.append(HookedAverage(self.hook, self.hook_state, GradBucket(bucket, index, is_last)))
+            self._sent.append(self.hook(GradBucket(bucket, index, is_last)))
 
     def _wait(self) -> None:
         for pending in self._sent:
@@ -168,9 +164,7 @@ class Reducer:
         order = torch.tensor(list(dict.fromkeys([*self._order, *never])), device=self._parameters[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         self._order = None
-        averages = {
-            i: view.clone() for bucket in self.buckets for i, view in zip(bucket.indices, bucket.views, strict=True)
-        }
+        averages = {i: view.clone() for b in self.buckets for i, view in zip(b.indices, b.views, strict=True)}
         self._build_buckets(order.tolist())
         for bucket in self.buckets:
             for index, view in zip(bucket.indices, bucket.views, strict=True):
@@ -186,6 +180,5 @@ class Reducer:
             buffer, free[kind] = free[kind][:size], free[kind][size:]
             self.buckets.append(Bucket([indices[p] for p in parameters], parameters, buffer, self._as_view))
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
-        # Gradients that each bucket waits for: of a static graph, those that it has; in its first pass, more than come.
-        uses = self._uses
-        self._missing = [sum(uses[i] > 0 for i in b.indices) if uses else len(b.indices) + 1 for b in self.buckets]
+        for bucket in self.buckets:
+            bucket.uses = sum(self._uses[index] > 0 for index in bucket.indices) if self._uses else 0

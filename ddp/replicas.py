@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.cli import UsageError
-from ddp.buckets import BUCKET_BYTES, assign_buckets
+from ddp.buckets import DEFAULT_LIMITS, assign_buckets
 
 
 class ReplicasDiffer(UsageError, ValueError):
@@ -51,7 +51,7 @@ def replicated(module: nn.Module) -> dict[str, Tensor]:
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group, many small ones in one message."""
-    for bucket in assign_buckets(tensors, [BUCKET_BYTES]):
+    for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
         if group.rank() != source:
