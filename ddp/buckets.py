@@ -27,7 +27,7 @@ def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[
 
     :param limits: bytes; a bucket is full when it has reached its limit: the first of a dtype and device the first limit,
         and so on, all further ones the last
-    :returns: the buckets, in the order in which their last tensors come
+    :returns: the buckets in the order in which they are full, and then those that never are
     """
     filling: dict[Kind, tuple[list[AnyTensor], int]] = {}
     full: Counter[Kind] = Counter()

@@ -118,8 +118,8 @@ class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect_backward(self, output: Any, synchronize: bool) -> None:
         self.reducer.expect(synchronize)
-        # The backward pass announces itself where it begins, at the output. One of a loss that is kept elsewhere (an attribute
-        # of the module) does so with its first gradient.
+        # The backward pass announces itself where it begins, at the output (whose graph keeps this wrapper alive). One of a
+        # loss that is kept elsewhere, as an attribute of the module, does so with its first gradient.
         for tensor in tree_leaves(output) if synchronize else []:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(self.reducer.begin)
+                tensor.register_hook(lambda _: self.reducer.begin())

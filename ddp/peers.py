@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch.distributed as dist
@@ -224,26 +224,29 @@ class _Journal:
     """
 
     def __init__(self, key: str) -> None:
-        # A connection of its own: the main thread may wait for something in the store on the other.
-        self._store = dist.distributed_c10d._get_default_store().clone()
+        self._job = dist.distributed_c10d._get_default_store()
+        self._store: Any = None
         self._key = key
         self._gone = False
 
     def append(self, report: _Report) -> None:
         line = json.dumps(report) + "\n"
-        self._ask(lambda: self._store.append(self._key, line))  # type: ignore[attr-defined]
+        self._ask(lambda store: store.append(self._key, line))
 
     def read(self) -> list[_Report]:
         """To be called after an append: of a key that does not exist, a store waits to be told."""
-        text: bytes = self._ask(lambda: self._store.get(self._key)) or b""
+        text: bytes = self._ask(lambda store: store.get(self._key)) or b""
         return [_Report(*json.loads(line)) for line in text.splitlines()]
 
-    def _ask(self, question: Callable[[], bytes | None]) -> bytes | None:
+    def _ask(self, question: Callable[[Any], bytes | None]) -> bytes | None:
         answers: list[bytes | None] = []
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):
-                answers.append(question())
+                # A connection of its own: the main thread may wait for something in the store on the other. It can take a
+                # second to make, and is hardly ever needed.
+                self._store = self._store or self._job.clone()
+                answers.append(question(self._store))
 
         if not self._gone:
             asking = threading.Thread(target=ask, daemon=True)  # a stopped process would never answer

@@ -61,7 +61,7 @@ class Reducer:
         self._left: list[int] = []
         self._sent: list[Pending] = []
 
-    def begin(self, *_: object) -> None:
+    def begin(self) -> None:
         """A backward pass begins that is to be synchronized; when all of it is over, autograd calls :meth:`_finish`."""
         if self._running:
             return
@@ -125,9 +125,9 @@ class Reducer:
     def _finish(self) -> None:
         """Backward is over: send what is left, wait for all, and hand out the averages."""
         self._running = False
-        if max(self._left) > 0 and not self._find_unused:
-            if self._left == self._uses:
-                return  # not one became ready: this was torch.autograd.grad, which leaves .grad alone
+        if not self._find_unused and self._left == (self._uses or [0] * len(self._left)):
+            return  # not one became ready: this was torch.autograd.grad, which leaves .grad alone
+        if not self._find_unused and max(self._left) > 0:
             self._wait()
             self.expecting = False
             untouched = [name for name, left in zip(self._names, self._left, strict=True) if left > 0]

@@ -34,11 +34,10 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
         for name in dict.fromkeys([*everyone[0], *theirs]):
             here, there = theirs.get(name, "none of that name"), everyone[0].get(name, "none of that name")
             if here != there:
-                raise ReplicasDiffer(
-                    f"the ranks' modules differ: {name} is {here} on rank {rank}, but {there} on rank 0"
-                )
-    if list(mine) != list(everyone[0]):
-        raise ReplicasDiffer("the ranks' modules differ: the same parameters, but in another order than on rank 0")
+                difference = f"{name} is {here} on rank {rank}, but {there} on rank 0"
+                raise ReplicasDiffer(f"the ranks' modules differ: {difference}")
+        if list(theirs) != list(everyone[0]):
+            raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
 
 
 def replicated(module: nn.Module) -> dict[str, Tensor]:

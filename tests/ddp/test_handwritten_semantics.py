@@ -704,7 +704,7 @@ def refused_modules() -> None:
         names = ("a", "b") if place.rank else ("b", "a")
         reordered = nn.ParameterDict([(name, nn.Parameter(torch.zeros(1))) for name in names])
         assert message(ValueError, lambda: wrap(reordered)) == (
-            "the ranks' modules differ: the same parameters, but in another order than on rank 0"
+            "the ranks' modules differ: rank 1 has rank 0's parameters in another order"
         )
         assert message(ValueError, lambda: wrap(same, bucket_cap_mb=1 + place.rank)) == (
             "the ranks' modules differ: bucket_cap_mb is 2 on rank 1, but 1 on rank 0"
