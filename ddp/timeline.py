@@ -190,12 +190,14 @@ def _table(steps: list[list[Parts]]) -> list[str]:
 
 
 def _sentences(run: Run, steps: list[list[Parts]]) -> list[str]:
-    every = [rank for step in steps for rank in step]
-    hidden = Spread.of([100 * rank.hidden / rank.all_reduce for rank in every])
+    """What the table comes to, over all ranks: medians over the steps."""
+    shares = [sum(rank.hidden for rank in step) / sum(rank.all_reduce for rank in step) for step in steps]
+    hidden = Spread.of([100 * share for share in shares])
     exposed, waiting, compute = (
-        1e3 * statistics.median(getattr(rank, name) for rank in every) for name in ("exposed", "waiting", "compute")
+        1e3 * statistics.median(statistics.fmean(getattr(rank, name) for rank in step) for step in steps)
+        for name in ("exposed", "waiting", "compute")
     )
-    alone = 1e3 * statistics.median(seconds for rank in run.alone for seconds in rank)
+    alone = 1e3 * statistics.median(map(statistics.fmean, zip(*run.alone, strict=True)))
     return [
         f"hidden: {hidden:.0f} % of the time in which buckets are summed, since gradients are still computed meanwhile; for "
         f"{exposed:.1f} ms of a step there is nothing left to compute, and for {waiting:.1f} ms more the slowest rank is "
