@@ -1,7 +1,9 @@
-"""All-reduce between several hosts with several ranks each: in shared memory on each host, by rings between the hosts.
+"""All-reduce between hosts with several ranks each: in shared memory on each host, by rings between the hosts.
 
-Only one copy of each byte of a host's sum travels, in few large steps: a ring of all ranks has a step for each of them, and
-sends through the loopback device what the ranks of a host could read in each other's memory.
+A ring of all ranks has a step for each of them, and sends through sockets what the ranks of a host can read in each other's
+memory. Here only a host's sum travels, and as many steps are enough as there are hosts.
+
+    torchrun --nnodes=2 --nproc_per_node=8 ... -m ddp.train --strategy handwritten --all-reduce hierarchical
 """
 
 from __future__ import annotations
@@ -19,16 +21,14 @@ from ddp.shared_memory import SharedMemory, find_hosts
 class Hierarchical(AllReduce):
     """Sums CPU tensors over ranks on any number of hosts; the same bits come out on all.
 
-    The ranks of a host add up what they have in shared memory, each its part; then the ranks that have the same part on each
-    host sum it in a ring of their own; then each writes it to all ranks of its host. There are as many parts, and rings, as
-    the host with the fewest ranks has ranks: with one rank on each host it is a ring, with one host shared memory.
+    The ranks of a host add up what they have in shared memory, each one part; then the ranks that have the same part on
+    each host sum it in a ring of their own; then each writes it to all ranks of its host. There are as many parts, and rings,
+    as the smallest host has ranks: with one rank on each host this is a ring, with one host it is shared memory.
 
-    n bytes at H hosts of P ranks: the time of shared memory for P ranks and of a ring for H, whose steps of n / H bytes all
-    rings of a host share the network for::
-
-        time = 2 alpha_memory + 2 P n / memory bandwidth + 2 (H - 1) (alpha + n beta / H)
-
-    A ring of all ranks takes 2 (H P - 1) (alpha + n beta / (H P)): nearly as many bytes, in P times as many steps.
+    For n bytes, h hosts and p ranks on each: 2 steps in shared memory, and 2(h-1) in which p rings share a host's network, as
+    each sends n/(hp) bytes. Time: that of :class:`SharedMemory` for p ranks and, if alpha and beta are the network's,
+    2(h-1) alpha + 2(h-1)/h beta n. A ring of all ranks needs 2(hp-1) such steps, and sends 2n(hp-1)/(hp) bytes out of each
+    host instead of 2n(h-1)/h.
 
     :param hosts: the host of each rank, by any name; found out when None
     :raises UsageError: on all ranks of a host that has not enough memory; outside Linux

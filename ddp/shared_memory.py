@@ -11,6 +11,8 @@ of the memory around the messages, and because it reports a rank's end at once, 
 Nothing here has a name in the file system: the sockets are in Linux's abstract namespace, and the memory is known by file
 descriptors alone, which travel over the sockets. So nothing can be left behind, whoever is killed whenever; nor does it
 matter how small /dev/shm is.
+
+    torchrun --nproc_per_node=2 -m ddp.train --strategy handwritten --all-reduce shared-memory
 """
 
 from __future__ import annotations
@@ -37,11 +39,10 @@ from common.cli import UsageError
 from ddp.allreduce import AllReduce, Naive
 from ddp.peers import Peers
 
-BLOCK_BYTES = 256 << 10  # of each rank's buffer; that of two ranks stays in a core's second-level cache
+BLOCK_BYTES = 256 << 10  # of each rank's buffer; those of two ranks stay in a core's second-level cache
 SCRATCH_BYTES = 4 << 20
-SMALL_BYTES = 32 << 10
+SMALL_BYTES = 64 << 10  # up to here, to wait once and add more is faster than to wait twice
 ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
-LOOKS = 20  # at the sockets before sleeping, in some 10 us: to be woken takes longer than many a rank is late
 MESSAGE_BYTES = 1024
 FILE_BYTES = 64  # of ancillary data: room for a descriptor
 SECRET_BYTES = 16
@@ -50,13 +51,11 @@ SECRET_BYTES = 16
 class SharedMemory(AllReduce):
     """Sums CPU tensors over the ranks of one host; in rank order, so that the same bits come out on all, every time.
 
-    n bytes at P ranks: two steps, however many ranks there are, each of P - 1 messages per rank. A rank reads n / P bytes of
-    P buffers and writes as many: n read and n written, where a ring sends and receives 2 n (P - 1) / P each. All together
-    move 2 P n bytes through the host's memory, or its caches::
+    Two steps for n bytes and p ranks, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It
+    reads n/p bytes of each of p buffers and writes as many. Time: 2 alpha + 2pn / bandwidth, of the memory that all share or
+    of their caches, and alpha, to wake a rank, is some 10 us.
 
-        time = 2 alpha + 2 P n / memory bandwidth        alpha: to wake a rank by a message, some 10 us
-
-    A tensor that does not lie in memory of :meth:`allocate` is copied there and back, piece by piece.
+    Tensors that are small, or do not lie in memory of :meth:`allocate`, are copied there and back.
 
     :param peers: all on one host
     :param parts: of a buffer; the i-th rank adds up the i-th. As many as there are ranks when None
@@ -70,18 +69,19 @@ class SharedMemory(AllReduce):
         hosts = find_hosts(peers)
         if len(set(hosts)) > 1:
             names = ", ".join(peers.hosts[hosts.index(host)] for host in dict.fromkeys(hosts))
-            raise _seen_by_all(
+            raise UsageError(
                 f"--all-reduce shared-memory needs all ranks on one host; these are on {names}: use hierarchical"
             )
         self._peers, self._parts, self._between = peers, parts or peers.size, between
         self._sockets = _Sockets(peers)
-        self._segments: list[_Segment] = []
-        self._scratch = self.allocate(SCRATCH_BYTES, torch.uint8, torch.device("cpu"))
-        self._shown = _Segment(peers, self._sockets, 2 * SMALL_BYTES)
+        self._scratch = _Segment(peers, self._sockets, SCRATCH_BYTES + 2 * SMALL_BYTES)
+        self._segments = [self._scratch]
         self._turn = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros ``[numel]`` that all ranks map, a collective: they, and any part of them, are summed where they are.
+        """Zeros ``[numel]`` that all ranks map: they, and any part of them, are summed where they are.
+
+        A collective, to be called while no sum is under way.
 
         :raises UsageError: on all ranks, if there is not enough memory; for another device than the CPU
         """
@@ -102,13 +102,13 @@ class SharedMemory(AllReduce):
             raise
 
     def _run_small(self, buffer: Tensor) -> None:
-        """To wait takes longer than to add: every rank shows a copy of what it has, and adds up all copies by itself.
+        """Every rank shows a copy of what it has, and adds up all copies by itself.
 
-        There is one wait only, since the next copies go elsewhere: others may still read these. When those after the next
-        replace them, all have come for the next.
+        One wait is enough, since there are two places for copies, in turn: while others still read these, the next go to the
+        other, and when those after the next come here, all have met for the next.
         """
         self._turn = 1 - self._turn
-        copies = self._shown.views(self._turn * SMALL_BYTES, buffer)
+        copies = self._scratch.views(SCRATCH_BYTES + self._turn * SMALL_BYTES, buffer)
         copies[self._peers.rank].copy_(buffer)
         self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype}")
         buffer.copy_(copies[0])
@@ -126,7 +126,7 @@ class SharedMemory(AllReduce):
                 self._sockets.meet("to the end of a sum")
                 return
         for piece in buffer.split(SCRATCH_BYTES // buffer.element_size()):
-            scratch = self._scratch[: piece.nbytes].view(piece.dtype)
+            scratch = self._scratch.views(0, piece)[self._peers.rank]
             scratch.copy_(piece)
             self._run_large(scratch)
             piece.copy_(scratch)
@@ -150,7 +150,8 @@ class SharedMemory(AllReduce):
     def close(self) -> None:
         super().close()
         self._sockets.close()
-        self._segments.clear()
+        for segment in self._segments:
+            segment.memory.clear()
 
 
 class _Segment:
@@ -167,7 +168,7 @@ class _Segment:
         try:
             files = sockets.meet(f"to allocate {nbytes} bytes", *files)
             if any(os.fstat(file).st_size < length for file in files):
-                raise _seen_by_all(
+                raise UsageError(
                     f"--all-reduce shared-memory found no {_mib(peers.size * length)} of memory on "
                     f"{peers.hosts[peers.rank]}, which has {_mib(psutil.virtual_memory().available)} left: free some, "
                     "start fewer ranks there, or raise ulimit -f"
@@ -187,12 +188,14 @@ class _Segment:
 def _anonymous_file(length: int, copies: int) -> int:
     """Zeros in memory, known by a file descriptor; shorter than ``length`` if there is not enough memory.
 
-    The file gets its memory now: later, the first write to a page that cannot be had would be a SIGBUS.
+    The file gets its memory now: else the first write to a page that cannot be had would be a SIGBUS.
 
     :param copies: that the ranks of this host make at the same time
     """
     file = os.memfd_create("all-reduce")
-    if copies * length <= psutil.virtual_memory().available:  # beyond, the kernel does not say no: it kills somebody
+    if (
+        copies * length <= psutil.virtual_memory().available
+    ):  # beyond that, the kernel kills somebody rather than refuse
         with contextlib.suppress(OSError):
             os.posix_fallocate(file, 0, length)
     return file
@@ -244,7 +247,7 @@ class _Sockets:
                 waiting[connection.fileno()] = peer
                 poll.register(connection, select.POLLIN)
             while waiting:
-                ready = _look(poll, deadline)
+                ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
                 if not ready:
                     peer = min(waiting.values())
                     raise TimeoutError(f"it has not come {what}")
@@ -256,8 +259,9 @@ class _Sockets:
                         raise ConnectionResetError("it has closed its connection")
                     if theirs != own:
                         raise RuntimeError(
-                            f"rank {self._peers.rank} has come {what}, and rank {peer} {theirs.decode()}: all ranks must "
-                            "all-reduce in the same order, with the same size, dtype and place in allocated memory"
+                            f"of the ranks on {self._peers.hosts[peer]}, {self._peers.rank} has come {what}, and {peer} "
+                            f"{theirs.decode()}: all must all-reduce in the same order tensors of the same size and dtype, "
+                            "at the same place in allocated memory"
                         )
                     gathered[peer] = [file for _, _, data in received for file in array.array("i", data)]
         except OSError as error:
@@ -268,14 +272,6 @@ class _Sockets:
         """Those that wait for this rank, or will, see that it has gone."""
         for connection in self._connections.values():
             connection.close()
-
-
-def _look(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
-    """The descriptors at which something has arrived, or the end; none at the deadline."""
-    for _ in range(LOOKS):
-        if ready := poll.poll(0):
-            return ready
-    return poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
 
 
 def _receive(peers: Peers, source: int, nbytes: int) -> bytes:
@@ -318,7 +314,7 @@ def find_hosts(peers: Peers) -> list[int]:
     :raises UsageError: outside Linux
     """
     if sys.platform != "linux":
-        raise _seen_by_all("shared memory between ranks is written for Linux: use another --all-reduce, such as ring")
+        raise UsageError("--all-reduce shared-memory and hierarchical need Linux: use another, such as ring")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     host = f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
     hosts = torch.zeros(peers.size, dtype=torch.int64)
@@ -329,13 +325,7 @@ def find_hosts(peers: Peers) -> list[int]:
 
 def _require_cpu(device: torch.device) -> None:
     if device.type != "cpu":
-        raise _seen_by_all(f"--all-reduce shared-memory is for tensors of the CPU, not of {device}: use backend")
-
-
-def _seen_by_all(message: str) -> UsageError:
-    mistake = UsageError(message)
-    mistake.seen_by_all = True
-    return mistake
+        raise UsageError(f"--all-reduce shared-memory sums tensors of the CPU, not of {device}: use backend")
 
 
 def _mib(nbytes: int) -> str:

@@ -90,23 +90,27 @@ def test_large_tensors_are_summed_as_torch_does() -> None:
 
 
 def sum_until_killed(victim: int, numel: int) -> tuple[object, str, float]:
-    """The victim dies while the others wait for its part of the sum; it leaves a process that it has forked."""
+    """The victim dies while the others wait for its part of the sum. A process that it has forked lives on, as a loader worker
+    may until it finds out."""
     with process_group(timeout_s=60) as place:
         all_reduce = SharedMemory(Peers())
         buffer = all_reduce.allocate(numel, torch.float32, CPU)
         all_reduce.run(buffer)
+        forked = [0]
         if place.rank == victim:
             dying = os.getpid()
-            if os.fork() == 0:  # as a loader worker it finds out in a while that its rank has ended
-                while os.getppid() == dying:
-                    time.sleep(0.01)
-                time.sleep(20)
+            forked = [os.fork()]
+            if forked == [0]:
+                time.sleep(60)
                 os._exit(0)
             all_reduce._sum_part = lambda buffers: os.kill(dying, signal.SIGKILL)  # type: ignore[method-assign]
+        dist.broadcast_object_list(forked, victim)
         started = time.monotonic()
         with pytest.raises(RankLost) as lost:
             all_reduce.run(buffer)
         waited = time.monotonic() - started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(forked[0], signal.SIGKILL)
         with pytest.raises(RankLost) as again:
             all_reduce.start(buffer).wait()
         assert str(again.value) == str(lost.value)
@@ -122,7 +126,7 @@ def test_survivors_name_the_rank_that_was_killed_at_once(ranks: int, victim: int
         assert rank == victim
         assert message.startswith(f"rank {victim} (pid ")
         assert message.endswith(" ended during an all-reduce")
-        assert waited < 15  # the forked process does not keep its connections
+        assert waited < 30  # the forked process did not keep the connections
 
 
 def test_survivors_name_the_rank_that_was_killed_anywhere() -> None:
@@ -131,9 +135,8 @@ def test_survivors_name_the_rank_that_was_killed_anywhere() -> None:
         assert message.endswith(" ended during an all-reduce")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_survivors_name_the_rank_that_does_not_answer(ranks: int) -> None:
-    for rank, message in run_with_victim(sum_until_lost, ranks, 1, SharedMemory, signal.SIGSTOP, 2.0).values():
+def test_survivors_name_the_rank_that_does_not_answer() -> None:
+    for rank, message in run_with_victim(sum_until_lost, 3, 1, SharedMemory, signal.SIGSTOP, 2.0).values():
         assert rank == 1
         assert message.endswith(" did not answer within 2 s during an all-reduce")
 
@@ -172,12 +175,11 @@ def test_nothing_has_a_name_that_could_be_left_behind() -> None:
 def mistake_of(call: Callable[[], object]) -> str:
     with pytest.raises(UsageError) as mistake:
         call()
-    assert mistake.value.seen_by_all
     return str(mistake.value)
 
 
 def refused() -> dict[str, str]:
-    """What each mistake is told. All ranks make it, or one and all are told; the all-reduce is none the worse for it."""
+    """What is said of each mistake, some of which one rank makes and all are told; and that all goes on afterwards."""
     with process_group(timeout_s=60) as place:
         peers = Peers()
         all_reduce = SharedMemory(peers)
@@ -207,7 +209,7 @@ def test_what_cannot_be_is_refused_on_all_ranks() -> None:
     first, *others = run_ranks(refused, 3)
     assert others == [{**first, "memory": mock.ANY, "limit": mock.ANY}] * 2
     for device in (first["device"], first["allocated device"]):
-        assert device == "--all-reduce shared-memory is for tensors of the CPU, not of meta: use backend"
+        assert device == "--all-reduce shared-memory sums tensors of the CPU, not of meta: use backend"
     assert f"found no {3 * 2**32:,.1f} MiB of memory on {socket.gethostname()}, which has " in first["memory"]
     assert "found no 12.0 MiB of memory" in first["limit"]
     assert "ulimit -f" in first["limit"]
@@ -220,7 +222,7 @@ def test_what_cannot_be_is_refused_on_all_ranks() -> None:
 def mismatched(numels: list[int]) -> None:
     with process_group(timeout_s=60) as place:
         all_reduce = SharedMemory(Peers())
-        with pytest.raises(RuntimeError, match=rf"sum {numels[0]} .* all ranks must all-reduce in the same order"):
+        with pytest.raises(RuntimeError, match=rf"sum {numels[0]} .* all must all-reduce in the same order"):
             all_reduce.run(torch.zeros(numels[place.rank]))
         all_reduce.close()
 
