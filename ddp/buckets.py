@@ -1,8 +1,7 @@
 """Buckets: the flat tensors in which gradients travel, many small ones in one message.
 
 All gradients of one dtype and device lie in one piece of memory, in the order in which backward finishes them. A bucket is a
-slice of it, and ``.grad`` a view into its bucket: nothing is copied out after the all-reduce. (torch's:
-torch/csrc/distributed/c10d/reducer.cpp, ``compute_bucket_assignment_by_size``.)
+slice of it, and ``.grad`` a view into its bucket: nothing is copied out after the all-reduce.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from torch import Tensor, nn
 MIB = 2**20
 DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # the first is small, so that communication begins soon after backward does
 
+SMALL = 16_384  # elements, on average: below, to call for each gradient takes longer than to go over all of them twice
+
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 Kind = tuple[torch.dtype, torch.device]
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
 
 
 def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[list[AnyTensor]]:
-    """Divide tensors into buckets of one dtype and device each, keeping their order.
+    """Divide tensors into buckets of one dtype and device each, in order (``compute_bucket_assignment_by_size`` in C++).
 
     :param limits: bytes; a bucket is full when it has reached its limit: the first of a dtype and device the first limit,
         and so on, all further ones the last
@@ -46,44 +47,57 @@ def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[
 class Bucket:
     """Parameters whose gradients are averaged by one all-reduce.
 
-    :param indices: of the parameters, as the reducer counts them
+    :param parameters: by their numbers in the reducer
     :param buffer: ``[n]``, as many elements as the parameters have together
     :param as_view: whether the gradients live in ``buffer``; otherwise they are copied in, and out again
     """
 
-    def __init__(self, indices: list[int], parameters: list[nn.Parameter], buffer: Tensor, as_view: bool) -> None:
-        self.indices, self.parameters, self.buffer, self._as_view = indices, parameters, buffer, as_view
+    def __init__(self, parameters: dict[int, nn.Parameter], buffer: Tensor, as_view: bool) -> None:
+        self.parameters, self.buffer, self._as_view = parameters, buffer, as_view
         self.uses = self.missing = 0  # gradients that become ready in a backward pass, and that are to come in this one
-        pieces = buffer.split([parameter.numel() for parameter in parameters])
-        self.views = [_shaped(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+        self.waiting: set[int] = set()  # those that are not in the buffer yet
+        self.small = buffer.numel() < SMALL * len(parameters)
+        pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
+        self.views = {i: _shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
 
     @torch.no_grad()  # backward may run with create_graph
-    def fill(self, divisor: float) -> None:
-        """Bring the gradients, divided, into the buffer; zeros for those that do not exist.
+    def bring(self, index: int, divisor: float) -> None:
+        """Bring a gradient, divided, into the buffer; zeros if there is none.
 
         A first gradient comes in a tensor of its own, and is divided as it is copied; then the view becomes ``.grad``, and
         autograd adds to it in place until ``zero_grad(set_to_none=True)`` drops it.
         """
-        share = torch.tensor(
-            1 / divisor, dtype=torch.float64
-        )  # to make one of a float every time takes longer than to multiply
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.is_sparse:
-                raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
-            elif gradient is not view:
-                torch.mul(gradient, share, out=view)
-                if self._as_view:
-                    parameter.grad = view
-            elif divisor != 1:
-                view.div_(divisor)
+        self.waiting.remove(index)
+        parameter, view = self.parameters[index], self.views[index]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient.is_sparse:
+            raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
+        elif gradient is not view:
+            torch.mul(gradient, 1 / divisor, out=view)
+            if self._as_view:
+                parameter.grad = view
+        elif divisor != 1:
+            view.div_(divisor)
+
+    @torch.no_grad()
+    def fill(self, divisor: float) -> None:
+        """Bring those that are waiting: where all are new and small, at once."""
+        pairs = list(zip(self.parameters.values(), self.views.values(), strict=True)) if self.small else []
+        if pairs and all(p.grad is not None and p.grad is not view and not p.grad.is_sparse for p, view in pairs):
+            torch._foreach_copy_([view for _, view in pairs], [p.grad for p, _ in pairs if p.grad is not None])
+            self.buffer.mul_(1 / divisor)
+            for parameter, view in pairs if self._as_view else []:
+                parameter.grad = view
+            return
+        for index in list(self.waiting):
+            self.bring(index, divisor)
 
     @torch.no_grad()
     def hand_out(self, receivers: Container[int]) -> None:
         """Make what the buffer now holds the gradients of those parameters whose indices are among ``receivers``."""
-        for index, parameter, view in zip(self.indices, self.parameters, self.views, strict=True):
+        for (index, parameter), view in zip(self.parameters.items(), self.views.values(), strict=True):
             if index in receivers and parameter.grad is not view:
                 if parameter.grad is None or self._as_view:
                     parameter.grad = view if self._as_view else view.clone()
@@ -106,7 +120,7 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
         self.set_buffer(bucket.buffer)
-        self.parameters: Callable[[], list[nn.Parameter]] = lambda: bucket.parameters
+        self.parameters: Callable[[], list[nn.Parameter]] = lambda: list(bucket.parameters.values())
         self.index, self.is_last = lambda: index, lambda: is_last
 
     def set_buffer(self, buffer: Tensor) -> None:

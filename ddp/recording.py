@@ -162,7 +162,7 @@ class Recorder:
         They are final after the first step.
         """
         names = {parameter: name for name, parameter in self._parameters.items()}
-        return [{names[p]: p.nbytes for p in bucket.parameters} for bucket in self._model.reducer.buckets]
+        return [{names[p]: p.nbytes for p in bucket.parameters.values()} for bucket in self._model.reducer.buckets]
 
     def run(self, steps: int) -> list[Step]:
         """Take some steps, beginning with all ranks at once."""

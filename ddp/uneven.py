@@ -10,15 +10,17 @@ Every forward pass tells the ranks that have joined what will follow. torch's ow
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp.reducer import Reducer
 from ddp.replicas import broadcast, replicated
+
+if TYPE_CHECKING:
+    from ddp.handwritten import Reducer
 
 
 class UnevenInputs(Joinable):

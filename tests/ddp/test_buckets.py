@@ -76,7 +76,12 @@ PARAMETERS: dict[str, Callable[[], Tensor]] = {
 
 def bucket_of(parameters: list[nn.Parameter], as_view: bool) -> Bucket:
     buffer = torch.full((sum(parameter.numel() for parameter in parameters),), 99.0)
-    return Bucket(list(range(len(parameters))), parameters, buffer, as_view)
+    return Bucket(dict(enumerate(parameters)), buffer, as_view)
+
+
+def fill(bucket: Bucket, divisor: float) -> None:
+    bucket.waiting = set(bucket.parameters)
+    bucket.fill(divisor)
 
 
 several = st.lists(st.sampled_from(sorted(PARAMETERS)), min_size=1, max_size=6)
@@ -88,7 +93,7 @@ def test_gradients_come_into_the_bucket_and_out_again(
 ) -> None:
     parameters = [nn.Parameter(PARAMETERS[name]()) for name in names]
     bucket = bucket_of(parameters, as_view)
-    for name, parameter, view in zip(names, parameters, bucket.views, strict=True):
+    for name, parameter, view in zip(names, parameters, bucket.views.values(), strict=True):
         assert view.shape == parameter.shape
         assert view.untyped_storage().data_ptr() == bucket.buffer.untyped_storage().data_ptr()
         if name != "with gaps":
@@ -97,18 +102,18 @@ def test_gradients_come_into_the_bucket_and_out_again(
     for index, parameter in enumerate(parameters):
         parameter.grad = None if index % 3 == 2 else gradients[index].clone()
 
-    bucket.fill(divisor)
-    for index, (gradient, view) in enumerate(zip(gradients, bucket.views, strict=True)):
+    fill(bucket, divisor)
+    for index, (gradient, view) in enumerate(zip(gradients, bucket.views.values(), strict=True)):
         torch.testing.assert_close(
             view, torch.zeros_like(view) if index % 3 == 2 else gradient / divisor, check_stride=False
         )
-    in_place = [parameter.grad is view for parameter, view in zip(parameters, bucket.views, strict=True)]
+    in_place = [parameter.grad is view for parameter, view in zip(parameters, bucket.views.values(), strict=True)]
     assert in_place == [as_view and index % 3 != 2 for index in range(len(parameters))]
 
     bucket.buffer.fill_(7)  # the other ranks' part
     before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
     bucket.hand_out(receivers)
-    for index, (parameter, view) in enumerate(zip(parameters, bucket.views, strict=True)):
+    for index, (parameter, view) in enumerate(zip(parameters, bucket.views.values(), strict=True)):
         if index in receivers or in_place[index]:
             torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 7), check_stride=False)
             assert (parameter.grad is view) == as_view
@@ -120,10 +125,10 @@ def test_a_gradient_that_lives_in_its_bucket_is_divided_there() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     bucket = bucket_of([parameter], as_view=True)
     parameter.grad = torch.tensor([2.0, 4.0, 6.0])
-    bucket.fill(2)
+    fill(bucket, 2)
     assert parameter.grad is bucket.views[0]
     parameter.grad += 1
-    bucket.fill(1)
+    fill(bucket, 1)
     assert bucket.buffer.tolist() == [2, 3, 4]
-    bucket.fill(4)
+    fill(bucket, 4)
     assert bucket.buffer.tolist() == [0.5, 0.75, 1]
