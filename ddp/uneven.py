@@ -51,7 +51,6 @@ class UnevenInputs(Joinable):
     def join_hook(self, **settings: Any) -> JoinHook:
         """Called by ``Join``."""
         self._divide_by_active = not settings.get("divide_by_initial_world_size", True)
-        self.reducer.divisor = self.process_group.size()
         return _Shadow(self)
 
     @property
@@ -68,6 +67,7 @@ class UnevenInputs(Joinable):
     def announce_forward(self, synchronize: bool) -> None:
         """Before a forward pass: bring the buffers up to date, if they may differ, and tell the ranks that have joined."""
         alive = Join.notify_join_context(self)
+        self.reducer.divisor = self.process_group.size()
         if alive is not None and self._divide_by_active:
             (active,) = alive.get_future().wait()
             self.reducer.divisor = active.item()
@@ -86,7 +86,7 @@ class UnevenInputs(Joinable):
                 broadcast(buffers, source, self.process_group)
 
     def _largest(self, value: int) -> int:
-        largest = torch.tensor([value], device=self.device)
+        largest = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(largest)
 
