@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.datasets import Batch
 from common.models import build_model
@@ -45,7 +45,9 @@ class Step:
     """A step's moments on one rank, in their order.
 
     :param loaded: the batch is there; :param forwarded: so is the loss, and backward begins
-    :param ready: for each parameter, its gradient; :param sent: for each bucket, in the order of their starts
+    :param ready: for each parameter, its gradient; :param handled: DDP has done with it what it does at once, which may be to
+        copy it to its bucket and to send that
+    :param sent: for each bucket, in the order of their starts
     :param returned: backward is over, and all gradients are averages; :param ended: so is the update
     """
 
@@ -53,6 +55,7 @@ class Step:
     loaded: float = 0.0
     forwarded: float = 0.0
     ready: list[float] = field(default_factory=list)
+    handled: list[float] = field(default_factory=list)
     sent: list[Sending] = field(default_factory=list)
     returned: float = 0.0
     ended: float = 0.0
@@ -69,6 +72,7 @@ class Step:
             self.loaded - origin,
             self.forwarded - origin,
             [moment - origin for moment in self.ready],
+            [moment - origin for moment in self.handled],
             [Sending(sending.started - origin, sending.ended - origin) for sending in self.sent],
             self.returned - origin,
             self.ended - origin,
@@ -136,13 +140,14 @@ class Recorder:
         network = network.to(memory_format=config.memory_format)
         self._parameters = dict(network.named_parameters())
         self._ready = dict.fromkeys(self._parameters, 0.0)
-        for name, parameter in self._parameters.items():  # before DDP's hooks, which may start an all-reduce
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note_ready, name))
+        self._handled = dict(self._ready)
+        self._note_into(self._ready)  # these hooks are called before DDP's
         build = RecordingBackend if all_reduce == "backend" else Recording
         self._all_reduce = build(build_all_reduce(all_reduce))
         self._model = HandwrittenDistributedDataParallel(
             network, broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb, all_reduce=self._all_reduce
         )
+        self._note_into(self._handled)  # and these after
         self._optimizer = build_optimizer(
             config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
         )
@@ -196,7 +201,7 @@ class Recorder:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         step.ended = time.perf_counter()
-        step.ready = list(self._ready.values())
+        step.ready, step.handled = list(self._ready.values()), list(self._handled.values())
         self._steps += 1
         return step
 
@@ -204,8 +209,14 @@ class Recorder:
         inputs = self._data.to_input(batch.images, self._config.memory_format)
         return F.cross_entropy(self._model(inputs), batch.labels)
 
-    def _note_ready(self, name: str, _: nn.Parameter) -> None:
-        self._ready[name] = time.perf_counter()
+    def _note_into(self, moments: dict[str, float]) -> None:
+        """From here on, note when each parameter's gradient comes to its next hook."""
+
+        def note(name: str, _: Tensor) -> None:
+            moments[name] = time.perf_counter()
+
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(functools.partial(note, name))
 
     def _endless_batches(self) -> Iterator[Batch]:
         for epoch in itertools.count():

@@ -102,12 +102,13 @@ class _Drawing:
         self._box(plot, 0, step.began, step.loaded, DATA)
         self._box(plot, 0, step.loaded, step.forwarded, FORWARD, "forward")
         bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
-        ready = [(moment, _color(bucket_of[name]), 0.75) for name, moment in self._ready.items()]
-        sent = [(sending.started, COPY, 1.0) for sending in step.sent]
         began = step.forwarded
-        for moment, color, alpha in sorted(ready + sent):  # each ends what was done since the one before
-            self._box(plot, 0, began, moment, color, alpha=alpha)
-            began = moment
+        for (name, ready), handled in sorted(
+            zip(self._ready.items(), step.handled, strict=True), key=lambda one: one[1]
+        ):
+            self._box(plot, 0, began, ready, _color(bucket_of[name]), alpha=0.75)
+            self._box(plot, 0, ready, handled, COPY, linewidth=0)
+            began = handled
         self._box(plot, 0, began, step.returned, WAIT, "waits")
         self._box(plot, 0, step.returned, step.ended, OPTIMIZER, "optimizer")
         top = -HEIGHT / 2
@@ -181,7 +182,7 @@ def _legend(buckets: Sequence[Mapping[str, int]]) -> list[Patch]:
         Patch(color=DATA, label="data"),
         Patch(color=FORWARD, label="forward"),
         *of_buckets,
-        Patch(color=COPY, label="copied into its bucket"),
+        Patch(color=COPY, label="copied to its bucket"),
         Patch(facecolor=LATE, edgecolor="0.4", hatch="////", label="sent, but not yet by the slowest rank"),
         Patch(color=WAIT, label="waits"),
         Patch(color=OPTIMIZER, label="optimizer"),

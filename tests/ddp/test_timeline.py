@@ -29,9 +29,13 @@ def check_moments(steps: list[list[Step]], buckets: list[dict[str, int]], parame
         for rank in step:
             assert rank.began <= rank.loaded <= rank.forwarded < min(rank.ready)
             assert rank.computed < rank.returned < rank.ended
-            ready = dict(zip(parameters, rank.ready, strict=True))
+            ready, handled = (dict(zip(parameters, moments, strict=True)) for moments in (rank.ready, rank.handled))
+            in_order = sorted(parameters, key=lambda name: ready[name])
+            assert all(ready[name] < handled[name] < rank.returned for name in parameters)
+            assert all(handled[before] < ready[name] for before, name in itertools.pairwise(in_order))
             for bucket, sending in zip(buckets, rank.sent, strict=True):
                 assert max(ready[name] for name in bucket) < sending.started < sending.ended < rank.returned
+                assert sending.started < max(handled[name] for name in bucket)
             started = [sending.started for sending in rank.sent]
             assert started == sorted(started)
         for sent in zip(*(rank.sent for rank in step), strict=True):  # no sum without every rank's part
@@ -159,7 +163,7 @@ def a_step(draw: st.DrawFn) -> list[Step]:
         ]
         computed = draw(st.integers(1, mine[-1] + 1))
         returned = max(computed, *(sending.ended for sending in sent))
-        steps.append(Step(-2.0, -1.0, 0.0, [1.0, computed], sent, returned, returned + 3))
+        steps.append(Step(-2.0, -1.0, 0.0, [1.0, computed], [2.0, computed], sent, returned, returned + 3))
     return steps
 
 
