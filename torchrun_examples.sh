@@ -31,6 +31,8 @@ example fp16 'automatic mixed precision in float16: autocast, GradScaler, clippi
     'torchrun --nproc_per_node=2 -m ddp.train --precision fp16 --clip-norm 5 FLAGS'
 example syncbn 'BatchNorm over the global batch: the result no longer depends on the number of ranks' - \
     'torchrun --nproc_per_node=2 -m ddp.train --sync-batchnorm FLAGS'
+example by-hand 'DistributedDataParallel written by hand, with its buckets summed in shared memory' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --device cpu --strategy handwritten --all-reduce shared-memory FLAGS'
 example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.dev' - \
     'torchrun --nproc_per_node=2 -m ddp.train --profile --epochs 1 FLAGS'
 example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes would; here both on localhost' - \
@@ -54,6 +56,12 @@ example when-it-pays 'nn.DataParallel, its four steps by hand and one process pe
     'python -m dataparallel.bench OPTIONS'
 example strategies 'why two is not twice as fast: one process, many devices and many processes take turns' - \
     'python -m ddp.bench strategies OPTIONS'
+example all-reduces 'all-reduce by each algorithm, from 4 B to 100 MiB: time, bandwidth, and what memory allows' - \
+    'python -m ddp.bench allreduce OPTIONS'
+example engines 'the DDP written by hand against torch, on four models; bucket sizes, overlap, hooks' - \
+    'python -m ddp.bench engines OPTIONS'
+example one-step 'one training step on every rank, as a picture: what travels while backward goes on' - \
+    'python -m ddp.timeline OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 

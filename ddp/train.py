@@ -186,9 +186,9 @@ def wrap(
     if strategy == "handwritten":
         if device_ids and all_reduce != "backend":
             raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {place.device}: use backend")
-        return HandwrittenDistributedDataParallel(
-            network, device_ids, broadcast_buffers=False, all_reduce=build_all_reduce(all_reduce or "backend")
-        )
+        with place.together():  # shared memory may be short on one host
+            summing = build_all_reduce(all_reduce or "backend")
+            return HandwrittenDistributedDataParallel(network, device_ids, broadcast_buffers=False, all_reduce=summing)
     model = DistributedDataParallel(
         network,
         device_ids=device_ids,

@@ -24,7 +24,13 @@ LOADING = {
     "ladder": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
     "timeline": ("--batches", "4", "--batch-size", "4"),
 }
-COMPARING = ("when-it-pays", "strategies")  # their own tests run them, as their users do
+MEASURING = (
+    "when-it-pays",
+    "strategies",
+    "all-reduces",
+    "engines",
+    "one-step",
+)  # their own tests run them, as their users do
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +70,7 @@ def test_it_lists_every_example_with_what_it_shows() -> None:
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if name not in (*LOADING, *COMPARING)])
+@pytest.mark.parametrize("name", [name for name in listed() if name not in (*LOADING, *MEASURING)])
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     flags = ("--data-dir", str(faces), "--train-samples", "96") if name == "files" else ()
     status, out = run_script(name, *SMALL, *flags, "--run-dir", str(tmp_path / "run"))
@@ -85,11 +91,11 @@ def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: 
     assert list(output.glob("*.json"))
 
 
-@pytest.mark.parametrize("name", COMPARING)
-def test_an_example_that_compares_is_a_command_with_options(name: str) -> None:
-    status, out = run_script(name, "--rounds", "2", "--help")
+@pytest.mark.parametrize("name", MEASURING)
+def test_an_example_that_measures_is_a_command_with_options(name: str) -> None:
+    status, out = run_script(name, "--output", "results", "--help")
     assert status == 0, out
-    assert re.search(r"^python -m (dataparallel|ddp)\.bench .*--rounds 2 --help$", out, re.MULTILINE)
+    assert re.search(r"^python -m (dataparallel|ddp)\.\w+ .*--output results --help$", out, re.MULTILINE)
     assert "--output" in out
 
 
