@@ -355,22 +355,26 @@ def plot_ratio_panels(path: Path, panels: Mapping[str, Mapping[str, list[float]]
     """
     names = [list(candidates) for candidates in panels.values()]
     shared = all(one == names[0] for one in names)
-    width = 2 + (3 if shared else 4.6) * len(panels)
-    figure, axes = _figure(1, len(panels), (width, 1.6 + 0.42 * max(map(len, names))), title)
+    size = (2 + (2.8 if shared else 4.4) * len(panels), 1.6 + 0.46 * max(map(len, names)))
+    figure, axes = _figure(1, len(panels), size, title)
     colors: dict[str, str] = {}
-    for number, (plot, (panel, candidates)) in enumerate(zip(axes[0], panels.items(), strict=True)):
+    for plot, (panel, candidates) in zip(axes[0], panels.items(), strict=True):
+        edge = 0.0
         for position, (name, ratios) in enumerate(candidates.items()):
             color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
             low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
-            jitter = np.linspace(-0.2, 0.2, len(ratios))
-            plot.plot(ratios, position + jitter, "o", color=color, alpha=0.3, markersize=3)
+            edge = max(edge, 1.25 * high)
+            plot.plot(
+                ratios, position + np.linspace(-0.15, 0.15, len(ratios)), "o", color=color, alpha=0.3, markersize=3
+            )
             plot.plot([low, high], [position, position], color=color, linewidth=2)
-            plot.plot([median, median], [position - 0.3, position + 0.3], color=color, linewidth=2.5)
-            plot.text(1.02, position, f"{median:.2f}", transform=plot.get_yaxis_transform(), va="center", fontsize=8.5)
-        plot.axvline(1.0, color="0.25", linewidth=1, linestyle="--")
-        labels = list(candidates) if number == 0 or not shared else [""] * len(candidates)
-        plot.set_yticks(range(len(candidates)), labels)
-        plot.set_ylim(len(candidates) - 0.5, -0.5)
+            plot.plot([median, median], [position - 0.22, position + 0.22], color=color, linewidth=2.5)
+            plot.text(median, position - 0.25, f"{median:.2f}", ha="center", va="bottom", fontsize=8)
+        plot.axvline(1.0, color="0.25", linewidth=1, linestyle="--", zorder=0)
+        plot.set_yticks(range(len(candidates)), list(candidates))
+        plot.set_ylim(len(candidates) - 0.5, -0.7)
+        plot.set_xlim(0, edge)  # a round that was disturbed may lie beyond
+        plot.tick_params(axis="y", length=0, labelleft=plot is axes[0, 0] or not shared)
         plot.set_title(panel, fontsize=10)
         plot.grid(axis="x", alpha=0.25)
     figure.supxlabel(x_title, fontsize=10)

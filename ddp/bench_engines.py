@@ -2,7 +2,9 @@
 
 Every engine trains its own copy of the same model on the same batch, which lies ready: forward, backward with the gradients
 averaged, optimizer step. All live in the same processes and take turns; a turn begins with a barrier, and its time is the
-slowest rank's, per step. One candidate does not synchronize at all, which bounds what any engine can reach.
+slowest rank's, per step. The time on a processor, of all threads of a rank, Python's and gloo's among them, does not say who
+waits, but tells engines apart also where others use the machine. One candidate does not synchronize at all, which bounds
+what any engine can reach.
 
 malloc is told to keep what is freed. Otherwise it gives freed gradients back to the kernel, or does not, as their places in
 memory happen to be; to get such memory again takes up to a third of a step, and is nothing that an engine could help.
@@ -25,6 +27,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -100,16 +103,16 @@ class Worker:
             self._models[name] = wrapped, optimizer
             self._closing.append(close)
 
-    def run(self, name: str, steps: int) -> float:
-        """Seconds of a step, the mean of as many as are given, from a common start."""
+    def run(self, name: str, steps: int) -> tuple[float, float]:
+        """Seconds of a step, and of all this rank's threads on a processor in it: the means of some, from a common start."""
         model, optimizer = self._models[name]
         dist.barrier()
-        began = time.perf_counter()
+        began, processor_began = time.perf_counter(), time.process_time()
         for _ in range(steps):
             optimizer.zero_grad(set_to_none=True)
             F.cross_entropy(model(self._images), self._labels).backward()
             optimizer.step()
-        return (time.perf_counter() - began) / steps
+        return (time.perf_counter() - began) / steps, (time.process_time() - processor_began) / steps
 
     def close(self) -> None:
         self._models.clear()
@@ -129,17 +132,16 @@ def _keep_freed_memory() -> None:
 class Measured:
     """Engines that took turns.
 
-    :param title: the model, or the subject of the variations; :param seconds: of a step of each engine, one entry per round
+    :param title: the model, or the subject of the variations
+    :param seconds: of a step of each engine, on the slowest rank; one entry per round
+    :param processor_seconds: of a step, the mean over the ranks
     :param reference: the engine that the others are compared with
     """
 
     title: str
     seconds: Mapping[str, list[float]]
+    processor_seconds: Mapping[str, list[float]]
     reference: str
-
-    def ratio(self, name: str) -> Spread:
-        """Of the reference's time, round by round."""
-        return paired_ratio(self.seconds[name], self.seconds[self.reference])
 
 
 def main(argv: Sequence[str]) -> None:
@@ -159,19 +161,21 @@ def measure(config: EnginesConfig) -> tuple[list[Measured], list[Measured]]:
     compared, varied = [], []
     with Progress(Place.alone(torch.device("cpu")), "bench", total) as progress:
         for model in config.models:
-            seconds = _take_turns(config, model, ENGINES, functools.partial(progress.advance, 1, model))
-            reference = min((PLAIN, VIEWS), key=lambda name: Spread.of(seconds[name]).median)
-            compared.append(Measured(model, seconds, reference))
+            taken = _take_turns(config, model, ENGINES, functools.partial(progress.advance, 1, model))
+            reference = min((PLAIN, VIEWS), key=lambda name: statistics.median(taken[0][name]))
+            compared.append(Measured(model, *taken, reference))
         for subject, engines in subjects.items():
-            seconds = _take_turns(config, config.model, engines, functools.partial(progress.advance, 1, subject))
-            varied.append(Measured(subject, seconds, VIEWS))
+            taken = _take_turns(config, config.model, engines, functools.partial(progress.advance, 1, subject))
+            varied.append(Measured(subject, *taken, VIEWS))
     return compared, varied
 
 
 def _take_turns(
     config: EnginesConfig, model: str, engines: Mapping[str, Engine], after_round: Callable[[], None]
-) -> dict[str, list[float]]:
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """:returns: the seconds and the processor's seconds of :class:`Measured`"""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    processor_seconds: dict[str, list[float]] = {name: [] for name in engines}
     for build in range(config.builds):
         # What is built first lies elsewhere in memory than what is built last.
         order = list(engines)[:: -1 if build % 2 else 1]
@@ -179,18 +183,28 @@ def _take_turns(
         with StandingRanks(config.ranks, Worker, model, built, config.keep_memory, threads=1) as ranks:
             for name in order:
                 ranks.call("run", name, SETTLING_STEPS)
-            steps = max(1, round(config.turn / _slowest(ranks, order[0], SETTLING_STEPS)))
-            turns = {name: functools.partial(_slowest, ranks, name, steps) for name in order}
+            steps = max(1, round(config.turn / _Turn(ranks, order[0], SETTLING_STEPS)()))
+            turns = {name: _Turn(ranks, name, steps) for name in order}
             taken = interleave(turns, config.rounds, WARMUP, lambda _: after_round())
             ranks.call("close")
-        for name in engines:
+        for name, turn in turns.items():
             seconds[name] += taken[name]
-    return seconds
+            processor_seconds[name] += turn.processor_seconds[WARMUP:]
+    return seconds, processor_seconds
 
 
-def _slowest(ranks: StandingRanks, name: str, steps: int) -> float:
-    seconds: list[float] = ranks.call("run", name, steps)
-    return max(seconds)
+class _Turn:
+    """An engine's turn: some steps, all ranks at once. Called, it gives the seconds of one on the slowest rank;
+    ``processor_seconds`` keeps each turn's."""
+
+    def __init__(self, ranks: StandingRanks, name: str, steps: int) -> None:
+        self._ranks, self._name, self._steps = ranks, name, steps
+        self.processor_seconds: list[float] = []
+
+    def __call__(self) -> float:
+        taken: list[tuple[float, float]] = self._ranks.call("run", self._name, self._steps)
+        self.processor_seconds.append(statistics.fmean(processor_seconds for _, processor_seconds in taken))
+        return max(seconds for seconds, _ in taken)
 
 
 def report(config: EnginesConfig, compared: list[Measured], varied: list[Measured]) -> str:
@@ -229,16 +243,23 @@ def _described(model: str) -> str:
 
 
 def _table(measured: Measured) -> list[str]:
-    lines = [f"{'':<34}{'ms per step':>30}{f'of the time of {measured.reference}':>36}"]
-    for name, seconds in measured.seconds.items():
-        milliseconds = Spread.of([1e3 * value for value in seconds])
-        lines.append(f"  {name:<32}{f'{milliseconds:.2f}':>30}{f'{measured.ratio(name):.3f}':>36}")
+    of_reference, width = f"of {measured.reference}'s", 31
+    lines = [
+        f"{'':<34}{'ms per step':>{width}}{of_reference:>{width}}{'ms of processor':>{width}}{of_reference:>{width}}"
+    ]
+    for name in measured.seconds:
+        cells = []
+        for times in (measured.seconds, measured.processor_seconds):
+            milliseconds = Spread.of([1e3 * value for value in times[name]])
+            cells += [f"{milliseconds:.2f}", f"{paired_ratio(times[name], times[measured.reference]):.3f}"]
+        lines.append(f"  {name:<32}" + "".join(f"{cell:>{width}}" for cell in cells))
     return lines
 
 
 def verdict(measured: Measured, name: str) -> str:
     """How an engine does against torch's, in a sentence; faster or slower only where the quartiles agree."""
-    ratio, reference = measured.ratio(name), measured.reference
+    reference = measured.reference
+    ratio = paired_ratio(measured.seconds[name], measured.seconds[reference])
     if ratio.high < 1:
         found = "faster"
     elif ratio.low > 1:

@@ -37,7 +37,8 @@ def test_every_engine_is_measured(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "engines.json").read_text())
     (model,) = written["models"]
     assert model["reference"] in (PLAIN, VIEWS)
-    assert {name: len(seconds) for name, seconds in model["seconds"].items()} == dict.fromkeys(ENGINES, 2)
+    for times in (model["seconds"], model["processor_seconds"]):
+        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(ENGINES, 2)
     assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks", "all-reduce"]
     assert (tmp_path / "engines.png").is_file() and (tmp_path / "variations.png").is_file()
 
@@ -100,7 +101,7 @@ def _gradients(engines: dict[str, Engine]) -> dict[str, list[Tensor]]:
     ],
 )
 def test_a_verdict_says_no_more_than_the_rounds_do(seconds: list[float], words: str) -> None:
-    measured = Measured("mlp", {VIEWS: [1.0, 1.0, 1.0], BY_HAND: seconds}, VIEWS)
+    measured = Measured("mlp", {VIEWS: [1.0, 1.0, 1.0], BY_HAND: seconds}, {}, VIEWS)
     assert verdict(measured, BY_HAND) == f"mlp: {BY_HAND} {words}"
 
 
