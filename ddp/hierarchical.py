@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ddp.allreduce import AllReduce, Ring
+from ddp.local_sockets import find_hosts
 from ddp.peers import Peers
-from ddp.shared_memory import SharedMemory, find_hosts
+from ddp.shared_memory import SharedMemory
 
 
 class Hierarchical(AllReduce):

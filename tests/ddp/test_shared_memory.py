@@ -24,8 +24,9 @@ from common.cli import UsageError
 from common.process_group import process_group
 from ddp import shared_memory
 from ddp.allreduce import AllReduce
+from ddp.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket
 from ddp.peers import Peers, RankLost
-from ddp.shared_memory import SECRET_BYTES, SMALL_BYTES, SharedMemory, _accept, _connect, _new_socket
+from ddp.shared_memory import SMALL_BYTES, SharedMemory
 from tests.ddp.killing import run_with_victim
 from tests.ddp.test_allreduce import Case, assert_is_sum, cases, drawn, sum_until_lost
 from tests.launch import run_ranks
