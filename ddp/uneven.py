@@ -106,7 +106,9 @@ class _Shadow(JoinHook):
             model.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Nobody has any: all take the weights of one that went on to the end."""
+        """Nobody has any: all take the weights of one that went on to the end, and its buffers unless each has its own."""
         model = self._model
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
-        broadcast(list(replicated(model.module).values()), source, model.process_group)
+        tensors = replicated(model.module).values()
+        kept = [tensor for tensor in tensors if model.broadcast_buffers or isinstance(tensor, nn.Parameter)]
+        broadcast(kept, source, model.process_group)
