@@ -89,9 +89,9 @@ class Frozen(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Layers of three dtypes, in turns."""
+    """Layers of four dtypes, in turns."""
 
-    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Scalars(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-        self.nothing = nn.Parameter(torch.zeros(3, 0))
+        self.nothing, self.alone = nn.Parameter(torch.zeros(3, 0)), nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
         self.transposed = nn.Parameter(torch.randn(5, 6).t())
         self.sliced = nn.Parameter(torch.randn(5, 8)[:, ::2])
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -172,21 +172,32 @@ class Scalars(nn.Module):
         self.calls += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().double().mean((0, 1, 2))
         x = torch.tanh((x - self.mean) * self.scale + self.shift).to(self.sliced.dtype)
-        return torch.tanh(x @ self.transposed) @ self.sliced + self.nothing.sum()
+        return torch.tanh(x @ self.transposed) @ self.sliced + self.nothing.sum() + self.alone.sum()
+
+
+class Large(nn.Module):
+    """Gradients that are worth a call each, beside some that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(144, 130), nn.Tanh(), nn.Linear(130, 140, bias=False), nn.Linear(140, 1))
+
+    def forward(self, x: Tensor, number: int) -> Any:
+        return self.layers(x.flatten(1))
 
 
 class Branches(nn.Module):
     """Ranks take different ways in different micro-steps: some parameters are used by few, one by nobody."""
 
-    def __init__(self, width: int = 6) -> None:
+    def __init__(self, width: int = 6, inner: int = 5) -> None:
         super().__init__()
-        self.stem = nn.Linear(width, 5)
-        self.branches = nn.ModuleList([nn.Linear(5, 4) for _ in range(3)])
-        self.unused = nn.Linear(5, 4)
+        self.stem = nn.Linear(width, inner)
+        self.branches = nn.ModuleList([nn.Linear(inner, 4) for _ in range(3)])
+        self.unused = nn.Linear(inner, 4)
         self.seldom = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor, number: int) -> Any:
-        x = torch.tanh(self.stem(x))
+        x = torch.tanh(self.stem(x.reshape(-1, self.stem.in_features))) / self.stem.out_features**0.5
         x = self.branches[(number + dist.get_rank()) % 3](x)
         return x * self.seldom if number % 4 == 3 else x
 
@@ -222,6 +233,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "images": Images,
     "channels last": lambda: Images(torch.channels_last),
     "odd": Odd,
+    "large": Large,
     "tied": Tied,
     "frozen": Frozen,
     "mixed": Mixed,
@@ -231,13 +243,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "inside": Inside,
     "scalars": Scalars,
     "branches": Branches,
+    "large branches": lambda: Branches(144, 5000),
     "same branch": SameBranch,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "reentrant": lambda: Checkpointed(use_reentrant=True),
 }
-UNUSED = {"branches", "same branch"}  # need find_unused_parameters; the second could have static_graph instead
+CHANGING = {"branches", "large branches"}  # need find_unused_parameters
+UNUSED = {*CHANGING, "same branch"}  # that, or static_graph
 LOW_PRECISION = {"mixed", "half"}
-FLOAT32 = {"images", "channels last", "odd", "tied", "frozen", "sequences", "checkpoint", "reentrant"}
+FLOAT32 = {"images", "channels last", "odd", "large", "tied", "frozen", "sequences", "checkpoint", "reentrant"}
 
 
 def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -276,6 +290,7 @@ class Case:
 
     :param bucket_cap_mb, as_view, find_unused, static_graph, broadcast_buffers: the wrapper's
     :param micro_steps: backward passes per optimizer step, all but the last under ``no_sync``
+    :param evaluate: whether there is a forward pass without gradients after each step
     :param hook: of :data:`HOOKS`
     :param optimizer: of :data:`OPTIMIZERS`
     :param clip: the norm to which gradients are clipped
@@ -290,6 +305,7 @@ class Case:
     broadcast_buffers: bool = True
     micro_steps: int = 1
     set_to_none: bool = True
+    evaluate: bool = False
     hook: str | None = None
     optimizer: str = "momentum"
     clip: float | None = None
@@ -305,7 +321,7 @@ class Case:
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.05),
     "momentum": functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-4),
 }
 
 
@@ -368,6 +384,9 @@ def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[s
         optimizer.zero_grad(set_to_none=case.set_to_none)
         results = {name: parameter.grad for name, parameter in network.named_parameters()}
         yield f"gradients zeroed in step {step}", results
+        if case.evaluate:
+            with torch.no_grad() if step % 2 else torch.inference_mode():
+                model(batch(-step - 1, case.dtype or torch.float32), number=step)
     yield "after training", {**model.state_dict(), **dict(model.named_buffers())}
 
 
@@ -400,7 +419,10 @@ def as_torch_can(case: Case) -> Case:
         find_unused, static_graph = find_unused or (static_graph and case.model in UNUSED), False
     if case.model == "reentrant" or static_graph:
         find_unused = False  # fails there, and is of no use here
-    return dataclasses.replace(case, find_unused=find_unused, static_graph=static_graph)
+    hook = (
+        "bf16" if case.hook == "wrapped" else case.hook
+    )  # the same, but it leaves no gradients of its own dtype behind
+    return dataclasses.replace(case, find_unused=find_unused, static_graph=static_graph, hook=hook)
 
 
 def compare(case: Case, tolerance: float = 0, **options: Any) -> str | None:
