@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +84,14 @@ class Bucket:
     @torch.no_grad()
     def fill(self, divisor: float) -> None:
         """Bring those that are waiting: where all are new and small, at once."""
-        pairs = list(zip(self.parameters.values(), self.views.values(), strict=True)) if self.small else []
-        if pairs and all(p.grad is not None and p.grad is not view and not p.grad.is_sparse for p, view in pairs):
-            torch._foreach_copy_([view for _, view in pairs], [p.grad for p, _ in pairs if p.grad is not None])
+        gradients, views = [parameter.grad for parameter in self.parameters.values()], list(self.views.values())
+        new = (g is not None and g is not view and not g.is_sparse for g, view in zip(gradients, views, strict=True))
+        if self.small and all(new):
+            torch._foreach_copy_(views, cast("list[Tensor]", gradients))
             self.buffer.mul_(1 / divisor)
-            for parameter, view in pairs if self._as_view else []:
-                parameter.grad = view
+            if self._as_view:
+                for parameter, view in zip(self.parameters.values(), views, strict=True):
+                    parameter.grad = view
             return
         for index in list(self.waiting):
             self.bring(index, divisor)

@@ -77,7 +77,6 @@ class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True  # what no_sync turns off
         self.require_forward_param_sync = True  # whether the buffers may differ: not after a pass without gradients
-
         limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
         broadcast(list(tensors.values()), 0, group)
         all_reduce = all_reduce or Backend(Peers(group))
@@ -221,8 +220,11 @@ class Reducer:
 
     def _send(self, zeros: bool = False) -> None:
         """Start the next bucket's all-reduce."""
-        index = len(self._sent)
-        bucket, is_last = self.buckets[index], index == len(self.buckets) - 1
+        bucket, index, is_last = (
+            self.buckets[len(self._sent)],
+            len(self._sent),
+            len(self._sent) == len(self.buckets) - 1,
+        )
         bucket.buffer.zero_() if zeros else bucket.fill(self._divisor)
         if self.hook is None:
             self._sent.append(self._all_reduce.start(bucket.buffer))

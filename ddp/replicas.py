@@ -40,12 +40,12 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
             raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
 
 
-def replicated(module: nn.Module) -> dict[str, Tensor]:
+def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:
     """What is the same on every rank: the module's parameters and buffers by name, but for those that it wants left alone
     (as torch's DDP does: ``module._ddp_params_and_buffers_to_ignore``)."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: tensor for name, tensor in named if name not in ignored}
+    named = (module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
+    return {name: tensor for name, tensor in itertools.chain(*named) if name not in ignored}
 
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:

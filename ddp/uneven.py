@@ -78,8 +78,10 @@ class UnevenInputs(Joinable):
 
     def _synchronize_buffers(self, candidate: int) -> None:
         """Rank 0's buffers go to all; when rank 0 may have joined, those of the highest ``candidate``."""
-        buffers = [tensor for tensor in replicated(self.module).values() if not isinstance(tensor, nn.Parameter)]
-        if self.broadcast_buffers and self.require_forward_param_sync and buffers:
+        if not (self.broadcast_buffers and self.require_forward_param_sync):
+            return
+        buffers = list(replicated(self.module, parameters=False).values())
+        if buffers:
             source = self._largest(candidate) if self._join_config.enable else 0
             # An earlier forward pass may have saved a buffer for its backward pass, which need not know.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
@@ -109,6 +111,5 @@ class _Shadow(JoinHook):
         """Nobody has any: all take the weights of one that went on to the end, and its buffers unless each has its own."""
         model = self._model
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
-        tensors = replicated(model.module).values()
-        kept = [tensor for tensor in tensors if model.broadcast_buffers or isinstance(tensor, nn.Parameter)]
-        broadcast(kept, source, model.process_group)
+        tensors = replicated(model.module, buffers=model.broadcast_buffers)
+        broadcast(list(tensors.values()), source, model.process_group)
