@@ -27,6 +27,9 @@ from tests.ddp.engines import Images, loss_of
 from tests.launch import run_ranks
 
 EACH_ALONE = 1e-6  # MiB: every parameter has a bucket of its own
+# Large gradients go to their bucket one by one, small ones together.
+WIDTHS = [(3, 5, 2), (3, 6000, 3)]
+SETTINGS = list(itertools.product((True, False), WIDTHS))  # as_view, widths
 
 
 class Recorder(AllReduce):
@@ -35,19 +38,19 @@ class Recorder(AllReduce):
     def __init__(self) -> None:
         super().__init__()
         self._backend = Backend(Peers())
-        self.events: list[Any] = []
+        self.events: list[tuple[str, int]] = []
 
     def run(self, buffer: Tensor) -> None:
         self._backend.run(buffer)
 
     def start(self, buffer: Tensor) -> Pending:
-        self.events.append(("start", buffer.data_ptr(), buffer.numel()))
+        self.events.append(("start", buffer.numel()))
         return self._backend.start(buffer)
 
     def starts(self) -> list[int]:
         """The sizes of what was sent since the last call."""
         events, self.events = self.events, []
-        return [event[2] for event in events if event[0] == "start"]
+        return [size for event, size in events if event == "start"]
 
 
 def layers(*widths: int) -> nn.Sequential:
@@ -103,12 +106,12 @@ def sum_of(*numbers: int) -> Callable[[nn.Module], None]:
 
 def who_synchronizes() -> None:
     with process_group(timeout_s=60):
-        for as_view in (True, False):
-            who_synchronizes_with(as_view)
+        for as_view, widths in SETTINGS:
+            who_synchronizes_with(as_view, widths)
 
 
-def who_synchronizes_with(as_view: bool) -> None:
-    network, record = layers(3, 5, 2), Recorder()
+def who_synchronizes_with(as_view: bool, widths: tuple[int, ...]) -> None:
+    network, record = layers(*widths), Recorder()
     model = HandwrittenDistributedDataParallel(
         network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=as_view, all_reduce=record
     )
@@ -244,8 +247,8 @@ def test_gradients_of_the_inputs_alone_leave_those_of_the_parameters_alone() -> 
 def graphs_of_gradients() -> None:
     with process_group(timeout_s=60), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward.. with create_graph")
-        network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-        for as_view in (True, False):
+        for as_view, widths in SETTINGS:
+            network = layers(*widths)
             model = HandwrittenDistributedDataParallel(network, gradient_as_bucket_view=as_view)
             expected = average(alone(network, sum_of(0)))
             for _ in range(3):
@@ -271,9 +274,9 @@ class Failing(torch.autograd.Function):
 class Fails(nn.Module):
     """Whose backward pass ends in the middle, when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
-        self.lower, self.upper = layers(3, 5), layers(5, 2)
+        self.lower, self.upper = layers(inputs, width), layers(width, outputs)
         self.fail = False
 
     def forward(self, x: Tensor) -> Any:
@@ -283,8 +286,8 @@ class Fails(nn.Module):
 
 def interrupted() -> None:
     with process_group(timeout_s=60):
-        for as_view, static_graph, fail_first in itertools.product((True, False), repeat=3):
-            network = Fails()
+        for (as_view, widths), static_graph, fail_first in itertools.product(SETTINGS, (True, False), (True, False)):
+            network = Fails(*widths)
             model = HandwrittenDistributedDataParallel(
                 network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=as_view, static_graph=static_graph
             )
@@ -331,10 +334,10 @@ def test_a_skipped_backward_pass_is_not_made_up_for_by_one_under_no_sync() -> No
 class Chooses(nn.Module):
     """Ranks use one of three layers each; or none, but there is an output all the same."""
 
-    def __init__(self, choices: Sequence[int | None]) -> None:
+    def __init__(self, choices: Sequence[int | None], width: int = 2) -> None:
         super().__init__()
         self.choices = choices
-        self.layers = nn.ModuleList([layers(3, 2) for _ in range(3)])
+        self.layers = nn.ModuleList([layers(3, width) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Any:
         choice = self.choices[dist.get_rank()]
@@ -343,10 +346,10 @@ class Chooses(nn.Module):
 
 def unused() -> None:
     with process_group(timeout_s=60):
-        options = itertools.product((True, False), (True, False), (EACH_ALONE, 1))
+        options = itertools.product((True, False), (True, False), (EACH_ALONE, 1), (2, 10_000))
         all_choices: list[list[int | None]] = [[0, 1], [1, 1], [None, 1], [2, None], [None, None]]
-        for (as_view, set_to_none, bucket_cap_mb), choices in itertools.product(options, all_choices):
-            network = Chooses(choices)
+        for (as_view, set_to_none, bucket_cap_mb, width), choices in itertools.product(options, all_choices):
+            network = Chooses(choices, width)
             model = HandwrittenDistributedDataParallel(
                 network, find_unused_parameters=True, gradient_as_bucket_view=as_view, bucket_cap_mb=bucket_cap_mb
             )
@@ -367,9 +370,9 @@ def test_parameters_that_some_ranks_or_all_do_not_use() -> None:
 
 
 class Heads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.body, self.heads = layers(3, 4), nn.ModuleList([layers(4, 2), layers(4, 1)])
+        self.body, self.heads = layers(3, width), nn.ModuleList([layers(width, 2), layers(width, 1)])
 
     def forward(self, x: Tensor) -> Any:
         x = self.body(x)
@@ -383,8 +386,8 @@ def one_head_after_the_other() -> None:
         second.backward()
 
     with process_group(timeout_s=60):
-        for as_view in (True, False):
-            network = Heads()
+        for as_view, width in itertools.product((True, False), (4, 20_000)):
+            network = Heads(width)
             model = HandwrittenDistributedDataParallel(
                 network, find_unused_parameters=True, gradient_as_bucket_view=as_view
             )
@@ -397,6 +400,25 @@ def one_head_after_the_other() -> None:
 
 def test_a_backward_pass_for_each_of_two_outputs() -> None:
     run_ranks(one_head_after_the_other, 2)
+
+
+def two_wrappers() -> None:
+    with process_group(timeout_s=60):
+        for as_view, widths in SETTINGS:
+            whole = nn.Sequential(layers(3, 4, 3), layers(*widths))
+            first, second = (
+                HandwrittenDistributedDataParallel(part, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=as_view)
+                for part in whole
+            )
+            expected = average(alone(whole, sum_of(0)))
+            for _ in range(3):
+                whole.zero_grad()
+                loss_of(second(first(inputs()))).backward()
+                assert_same(grads(whole), expected)
+
+
+def test_one_wrapper_after_the_other_in_one_backward_pass() -> None:
+    run_ranks(two_wrappers, 2)
 
 
 # Checkpoints and compilers
@@ -481,18 +503,19 @@ def memory_of(bucket: Any) -> range:
 
 def gradients_in_buckets() -> None:
     with process_group(timeout_s=60):
-        network = layers(3, 5, 2)
-        model = HandwrittenDistributedDataParallel(network, bucket_cap_mb=EACH_ALONE)
-        places = []
-        for step in range(6):
-            sum_of(0)(model)
-            memory = [memory_of(bucket) for bucket in model.reducer.buckets]
-            for parameter in network.parameters():
-                assert parameter.grad is not None
-                assert any(parameter.grad.data_ptr() in bucket for bucket in memory)
-            places.append([cast(Tensor, parameter.grad).data_ptr() for parameter in network.parameters()])
-            network.zero_grad(set_to_none=step % 2 == 0)
-        assert places == [places[0]] * 6
+        for widths in WIDTHS:
+            network = layers(*widths)
+            model = HandwrittenDistributedDataParallel(network, bucket_cap_mb=EACH_ALONE)
+            places = []
+            for step in range(6):
+                sum_of(0)(model)
+                memory = [memory_of(bucket) for bucket in model.reducer.buckets]
+                for parameter in network.parameters():
+                    assert parameter.grad is not None
+                    assert any(parameter.grad.data_ptr() in bucket for bucket in memory)
+                places.append([cast(Tensor, parameter.grad).data_ptr() for parameter in network.parameters()])
+                network.zero_grad(set_to_none=step % 2 == 0)
+            assert places == [places[0]] * 6
 
         network = layers(3, 5, 2)
         model = HandwrittenDistributedDataParallel(network, gradient_as_bucket_view=False)
@@ -509,9 +532,9 @@ def test_gradients_live_in_their_buckets_and_stay_there() -> None:
 class Fork(nn.Module):
     """Layers side by side, of different sizes, called in an order of each rank's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, size, bias=False) for size in (1, 2, 3, 4)])
+        self.layers = nn.ModuleList([nn.Linear(scale, size, bias=False) for size in (1, 2, 3, 4)])
 
     def forward(self, x: Tensor) -> Any:
         order = [2, 0, 3, 1] if dist.get_rank() == 0 else [0, 1, 3, 2]
@@ -519,34 +542,39 @@ class Fork(nn.Module):
         return [outputs[index] for index in range(4)]
 
 
-def orders() -> None:
+def orders(scale: int) -> None:
+    def backward(module: nn.Module) -> None:
+        loss_of(module(inputs(width=scale))).backward()
+
     with process_group(timeout_s=60) as place:
-        network, record = Fork(), Recorder()
+        network, record = Fork(scale), Recorder()
         model = HandwrittenDistributedDataParallel(network, bucket_cap_mb=EACH_ALONE, all_reduce=record)
         for layer in network.layers:
             cast(nn.Linear, layer).weight.register_post_accumulate_grad_hook(
                 lambda weight: record.events.append(("ready", weight.numel()))
             )
-        expected = average(alone(network, sum_of(0)))
+        expected = average(alone(network, backward))
         for step in range(3):
             network.zero_grad()
-            sum_of(0)(model)
+            backward(model)
             assert_same(grads(network), expected)
-            ready = [event[1] for event in record.events if event[0] == "ready"]
-            kinds = "".join(event[0][0] for event in record.events)  # s: an all-reduce starts; r: a gradient is ready
+            ready = [size // scale for event, size in record.events if event == "ready"]
+            kinds = "".join(event[0] for event, _ in record.events)  # s: an all-reduce starts; r: a gradient is ready
             # Backward finishes first what forward came to last.
-            assert ready == ([6, 12, 3, 9] if place.rank == 0 else [9, 12, 6, 3])
+            assert ready == ([2, 4, 1, 3] if place.rank == 0 else [3, 4, 2, 1])
             # In the first pass, the order of definition is the guess; afterwards, rank 0's order is everybody's.
-            assert all_ranks_have(record.starts()) == ([12, 9, 6, 3] if step == 0 else [6, 12, 3, 9])
+            sent = [size // scale for size in all_ranks_have(record.starts())]
+            assert sent == ([4, 3, 2, 1] if step == 0 else [2, 4, 1, 3])
             if step > 0:
                 assert kinds == ("srsrsrsr" if place.rank == 0 else "rrssrssr")
         with model.no_sync():
-            sum_of(0)(model)
+            backward(model)
         assert record.starts() == []
 
 
-def test_buckets_travel_while_backward_goes_on_in_the_same_order_on_all_ranks() -> None:
-    run_ranks(orders, 2)
+@pytest.mark.parametrize("scale", [3, 20_000])
+def test_buckets_travel_while_backward_goes_on_in_the_same_order_on_all_ranks(scale: int) -> None:
+    run_ranks(orders, 2, scale)
 
 
 def wrapped_again() -> None:
