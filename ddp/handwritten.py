@@ -128,9 +128,8 @@ class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
 class Reducer:
     """From "this gradient is ready" to "every gradient is the average", in every backward pass that is expected.
 
-    A bucket that is complete is sent at once, while backward goes on with the layers before; when backward is over, it waits
-    for what still travels. So communication hides behind computation. Buckets are sent in the same order on every rank,
-    whatever becomes ready first there: collectives are matched by their order.
+    A bucket that is complete is sent at once, while backward goes on with the layers before: communication hides behind
+    computation. Buckets are sent in the same order on every rank, since collectives are matched by their order.
 
     :param parameters: by name, in the same order on all ranks; :param limits: see :func:`ddp.buckets.assign_buckets`
     """
@@ -220,16 +219,13 @@ class Reducer:
 
     def _send(self, zeros: bool = False) -> None:
         """Start the next bucket's all-reduce."""
-        bucket, index, is_last = (
-            self.buckets[len(self._sent)],
-            len(self._sent),
-            len(self._sent) == len(self.buckets) - 1,
-        )
+        index = len(self._sent)
+        bucket = self.buckets[index]
         bucket.buffer.zero_() if zeros else bucket.fill(self._divisor)
         if self.hook is None:
             self._sent.append(self._all_reduce.start(bucket.buffer))
         else:
-            self._sent.append(self.hook(GradBucket(bucket, index, is_last)))
+            self._sent.append(self.hook(GradBucket(bucket, index, is_last=index == len(self.buckets) - 1)))
 
     def _wait(self) -> None:
         for pending in self._sent:
