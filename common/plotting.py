@@ -369,7 +369,8 @@ def plot_ratio_panels(path: Path, panels: Mapping[str, Mapping[str, list[float]]
             )
             plot.plot([low, high], [position, position], color=color, linewidth=2)
             plot.plot([median, median], [position - 0.22, position + 0.22], color=color, linewidth=2.5)
-            plot.text(median, position - 0.25, f"{median:.2f}", ha="center", va="bottom", fontsize=8)
+            box = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
+            plot.text(median, position - 0.26, f"{median:.2f}", ha="center", va="bottom", fontsize=8, bbox=box)
         plot.axvline(1.0, color="0.25", linewidth=1, linestyle="--", zorder=0)
         plot.set_yticks(range(len(candidates)), list(candidates))
         plot.set_ylim(len(candidates) - 0.5, -0.7)

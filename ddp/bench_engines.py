@@ -76,9 +76,9 @@ class EnginesConfig:
     ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
     keep_memory: bool = option(True, "let malloc keep what is freed; otherwise chance decides which engine pays for it")
     builds: int = option(
-        3, "times that all engines are built anew: where their tensors lie can cost one some percent", minimum=1
+        2, "times that all engines are built anew: where their tensors lie can cost one some percent", minimum=1
     )
-    rounds: int = option(8, "rounds per build that count; in each, all engines take their turn", minimum=2)
+    rounds: int = option(6, "rounds per build that count; in each, all engines take their turn", minimum=2)
     turn: float = option(0.25, "seconds of an engine's turn, in whole steps", above=0)
     output: Path = option(Path("runs/bench-engines"), "folder of the JSON and the figures")
 
