@@ -149,7 +149,7 @@ class Reducer:
         self.hook: Callable[[GradBucket], Pending] | None = None  # averages a bucket in another way
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
-        self._as_view, self._find_unused = as_view, find_unused
+        self._as_view, self._find_unused = as_view, find_unused and not static_graph
         everyone = range(len(self._parameters))
         sizes: Counter[Kind] = Counter()
         for parameter in self._parameters:
