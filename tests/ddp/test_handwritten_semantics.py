@@ -249,7 +249,9 @@ def graphs_of_gradients() -> None:
         warnings.filterwarnings("ignore", "Using backward.. with create_graph")
         for as_view, widths in SETTINGS:
             network = layers(*widths)
-            model = HandwrittenDistributedDataParallel(network, gradient_as_bucket_view=as_view)
+            model = HandwrittenDistributedDataParallel(
+                network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=as_view
+            )
             expected = average(alone(network, sum_of(0)))
             for _ in range(3):
                 network.zero_grad()
