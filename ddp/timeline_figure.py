@@ -182,7 +182,7 @@ def _legend(buckets: Sequence[Mapping[str, int]]) -> list[Patch]:
         Patch(color=DATA, label="data"),
         Patch(color=FORWARD, label="forward"),
         *of_buckets,
-        Patch(color=COPY, label="copied to its bucket"),
+        Patch(color=COPY, label="copied to its bucket, sent"),
         Patch(facecolor=LATE, edgecolor="0.4", hatch="////", label="sent, but not yet by the slowest rank"),
         Patch(color=WAIT, label="waits"),
         Patch(color=OPTIMIZER, label="optimizer"),
