@@ -60,7 +60,6 @@ class Bucket:
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
         self.views = {i: _shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
 
-    @torch.no_grad()  # backward may run with create_graph
     def bring(self, index: int, divisor: float) -> None:
         """Bring a gradient, divided, into the buffer; zeros if there is none.
 
@@ -75,7 +74,10 @@ class Bucket:
         elif gradient.is_sparse:
             raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
         elif gradient is not view:
-            torch.mul(gradient, 1 / divisor, out=view)
+            new = (
+                gradient.detach() if gradient.requires_grad else gradient
+            )  # it does in a backward pass with create_graph
+            torch.mul(new, 1 / divisor, out=view)
             if self._as_view:
                 parameter.grad = view
         elif divisor != 1:
