@@ -24,7 +24,7 @@ ALL_REDUCES = tuple(_ALGORITHMS)
 
 
 def build_all_reduce(name: str, group: dist.ProcessGroup | None = None) -> AllReduce:
-    """The algorithm of that name for the ranks of a group, a collective; to be closed.
+    """The algorithm of that name for the ranks of a group, a collective; to be closed, if the process goes on without it.
 
     It waits for a rank as long as the group's own collectives do.
 

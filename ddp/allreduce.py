@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.cli import UsageError
 from ddp.peers import Peers
 
 
@@ -103,6 +104,12 @@ class _BySendAndReceive(AllReduce):
         super().__init__()
         self._peers = peers
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """:raises UsageError: for another device than the CPU"""
+        if device.type != "cpu":
+            raise UsageError(f"an all-reduce by hand sums tensors of the CPU, not of {device}: use the backend's")
+        return super().allocate(numel, dtype, device)
 
     def _scratch(self, like: Tensor) -> Tensor:
         """Memory for a tensor ``like`` this, the same in every call: a new one's page faults cost as much as its transfer."""

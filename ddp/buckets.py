@@ -74,10 +74,7 @@ class Bucket:
         elif gradient.is_sparse:
             raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
         elif gradient is not view:
-            new = (
-                gradient.detach() if gradient.requires_grad else gradient
-            )  # it does in a backward pass with create_graph
-            torch.mul(new, 1 / divisor, out=view)
+            torch.mul(gradient.detach(), 1 / divisor, out=view)  # detached: backward may run with create_graph
             if self._as_view:
                 parameter.grad = view
         elif divisor != 1:

@@ -23,17 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ddp.allreduce import AllReduce, Backend, Pending
 from ddp.buckets import DEFAULT_LIMITS, MIB, Bucket, GradBucket, Hook, HookedAverage, Kind, assign_buckets
+from ddp.outputs import tensors_in
 from ddp.peers import Peers
 from ddp.replicas import broadcast, replicated, require_same_modules
 from ddp.uneven import UnevenInputs
 
 
 class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
-    """Averages the gradients of ``module`` over the ranks in every backward pass.
+    """Averages the gradients of ``module`` over the ranks in every backward pass. (To copy or pickle it, take ``module``.)
 
     :param module: the same on every rank; its parameters must not change their number, shapes or ``requires_grad`` afterwards
     :param device_ids: the GPU that inputs are moved to; None leaves them where they are
@@ -61,18 +62,19 @@ class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
     ) -> None:
         super().__init__()
         group = process_group or dist.distributed_c10d._get_default_group()
-        settings = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-        require_same_modules(module, settings | {"bucket_cap_mb": bucket_cap_mb, "all_reduce": type(all_reduce)}, group)
+        settings: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
+        settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        require_same_modules(module, settings | {"all_reduce": type(all_reduce).__name__}, group)
         tensors = replicated(module)
         trained = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
         if not trained:
             raise ValueError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
         if bucket_cap_mb is not None and bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be above 0")
-        if device_ids is not None and len(device_ids) != 1:
-            raise ValueError(f"device_ids={list(device_ids)} must name one GPU, this rank's own")
         self.module, self.process_group, self.device_ids = module, group, device_ids
         self.device = next(iter(trained.values())).device
+        if device_ids is not None and [getattr(i, "index", i) for i in device_ids] != [self.device.index]:
+            raise ValueError(f"device_ids={list(device_ids)} must name the module's GPU, but it is on {self.device}")
         self.broadcast_buffers, self.gradient_as_bucket_view = broadcast_buffers, gradient_as_bucket_view
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True  # what no_sync turns off
@@ -118,10 +120,9 @@ class HandwrittenDistributedDataParallel(UnevenInputs, nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _expect_backward(self, output: Any, synchronize: bool) -> None:
         self.reducer.expect(synchronize)
-        # The backward pass announces itself where it begins, at the output (whose graph keeps this wrapper alive). One of a
-        # loss that is kept elsewhere, as an attribute of the module, does so with its first gradient.
-        for tensor in tree_leaves(output) if synchronize else []:
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        # The backward pass announces itself at the output; that of a loss which is kept elsewhere, with its first gradient.
+        for tensor in tensors_in(output) if synchronize else ():
+            if tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self.reducer.begin())
 
 

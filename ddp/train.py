@@ -184,10 +184,12 @@ def wrap(
     require_same_modules(network, {"--strategy": strategy, "--all-reduce": all_reduce}, group)
     device_ids = [place.device] if place.device.type == "cuda" else None
     if strategy == "handwritten":
+        all_reduce = all_reduce or "backend"
         if device_ids and all_reduce != "backend":
             raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {place.device}: use backend")
         with place.together():  # shared memory may be short on one host
-            summing = build_all_reduce(all_reduce or "backend")
+            summing = build_all_reduce(all_reduce)
+        with place.together():
             return HandwrittenDistributedDataParallel(network, device_ids, broadcast_buffers=False, all_reduce=summing)
     model = DistributedDataParallel(
         network,

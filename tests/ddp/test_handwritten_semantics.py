@@ -755,9 +755,10 @@ def refused_modules() -> None:
             assert message(ValueError, lambda size=size: wrap(same, bucket_cap_mb=size)) == (  # type: ignore[misc]
                 f"bucket_cap_mb={size} must be above 0"
             )
-        assert message(ValueError, lambda: wrap(same, device_ids=[0, 1])) == (
-            "device_ids=[0, 1] must name one GPU, this rank's own"
-        )
+        for gpus in ([0, 1], [0], [torch.device("cuda", 0)]):
+            assert message(ValueError, lambda gpus=gpus: wrap(same, device_ids=gpus)) == (  # type: ignore[misc]
+                f"device_ids={gpus} must name the module's GPU, but it is on cpu"
+            )
 
 
 def test_modules_that_differ_or_have_nothing_to_train() -> None:
