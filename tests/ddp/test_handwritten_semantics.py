@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from common.process_group import process_group
 from ddp.allreduce import AllReduce, Backend, Pending
@@ -158,6 +158,16 @@ def who_synchronizes_with(as_view: bool, widths: tuple[int, ...]) -> None:
     first.backward()
     assert_same(grads(network), average(alone(network, sum_of(1, 2))))
     assert len(record.starts()) == 2 * buckets
+    network.zero_grad()
+
+    # The same with one that was not to be synchronized: it is not.
+    with model.no_sync():
+        first = loss_of(model(inputs(1)))
+    loss_of(model(inputs(2))).backward()
+    first.backward()
+    both = zip(alone(network, sum_of(1)), average(alone(network, sum_of(2))), strict=True)
+    assert_same(grads(network), [mine + everyones for mine, everyones in both])
+    assert len(record.starts()) == buckets
     network.zero_grad()
 
     # Two backward passes through one graph.
@@ -461,6 +471,37 @@ def test_a_parameter_that_two_checkpoints_share() -> None:
     run_ranks(shared_by_checkpoints, 2)
 
 
+def inside_a_checkpoint() -> None:
+    def backward(module: nn.Module, use_reentrant: bool, around: contextlib.AbstractContextManager[None]) -> None:
+        output = checkpoint(module, inputs().requires_grad_(), use_reentrant=use_reentrant)
+        with around:
+            loss_of(output).backward()
+
+    with process_group(timeout_s=60), set_checkpoint_early_stop(False):
+        network, record = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), Recorder()
+        model = HandwrittenDistributedDataParallel(network, bucket_cap_mb=EACH_ALONE, all_reduce=record)
+        expected = average(alone(network, sum_of(0)))
+        # The forward pass that is repeated within the backward pass has no say in whether that is synchronized;
+        # of a reentrant checkpoint, it is the only one that has.
+        cases: list[tuple[bool, Any]] = [
+            (False, contextlib.nullcontext()),
+            (False, model.no_sync()),
+            (True, contextlib.nullcontext()),
+        ]
+        for use_reentrant, around in cases:
+            network.zero_grad()
+            backward(model, use_reentrant, around)
+            assert_same(grads(network), expected)
+            assert len(record.starts()) == 4
+        network.zero_grad()
+        backward(model, True, model.no_sync())
+        assert record.starts() == []
+
+
+def test_a_wrapper_inside_a_checkpoint() -> None:
+    run_ranks(inside_a_checkpoint, 2)
+
+
 def compiled(backend: str) -> None:
     with process_group(timeout_s=60):
         for around in (False, True):
@@ -567,7 +608,10 @@ def orders(scale: int) -> None:
             # In the first pass, the order of definition is the guess; afterwards, rank 0's order is everybody's.
             sent = [size // scale for size in all_ranks_have(record.starts())]
             assert sent == ([4, 3, 2, 1] if step == 0 else [2, 4, 1, 3])
-            if step > 0:
+            if step == 0:
+                buckets = list(model.reducer.buckets)
+            else:
+                assert model.reducer.buckets == buckets  # and these stay
                 assert kinds == ("srsrsrsr" if place.rank == 0 else "rrssrssr")
         with model.no_sync():
             backward(model)
