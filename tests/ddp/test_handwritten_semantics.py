@@ -192,6 +192,35 @@ def test_backward_passes_whose_forward_pass_was_not_under_no_sync_are_synchroniz
     run_ranks(who_synchronizes, 2)
 
 
+class Masked(nn.Module):
+    """A buffer that backward needs."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers(3, 2)
+        self.register_buffer("mask", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * self.mask
+
+
+def buffers_in_between() -> None:
+    with process_group(timeout_s=60):
+        network = Masked()
+        model = HandwrittenDistributedDataParallel(network)
+        expected = average(alone(network, sum_of(1, 2)))
+        network.mask *= 1 + dist.get_rank()
+        sum_of(1, 2)(model)
+        assert_same(grads(network), expected)
+        assert network.mask.tolist() == [1, 1]
+
+
+def test_buffers_are_sent_between_two_forward_passes_and_their_backward_pass() -> None:
+    run_ranks(buffers_in_between, 2)
+
+
 class Kept(nn.Module):
     """Its loss is an attribute; its output has no gradient."""
 
