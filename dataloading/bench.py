@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from common.benchmark_plots import plot_sweep
 from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine, usable_cores
 from common.models import MODELS
-from common.plotting import plot_sweep
 from common.process_group import Place
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json

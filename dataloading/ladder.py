@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from common.benchmark_plots import plot_bars
 from common.cli import command, option, parse
 from common.datasets import keep_batch
 from common.machine import describe_machine, usable_cores
-from common.plotting import plot_bars
 from common.process_group import Place
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
+from common.benchmark_plots import plot_stacked, plot_sweep
 from common.cli import UsageError, command, option, parse
 from common.machine import describe_machine, usable_cores
 from common.models import LEAST_SAMPLES, MODELS
-from common.plotting import plot_stacked, plot_sweep
 from common.precision import PRECISIONS
 from common.process_group import Place, require_alone
 from common.rank_logging import Progress, rank_logging

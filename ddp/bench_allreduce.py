@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.benchmark_plots import plot_all_reduce
 from common.cli import UsageError, option, parse
 from common.machine import describe_machine, usable_cores
-from common.plotting import plot_all_reduce
 from common.process_group import Place, require_alone
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json

@@ -38,10 +38,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from common.benchmark_plots import plot_ratio_panels
 from common.cli import option, parse
 from common.machine import describe_machine, usable_cores
 from common.optimization import build_optimizer
-from common.plotting import plot_ratio_panels
 from common.process_group import Place, require_alone
 from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, results_in, write_json

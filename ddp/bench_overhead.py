@@ -27,7 +27,7 @@ from common.datasets import Batch
 from common.machine import describe_machine
 from common.models import MODELS
 from common.optimization import build_optimizer
-from common.plotting import plot_ratios
+from common.benchmark_plots import plot_ratios
 from common.precision import PRECISIONS
 from common.process_group import BACKENDS, DEVICES, Place, process_group
 from common.rank_logging import Progress, rank_logging

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
+from common.benchmark_plots import plot_stacked, plot_strategies
 from common.cli import UsageError, option, parse
 from common.machine import describe_machine, usable_cores
 from common.models import MODELS
-from common.plotting import plot_stacked, plot_strategies
 from common.precision import PRECISIONS
 from common.process_group import DEVICES, Place, require_alone
 from common.rank_logging import Progress, rank_logging

@@ -11,15 +11,8 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from common.plotting import (
-    STACK_COLORS,
-    plot_confusion,
-    plot_curves,
-    plot_ratios,
-    plot_samples,
-    plot_stacked,
-    plot_strategies,
-)
+from common.benchmark_plots import STACK_COLORS, plot_ratios, plot_stacked, plot_strategies
+from common.plotting import plot_confusion, plot_curves, plot_samples
 from common.timing import Spread
 
 Pixels = npt.NDArray[np.int64]
