@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import gc
 import logging
 import os
@@ -25,10 +26,15 @@ import torch.distributed as dist
 # argument, and would keep it and its threads alive past destroy_process_group: a gloo thread that gives back a tensor while
 # Python is shutting down aborts the process. Imported now, it finds no group.
 import torch.distributed.nn.functional
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
+from common.attempts import store_of_this_attempt
 from common.cli import UsageError
 from common.finalizers import keep_stops
+from common.forking import rest_before_forks
 from common.machine import usable_cores
+from common.stopping import SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +79,8 @@ class Place:
         Without this, the rank that failed leaves, and the others wait for it in their next collective. It is also a
         barrier: nobody passes its end before everybody has reached it.
 
-        :raises UsageError: on every rank, the one of the lowest rank that met one
+        :raises UsageError: on every rank, the one of the lowest rank that met one, or had trouble with a file or a disk. Any
+            other error is the program's, and the rank's alone
         """
         if self.backend == NO_GROUP:
             yield
@@ -83,6 +90,10 @@ class Place:
             yield
         except UsageError as error:
             mistake = str(error)
+        except OSError as error:
+            if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+                raise
+            mistake = f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
         mistakes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(mistakes, mistake)
         for rank, text in enumerate(mistakes):
@@ -100,14 +111,15 @@ class Place:
 
 @contextlib.contextmanager
 def process_group(
-    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0
+    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0, grace_s: float = 0.0
 ) -> Iterator[Place]:
     """Join the job, and leave it cleanly on success, on an error, on Ctrl-C and on SIGTERM.
 
     :param device: of :data:`DEVICES`; ``auto`` takes CUDA where there is any
     :param backend: of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
-    :param timeout_s: how long a collective may wait for the other ranks
+    :param timeout_s: how long a rank waits for the others to come, and a collective for what they send
     :param threads: for compute on the CPU, per rank; 0 shares the usable cores among the node's ranks
+    :param grace_s: that a collective waits longer, for something that knows better to speak first
     :raises UsageError: for half an environment, a port in use, ranks that do not come, NCCL without CUDA, or more ranks
         than GPUs
     """
@@ -115,8 +127,9 @@ def process_group(
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     torch.set_num_threads(threads or max(1, usable_cores() // place.local_world_size))
+    rest_before_forks()
     with stop_signals():
-        _initialize(place, datetime.timedelta(seconds=timeout_s))
+        _initialize(place, timeout_s, grace_s)
         failed = True
         try:
             yield place
@@ -188,24 +201,34 @@ def _choose_device(device: str, backend: str, local_rank: int, local_world_size:
     return torch.device("cuda", local_rank)
 
 
-def _initialize(place: Place, timeout: datetime.timedelta) -> None:
-    # Bound to the device, NCCL need not guess it at the first barrier.
-    device_id = place.device if place.backend == "nccl" else None
+def _store(place: Place, timeout: datetime.timedelta) -> Store:
+    """Where the ranks find each other's addresses."""
+    store: Store
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = store_of_this_attempt(place.rank, place.world_size, timeout)
+    else:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
+
+
+def _initialize(place: Place, timeout_s: float, grace_s: float) -> None:
+    try:
         dist.init_process_group(
             place.backend,
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-            timeout=timeout,
-            device_id=device_id,
+            store=_store(place, datetime.timedelta(seconds=timeout_s)),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s + grace_s),
+            # Bound to the device, NCCL need not guess it at the first barrier.
+            device_id=place.device if place.backend == "nccl" else None,
         )
-        return
-    try:
-        dist.init_process_group(place.backend, timeout=timeout, device_id=device_id)
     except dist.DistStoreError as error:  # the others did not come in time
         raise UsageError(f"not all {place.world_size} ranks came within --timeout: {_first_line(error)}") from error
     except RuntimeError as error:  # DistNetworkError, in newer versions
+        if "RANK" not in os.environ:
+            raise
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         if "EADDRINUSE" in str(error):
             raise UsageError(
@@ -216,7 +239,7 @@ def _initialize(place: Place, timeout: datetime.timedelta) -> None:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
+    """Let Ctrl-C, SIGTERM and SIGUSR1 unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
 
     A second Ctrl-C (torchrun may pass on one that the terminal sent too) does not interrupt the unwinding; a second SIGTERM
     ends the process at once. Loader workers get torchrun's signals too, and their end is no news then.
@@ -238,7 +261,7 @@ def stop_signals() -> Iterator[None]:
         signal.signal(error.code - 128, stop)  # which had taken itself away
         return error.code - 128
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         with keep_stops(stopped_by):
             yield

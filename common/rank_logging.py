@@ -101,6 +101,10 @@ class Progress:
             logger.info("%s: step %d of %d, %s", self._title, self._done, self._total, facts)
             self._last_line = time.monotonic()
 
+    def reach(self, done: int, facts: str) -> None:
+        """``done`` steps are done in all; ``facts`` as in :meth:`advance`."""
+        self.advance(done - self._done, facts)
+
     def __enter__(self) -> Progress:
         return self
 

@@ -6,8 +6,10 @@ Never overwritten unless it was asked for, and then only when it is a run's dire
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -15,23 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import UsageError
+from common.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
+LAUNCH_FILE = "launch.json"  # who has started it; see ddp/restarts.py
+SCRATCH = re.compile(r"\.(.+\.)?[0-9a-f]{32}")  # files beside those that are written atomically
 
 
-def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> None:
+def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> RunLock:
     """Create a run's directory, or accept the one to resume. For rank 0, before anything is written.
 
     :param resumable: whether the command has a ``--resume`` to speak of
-    :raises UsageError: when it exists (without ``resume`` or ``overwrite``), is not a run's, has nothing to resume, or
-        cannot be written
+    :returns: the lock on it, to be kept as long as the run lasts
+    :raises UsageError: when it exists (without ``resume`` or ``overwrite``), is not a run's, has nothing to resume, is in
+        use, or cannot be written
     """
     if resume and overwrite:
         raise UsageError("--resume continues the run in its directory and --overwrite deletes it: give one of them")
     try:
-        exists = folder.is_dir() and any(folder.iterdir())
-        is_run = _is_run(folder)
+        exists = folder.is_dir() and any(not _precedes_a_run(entry.name) for entry in folder.iterdir())
+        is_run = holds_run(folder)
         if resume and not is_run:
             raise UsageError(f"--resume: {folder} holds no run; start it without --resume, or name its --run-dir")
         if exists and not is_run:
@@ -39,10 +45,20 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
         if exists and not (resume or overwrite):
             remedies = f"{'--resume to continue it, ' * resumable}--overwrite to delete it, or another folder"
             raise UsageError(f"--run-dir {folder} holds a run: give {remedies}")
-        if exists and overwrite:
-            for entry in folder.iterdir():  # not the folder itself, which may be a link or somebody's current one
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         require_writable(folder)
+        lock = RunLock(folder)
+        if exists and overwrite:
+            # Not the folder itself, which may be a link or somebody's current one; and last what says that it is a run's.
+            for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG_FILE):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != LOCK_FILE:
+                    entry.unlink()
+        for scratch in folder.glob(".*"):  # left by a run that was killed while it wrote
+            if SCRATCH.fullmatch(scratch.name):
+                scratch.unlink()
+        (folder / LOG_FOLDER).mkdir(exist_ok=True)
+        return lock
     except OSError as error:
         raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
 
@@ -92,8 +108,13 @@ def _try_writing(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether the folder's ``config.json`` is one of ours; many things have a file of that name."""
+def _precedes_a_run(name: str) -> bool:
+    """Whether the entry is written before ``config.json``: what a run leaves that was killed before it began."""
+    return name in (LOCK_FILE, LOG_FOLDER, LAUNCH_FILE) or SCRATCH.fullmatch(name) is not None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run was begun there: its ``config.json`` is one of ours; many things have a file of that name."""
     try:
         content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -115,11 +136,32 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)  # which holds the name
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)  # it is the folder that holds the name
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes a part of a run that can be resumed.
+
+    :raises UsageError: naming ``path``, for an OSError in the block
+    """
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}): {'make room' if full else 'mend that'}, then continue with "
+            "--resume"
+        ) from error
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -16,8 +16,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from common.standing_ranks import rendezvous
 REPOSITORY = Path(__file__).parent.parent
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ddp.train", "common.standing_ranks"])
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["ddp.train", "common.standing_ranks"])
 
 
 def run_ranks(
@@ -41,41 +42,63 @@ def run_ranks(
     :param gpus: whether the ranks may see the machine's GPUs
     :raises AssertionError: with the rank's traceback if one failed, or naming the ranks that did not end in time
     """
-    pipes, processes = [], []
+    with _ranks(function, world_size, arguments, {} if gpus else NO_GPUS) as (processes, pipes):
+        results = _collect(pipes, range(world_size), timeout_s)
+        for process in processes:
+            process.join(timeout=5)
+        return list(results.values())
+
+
+def run_with_victim(
+    function: Callable[..., Any], world_size: int, victim: int, *arguments: Any, timeout_s: float = 60.0
+) -> dict[int, Any]:
+    """Call ``function(victim, *arguments)`` on every rank of a new job; what each but the victim returned, by rank.
+
+    :param function: importable by name; on the victim it ends or stops its own process. All are killed afterwards.
+    :raises AssertionError: with a survivor's traceback if one failed, or naming those that did not end in time
+    """
+    with _ranks(function, world_size, (victim, *arguments), NO_GPUS) as (_, pipes):
+        return _collect(pipes, [rank for rank in range(world_size) if rank != victim], timeout_s)
+
+
+@contextlib.contextmanager
+def _ranks(
+    function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], variables: dict[str, str]
+) -> Iterator[tuple[list[ForkServerProcess], list[Connection]]]:
+    """The ranks of a new job, and the pipes through which each sends its result; killed at the end of the block."""
+    processes, pipes = [], []
     with rendezvous(world_size) as environments:
         for environment in environments:
-            receiver, sender = _context.Pipe(duplex=False)
-            environment |= {} if gpus else NO_GPUS
-            process = _context.Process(target=_rank, args=(sender, environment, function, arguments))
+            receiver, sender = FORK_SERVER.Pipe(duplex=False)
+            process = FORK_SERVER.Process(target=_rank, args=(sender, environment | variables, function, arguments))
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, timeout_s)
+            yield processes, pipes
         finally:
-            for process in processes:
-                process.join(timeout=5)
-                process.kill()
-                process.join()
+            kill(processes)
+            for pipe in pipes:
+                pipe.close()
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
+def _collect(pipes: list[Connection], ranks: Iterable[int], timeout_s: float) -> dict[int, Any]:
+    """The results of these ranks, in their order."""
+    results: dict[int, Any] = dict.fromkeys(ranks)
+    awaited: dict[Any, int] = {pipes[rank]: rank for rank in results}
     deadline = time.monotonic() + timeout_s
-    while len(results) < len(pipes):
-        open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
-        late = [rank for rank in range(len(pipes)) if rank not in results]
-        assert ready, f"ranks {late} did not end within {timeout_s} s"
+    while awaited:
+        ready = wait(awaited, timeout=max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {list(awaited.values())} did not end within {timeout_s} s"
         for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            rank = awaited.pop(pipe)
             try:
                 failure, results[rank] = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
                 raise AssertionError(f"rank {rank} ended without a result") from None
             assert failure is None, f"rank {rank} failed:\n{failure}"
-    return [results[rank] for rank in range(len(pipes))]
+    return results
 
 
 def _rank(sender: Connection, environment: dict[str, str], function: Callable[..., Any], arguments: Any) -> None:
@@ -85,6 +108,13 @@ def _rank(sender: Connection, environment: dict[str, str], function: Callable[..
     except BaseException:
         result, failure = None, traceback.format_exc()
     sender.send_bytes(pickle.dumps((failure, result)))
+
+
+def kill(processes: Sequence[ForkServerProcess]) -> None:
+    """SIGKILL ranks and everything below them, and wait until they have ended."""
+    for process in processes:
+        kill_tree(process.pid or 0)
+        process.join()
 
 
 def run_command(
@@ -111,26 +141,31 @@ def run_torchrun(
 
 @contextlib.contextmanager
 def start_command(
-    *arguments: str, env: dict[str, str] | None = None, cwd: Path = REPOSITORY
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path = REPOSITORY, output: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """``python -m ARGUMENTS`` in a session of its own; killed, with all its children, at the end of the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        cwd=cwd,
-        env=clean_environment() | (env or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        kill_tree(process.pid)
-        process.wait()
+    """``python -m ARGUMENTS`` in a session of its own; killed, with all its children, at the end of the block.
+
+    :param output: a file for what it prints, where nobody reads that meanwhile; otherwise there are pipes
+    """
+    with contextlib.ExitStack() as streams:
+        file = None if output is None else streams.enter_context(open(output, "w"))
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=cwd,
+            env=clean_environment() | (env or {}),
+            stdout=file or subprocess.PIPE,
+            stderr=file or subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         for stream in (process.stdout, process.stderr):
             if stream is not None:
-                stream.close()
+                streams.enter_context(stream)
+        try:
+            yield process
+        finally:
+            kill_tree(process.pid)
+            process.wait()
 
 
 def clean_environment() -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from common.cli import UsageError
 from common.process_group import TORCHRUN_VARIABLES, Place, find_place, process_group, stop_signals
+from common.stopping import exit_status
 from tests.launch import run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
@@ -156,7 +157,7 @@ def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: 
         _wait_for_training(tmp_path)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
+    assert process.returncode == exit_status([number])
     assert f"stopped by {number.name}" in err
     assert "Traceback" not in err
 

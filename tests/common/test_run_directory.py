@@ -10,6 +10,7 @@ import pytest
 
 from common.cli import UsageError
 from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.run_lock import LOCK_FILE
 
 
 def absent(folder: Path) -> None:
@@ -21,7 +22,7 @@ def empty(folder: Path) -> None:
 
 
 def run(folder: Path) -> None:
-    prepare(folder, resume=False, overwrite=False)
+    prepare(folder, resume=False, overwrite=False).close()
     write_json(folder / CONFIG_FILE, {"dataset_fingerprint": "0123"})
     (folder / "checkpoint.pt").write_bytes(b"weights")
 
@@ -54,19 +55,26 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("state", [absent, empty])
 def test_a_new_or_empty_folder_becomes_a_runs(state: Callable[[Path], None], overwrite: bool, tmp_path: Path) -> None:
     state(tmp_path / "run")
-    prepare(tmp_path / "run", resume=False, overwrite=overwrite)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOG_FOLDER]
+    prepare(tmp_path / "run", resume=False, overwrite=overwrite).close()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK_FILE, LOG_FOLDER]
+
+
+def test_a_run_that_was_killed_before_it_began_is_in_nobodys_way(tmp_path: Path) -> None:
+    prepare(tmp_path, overwrite=False).close()
+    (tmp_path / f".{CONFIG_FILE}.{'0a' * 16}").write_text("{")
+    prepare(tmp_path, overwrite=False).close()
+    assert content(tmp_path).keys() == {LOCK_FILE}
 
 
 def test_missing_parents_are_made(tmp_path: Path) -> None:
-    prepare(tmp_path / "runs/of/mine", resume=False, overwrite=False)
+    prepare(tmp_path / "runs/of/mine", resume=False, overwrite=False).close()
     assert (tmp_path / "runs/of/mine" / LOG_FOLDER).is_dir()
 
 
 def test_resume_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     run(tmp_path / "run")
     before = content(tmp_path / "run")
-    prepare(tmp_path / "run", resume=True, overwrite=False)
+    prepare(tmp_path / "run", resume=True, overwrite=False).close()
     assert content(tmp_path / "run") == before
 
 
@@ -74,8 +82,8 @@ def test_overwrite_deletes_the_run_and_nothing_beside_it(tmp_path: Path) -> None
     run(tmp_path / "run")
     run(tmp_path / "neighbour")
     neighbour = content(tmp_path / "neighbour")
-    prepare(tmp_path / "run", resume=False, overwrite=True)
-    assert content(tmp_path / "run") == {}
+    prepare(tmp_path / "run", resume=False, overwrite=True).close()
+    assert content(tmp_path / "run").keys() == {LOCK_FILE}
     assert content(tmp_path / "neighbour") == neighbour
 
 
@@ -136,11 +144,11 @@ def test_a_run_behind_a_link_is_overwritten_or_refused_with_a_reason(tmp_path: P
     (tmp_path / "run").symlink_to(tmp_path / "scratch")
     message = ""
     try:
-        prepare(tmp_path / "run", resume=False, overwrite=True)
+        prepare(tmp_path / "run", resume=False, overwrite=True).close()
     except UsageError as error:
         message = str(error)
     assert "None" not in message
-    assert bool(message) == bool(content(tmp_path / "scratch"))
+    assert message or content(tmp_path / "scratch").keys() == {LOCK_FILE}
 
 
 def test_json_is_readable_and_names_paths_as_text(tmp_path: Path) -> None:

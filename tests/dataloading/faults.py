@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -253,6 +254,8 @@ def serve(folder: Path) -> Iterator[FaultyServer]:
 
 # What is left
 
+SETTLED_S = 0.05
+
 
 @dataclass(frozen=True)
 class Traces:
@@ -266,7 +269,16 @@ class Traces:
 
 
 def _descriptors() -> list[str]:
+    """What is open once that no longer changes: the thread of a queue closes its pipe in its own time."""
     gc.collect()
+    before, now = [""], _open_now()
+    while now != before:
+        time.sleep(SETTLED_S)
+        before, now = now, _open_now()
+    return now
+
+
+def _open_now() -> list[str]:
     targets = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists

@@ -21,8 +21,7 @@ from torch import Tensor
 from common.process_group import process_group
 from ddp.allreduce import AllReduce, Backend, HalvingDoubling, Naive, Ring, Tree
 from ddp.peers import Peers, RankLost
-from tests.ddp.killing import run_with_victim
-from tests.launch import run_ranks
+from tests.launch import run_ranks, run_with_victim
 
 Build = Callable[[Peers], AllReduce]
 BY_HAND: list[Build] = [Naive, Ring, HalvingDoubling, Tree]

@@ -17,10 +17,9 @@ from common.process_group import process_group
 from ddp import shared_memory
 from ddp.hierarchical import Hierarchical
 from ddp.peers import Peers
-from tests.ddp.killing import run_with_victim
 from tests.ddp.test_allreduce import Case, cases, sum_until_lost
 from tests.ddp.test_shared_memory import MANY_PIECES, digests
-from tests.launch import run_ranks
+from tests.launch import run_ranks, run_with_victim
 
 # Each rank's host, by a letter; those with most ranks first.
 LAYOUTS = ["aabbbc", "abab", "aaab", "abc", "aa"]

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from common.process_group import process_group
 from ddp import peers as peers_module
 from ddp.peers import Peers, RankLost, _Report, _Witness
-from tests.ddp.killing import run_with_victim
-from tests.launch import run_ranks
+from tests.launch import run_ranks, run_with_victim
 
 ELSEWHERE = ("another-host", 1)
 LATE = TimeoutError("no answer")

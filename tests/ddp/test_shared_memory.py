@@ -27,9 +27,8 @@ from ddp.allreduce import AllReduce
 from ddp.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket
 from ddp.peers import Peers, RankLost
 from ddp.shared_memory import SMALL_BYTES, SharedMemory
-from tests.ddp.killing import run_with_victim
 from tests.ddp.test_allreduce import Case, assert_is_sum, cases, drawn, sum_until_lost
-from tests.launch import run_ranks
+from tests.launch import run_ranks, run_with_victim
 
 CPU = torch.device("cpu")
 # So small that drawn tensors have several blocks, and are copied in several pieces.
