@@ -21,13 +21,22 @@ def build_optimizer(
         sgd = torch.optim.SGD(
             parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=True
         )
-        for parameter in sgd.param_groups[0]["params"] if momentum else []:
-            # torch's fused kernel leaves a new buffer uninitialized when GradScaler finds an inf in the very first step,
-            # and takes it for momentum in the second. Momentum that begins at zero gives the same steps.
-            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        begin_momentum(sgd)
         return sgd
     adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
     return adam(parameters, lr=0.0, weight_decay=weight_decay, fused=True)
+
+
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Momentum that begins at zero, where SGD has none yet: it gives the same steps.
+
+    torch's fused kernel leaves a new buffer uninitialized when GradScaler finds an inf in the very first step, and takes it
+    for momentum in the second.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []:
+        for parameter in group["params"] if group["momentum"] else []:
+            if optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.cli import UsageError
 from common.datasets import BatchKey, ImageData
 from common.evaluation import Evaluation, predict
 from common.metrics import read_metrics
@@ -54,26 +54,43 @@ class WindowTotals:
 
     @classmethod
     def merge(cls, windows: list[WindowTotals]) -> WindowTotals:
-        """Several windows as one."""
+        """Several windows as one; those without a sample, all of whose steps were skipped, have only taken time."""
         samples = sum(w.samples for w in windows)
+        seen = [w for w in windows if w.samples]
         seconds = sum(w.seconds for w in windows)
         return cls(
             samples,
-            sum(w.loss * w.samples for w in windows) / max(samples, 1),
-            sum(w.accuracy * w.samples for w in windows) / max(samples, 1),
+            sum(w.loss * w.samples for w in seen) / samples if seen else math.nan,
+            sum(w.accuracy * w.samples for w in seen) / samples if seen else math.nan,
             seconds,
             sum(w.data_wait * w.seconds for w in windows) / seconds if seconds else 0.0,
         )
 
 
+class WindowState(NamedTuple):
+    """An unfinished window of one rank: sums over its samples, and the seconds it waited and lasted."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    samples: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def redistribute(cls, states: Sequence[WindowState], world_size: int) -> list[WindowState]:
+        """The states of as many ranks as there are now: as they were, or all samples on rank 0."""
+        if len(states) == world_size:
+            return list(states)
+        loss, correct, samples, waited, seconds = (sum(values) for values in zip(*states, strict=True))
+        lasted = seconds / len(states)
+        return [cls(loss, correct, int(samples), waited, lasted), *[cls(seconds=lasted)] * (world_size - 1)]
+
+
 class Window:
     """Sums over a few steps on this rank. Nothing is read from the device before :meth:`reduce`, since each such read
-    would make the host wait for the device.
-
-    ``mistake`` is what this rank has met in the middle of a step, and keeps to itself until then."""
+    would make the host wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.mistake: UsageError | None = None
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, correct
         self._samples = 0
         self._waited = 0.0
@@ -93,23 +110,25 @@ class Window:
         self._samples += len(labels)
 
     def reduce(self, place: Place) -> WindowTotals:
-        """The totals over all ranks, by one all-reduce, and the beginning of the next window.
-
-        :raises UsageError: on every rank, if one has a mistake to tell of
-        """
+        """The totals over all ranks, by one all-reduce, and the beginning of the next window."""
         if place.device.type == "cuda":
             torch.cuda.synchronize(place.device)  # the steps that are queued belong to this window
         seconds = time.perf_counter() - self._began
-        own = [self._samples, self._waited, seconds, self.mistake is not None]
-        sums = torch.cat([self._sums, self._sums.new_tensor(own)])
-        loss, correct, samples, waited, taken, mistakes = place.sum_over_ranks(sums).tolist()
-        if mistakes:
-            with place.together():
-                if self.mistake is not None:
-                    raise self.mistake
-        self._sums.zero_()
-        self._samples, self._waited, self._began = 0, 0.0, time.perf_counter()
-        return WindowTotals(int(samples), loss / samples, correct / samples, taken / place.world_size, waited / taken)
+        sums = torch.cat([self._sums, self._sums.new_tensor([self._samples, self._waited, seconds])])
+        loss, correct, samples, waited, taken = place.sum_over_ranks(sums).tolist()
+        self.restore(WindowState())
+        share = 1 / samples if samples else math.nan  # none, if all of its steps were skipped
+        return WindowTotals(int(samples), loss * share, correct * share, taken / place.world_size, waited / taken)
+
+    def state(self) -> WindowState:
+        """What is in it, for a checkpoint."""
+        loss, correct = self._sums.tolist()
+        return WindowState(loss, correct, self._samples, self._waited, time.perf_counter() - self._began)
+
+    def restore(self, state: WindowState) -> None:
+        """Go on from there."""
+        self._sums.copy_(torch.tensor([state.loss, state.correct], dtype=torch.float64))
+        self._samples, self._waited, self._began = state.samples, state.waited, time.perf_counter() - state.seconds
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:

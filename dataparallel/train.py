@@ -94,32 +94,32 @@ def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
         fashion_mnist.download(Path(config.data_dir))
     data = load_in_memory(config)
     require_a_batch(config, data)
-    prepare(config.run_dir, overwrite=config.overwrite, resumable=False)
-    named = ", ".join(map(str, devices))
-    run = {"config": config.as_json(), "devices": named, "dataset_fingerprint": data.fingerprint}
-    write_json(config.run_dir / CONFIG_FILE, {**run, "machine": describe_machine()})
+    with prepare(config.run_dir, overwrite=config.overwrite, resumable=False):
+        named = ", ".join(map(str, devices))
+        run = {"config": config.as_json(), "devices": named, "dataset_fingerprint": data.fingerprint}
+        write_json(config.run_dir / CONFIG_FILE, {**run, "machine": describe_machine()})
 
-    job = build_job(config, devices, data)
-    add_log_file(job.place, config.run_dir / LOG_FOLDER)
-    logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
+        job = build_job(config, devices, data)
+        add_log_file(job.place, config.run_dir / LOG_FOLDER)
+        logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
 
-    steps = config.epochs * job.steps_per_epoch
-    with MetricsWriter(config.run_dir) as metrics, Progress(job.place, "train", steps) as progress:
-        for epoch in range(config.epochs):
-            totals = train_epoch(job, epoch, metrics, progress)
-            # The plain module, on the first device: it has the weights and the statistics, and is exact without replicas.
-            in_order = batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
-            result = evaluate(job.network, data, job.place, job.precision, in_order)
-            tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-            metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
-            logger.info(
-                f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
-                f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
-            )
+        steps = config.epochs * job.steps_per_epoch
+        with MetricsWriter(config.run_dir) as metrics, Progress(job.place, "train", steps) as progress:
+            for epoch in range(config.epochs):
+                totals = train_epoch(job, epoch, metrics, progress)
+                # The plain module, on the first device: it has the weights and the statistics, and is exact without replicas.
+                in_order = batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
+                result = evaluate(job.network, data, job.place, job.precision, in_order)
+                tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
+                metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
+                logger.info(
+                    f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+                    f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+                )
 
-    save(config.run_dir / MODEL_FILE, job.network)
-    title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
-    print(finish(config.run_dir, title, job.network, data, job.place, result), flush=True)
+        save(config.run_dir / MODEL_FILE, job.network)
+        title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
+        print(finish(config.run_dir, title, job.network, data, job.place, result), flush=True)
 
 
 @dataclass

@@ -12,6 +12,7 @@ rank's running statistics drift apart. There are two remedies, and both are here
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -40,6 +41,26 @@ def average_running_statistics(model: nn.Module) -> None:
     flat /= dist.get_world_size()
     for buffer, average in zip(statistics, flat.split([buffer.numel() for buffer in statistics]), strict=True):
         buffer.copy_(average)
+
+
+class KeptStatistics:
+    """BatchNorm's running statistics as they were before a step that is not to count: its batch leaves its mark on them."""
+
+    def __init__(self, network: nn.Module) -> None:
+        buffers = sorted(network.buffers(), key=lambda buffer: str(buffer.dtype))
+        of_one_dtype = [list(same) for _, same in itertools.groupby(buffers, key=lambda buffer: buffer.dtype)]
+        self._pairs = [(same, [buffer.clone() for buffer in same]) for same in of_one_dtype]  # foreach wants one dtype
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Before the forward passes."""
+        for buffers, kept in self._pairs:
+            torch._foreach_copy_(kept, buffers)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffers, kept in self._pairs:
+            torch._foreach_copy_(buffers, kept)
 
 
 class _SynchronizedNormalization(torch.autograd.Function):

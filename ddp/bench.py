@@ -5,6 +5,7 @@
     python -m ddp.bench strategies                     # one process, many devices, many processes: why two is not twice
     python -m ddp.bench allreduce                      # all-reduce algorithms from 4 B to 100 MiB, and what bounds them
     python -m ddp.bench engines                        # the hand-written DDP against torch's, on four models
+    torchrun --nproc_per_node=2 -m ddp.bench safety    # what checkpoints, flags and the watchdog cost
 
 Candidates run interleaved in one command, in an order that rotates; results are medians and round-by-round ratios.
 """
@@ -17,9 +18,16 @@ from common.cli import UsageError, command
 from ddp.bench_allreduce import main as allreduce
 from ddp.bench_engines import main as engines
 from ddp.bench_overhead import main as overhead
+from ddp.bench_safety import main as safety
 from ddp.bench_strategies import main as strategies
 
-BENCHMARKS = {"overhead": overhead, "strategies": strategies, "allreduce": allreduce, "engines": engines}
+BENCHMARKS = {
+    "overhead": overhead,
+    "strategies": strategies,
+    "allreduce": allreduce,
+    "engines": engines,
+    "safety": safety,
+}
 
 
 @command

@@ -11,32 +11,28 @@ Three loops take turns, a few steps each:
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common import datasets
-from common.cli import UsageError, option, parse
+from common.benchmark_plots import plot_ratios
+from common.cli import option, parse
 from common.datasets import Batch
 from common.machine import describe_machine
 from common.models import MODELS
 from common.optimization import build_optimizer
-from common.benchmark_plots import plot_ratios
 from common.precision import PRECISIONS
 from common.process_group import BACKENDS, DEVICES, Place, process_group
 from common.rank_logging import Progress, rank_logging
-from common.report import Window
-from common.run_directory import write_json
+from common.run_directory import prepare_output, write_json
 from common.timing import Spread, interleave, paired_ratio
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.step_parts import endless_batches
-from ddp.train import Job, build_job, train_step, wrap
+from ddp.job import Job, build_job, wrap
+from ddp.step_loops import timed, trainer_step
 
 LIMIT = 1.05
 WARMUP = 2
@@ -66,10 +62,7 @@ def main(argv: Sequence[str]) -> None:
     with process_group(config.device, config.backend, threads=config.threads) as place, rank_logging(place):
         with place.together():
             micro_batch_size(config.batch_size, place.world_size, 1)
-            try:
-                config.output.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"--output {config.output} cannot be written: {error.strerror}") from error
+            prepare_output(config.output)
         seconds = measure(config, place)
         if place.is_main:
             print(report(config, place, seconds))
@@ -90,9 +83,9 @@ def measure(config: OverheadConfig, place: Place) -> dict[str, list[float]]:
         for _ in range(config.builds):
             job = build_job(train_config, place, data)
             candidates = {
-                "bare": _timed(config, place, _bare_loop(job, with_ddp=False)),
-                "bare, DDP": _timed(config, place, _bare_loop(job, with_ddp=True)),
-                "trainer": _timed(config, place, _trainer_loop(job)),
+                "bare": _steps(config, place, _bare_loop(job, with_ddp=False)),
+                "bare, DDP": _steps(config, place, _bare_loop(job, with_ddp=True)),
+                "trainer": _steps(config, place, trainer_step(job)),
             }
             taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
             for name, values in taken.items():
@@ -127,19 +120,12 @@ def report(config: OverheadConfig, place: Place, seconds: dict[str, list[float]]
     return "\n".join([*lines, f"results in {config.output}: overhead.json, overhead.png"])
 
 
-def _timed(config: OverheadConfig, place: Place, step: Callable[[], None]) -> Callable[[], float]:
-    """Run ``config.steps`` steps from a common start, and give the seconds of one."""
-
-    def run() -> float:
-        dist.barrier()
-        began = time.perf_counter()
+def _steps(config: OverheadConfig, place: Place, step: Callable[[], None]) -> Callable[[], float]:
+    def run() -> None:
         for _ in range(config.steps):
             step()
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
-        return (time.perf_counter() - began) / config.steps
 
-    return run
+    return timed(place, config.steps, run)
 
 
 def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
@@ -165,17 +151,3 @@ def _first_batch(job: Job) -> tuple[Tensor, Tensor]:
     batch: Batch = next(iter(job.loader))
     images = job.data.to_input(batch.images.to(job.place.device), job.config.memory_format)
     return images, batch.labels.to(job.place.device)
-
-
-def _trainer_loop(job: Job) -> Callable[[], None]:
-    """``ddp.train``'s step, over epoch after epoch, with the reduction of its metrics every ``log_every`` steps."""
-
-    job.model.train()
-    stream, window = endless_batches(job), Window(job.place.device)
-
-    def step() -> None:
-        train_step(job, stream, window)
-        if job.step % job.config.log_every == 0:
-            window.reduce(job.place)
-
-    return step

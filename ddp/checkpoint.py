@@ -1,146 +1,198 @@
-"""Checkpoints: a run's state at the end of an epoch, from which it continues bit for bit.
+"""What a run's checkpoints are, whether they are whole, and the weights of one of them alone.
 
-Because all randomness here is a function of (seed, epoch, step, rank), the state is small: weights, the optimizer's and
-the scaler's tensors, and two integers. Rank 0 writes a file beside its place, syncs and renames it: a reader finds a
-whole checkpoint or none. On resuming, rank 0 reads it onto the CPU and sends it to all, so that one node's disk is
-enough and nobody's weights land on rank 0's GPU (pytorch#23138).
+    python -m ddp.checkpoint inspect --run-dir runs/glyphs-fashion-cnn
+    python -m ddp.checkpoint verify --run-dir runs/glyphs-fashion-cnn
+    python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --checkpoint best --output weights.pt
+
+``inspect`` lists them and tells what the newest whole one says of itself; ``verify`` reads every byte and ends with status 1
+if any is damaged; ``export`` writes a state dict that ``torch.load(weights_only=True)`` reads into the plain module of
+common/models.py. None of them changes anything in the run's directory. While the run goes on, a checkpoint that it removes
+in the middle of being read is told as damaged, and is gone the next time.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import zipfile
+import contextlib
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from common.cli import UsageError, flag_of
-from common.process_group import Place
-from common.run_directory import write_bytes
+from common.cli import UsageError, command, option, parse
+from common.process_group import Place, require_alone
+from common.rank_logging import rank_logging
+from common.run_directory import CONFIG_FILE
+from ddp import checkpoint_files
+from ddp.checkpoint_manifest import Damaged, Manifest
 
-FORMAT = 1
-FOLDER = "checkpoints"
-# What a continued run must share with the one that wrote the checkpoint, or it would be another run.
-IDENTITY = (
-    "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer"
-)  # fmt: skip
+BEST = "best"
+DEFAULT_RUN = Path("runs/glyphs-fashion-cnn")
 
 
-class Checkpoint(TypedDict):
-    """What a file holds. ``epoch`` and ``step`` count those that are complete; ``config`` is JSON-like."""
+@dataclass(frozen=True)
+class InspectConfig:
+    """Settings of ``ddp.checkpoint inspect``."""
 
-    format: int
-    epoch: int
-    step: int
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any]
-    config: dict[str, Any]
+    run_dir: Path = option(DEFAULT_RUN, "directory of the run")
 
 
-def save(run_dir: Path, checkpoint: Checkpoint, keep_last: int) -> Path:
-    """Write a checkpoint atomically and remove all but the newest ``keep_last``. For rank 0.
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Settings of ``ddp.checkpoint verify``."""
 
-    :raises UsageError: when it cannot be written; the ones before it are untouched
+    run_dir: Path = option(DEFAULT_RUN, "directory of the run")
+    checkpoint: str | None = option(None, "name of the one to check (default: all)")
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Settings of ``ddp.checkpoint export``."""
+
+    run_dir: Path = option(DEFAULT_RUN, "directory of the run")
+    checkpoint: str | None = option(None, f"name of one, or {BEST} (default: the newest that is whole)")
+    output: Path = option(Path("weights.pt"), "file that the weights are written to")
+    overwrite: bool = option(False, "replace that file")
+
+
+@command
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    require_alone("ddp.checkpoint")
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\ncommands: {', '.join(COMMANDS)} (NAME --help lists its options)")
+    elif name in COMMANDS:
+        with rank_logging(Place.alone(torch.device("cpu"))):
+            COMMANDS[name](arguments)
+    else:
+        raise UsageError(f"unknown command {name!r}: there is {', '.join(COMMANDS)}")
+
+
+def inspect(argv: Sequence[str]) -> None:
+    """Print a table of all checkpoints, and what the newest whole one says of itself."""
+    config = parse(InspectConfig, "ddp.checkpoint inspect", __doc__, argv)
+    found = [_verified(path) for path in _paths(config.run_dir)]
+    whole = [one for one in found if isinstance(one, Manifest)]
+    best = _best(whole[-1]) if whole else None
+    width = max(len(one.path.name if isinstance(one, Damaged) else one.name) for one in found)
+    print(f"{'':<{width}}{'step':>9}{'epoch':>7}{'position':>10}{'accuracy':>10}{'size':>12}{'ranks':>7}")
+    for one in found:
+        if isinstance(one, Damaged):
+            print(f"{one.path.name:<{width}}  damaged: {one.problem}")
+            continue
+        accuracy = one.progress.get("accuracy")
+        print(
+            f"{one.name:<{width}}{one.step:>9}{one.epoch:>7}{one.position:>10}"
+            f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{_size(one):>12}{one.world_size:>7}  whole"
+            f"{', best' if one.name == best else ''}"
+        )
+    if whole:
+        print(f"\n{whole[-1].name}, the newest that is whole:")
+        facts = vars(whole[-1]).items()
+        print("\n".join(f"  {name:<20} {_text(fact)}" for name, fact in facts if name not in ("files", "format")))
+
+
+def verify(argv: Sequence[str]) -> None:
+    """Print a line for each checkpoint; exit status 1 if any is damaged."""
+    config = parse(VerifyConfig, "ddp.checkpoint verify", __doc__, argv)
+    paths = _paths(config.run_dir)
+    damaged = False
+    for path in paths if config.checkpoint is None else [_named(config.checkpoint, paths)]:
+        found = _verified(path)
+        if isinstance(found, Damaged):
+            damaged = True
+            print(f"{path.name}: damaged: {found.problem}")
+        else:
+            print(f"{path.name}: whole, {_size(found)}")
+    if damaged:
+        sys.exit(1)
+
+
+def export(argv: Sequence[str]) -> None:
+    """Write the weights of one checkpoint, alone and on the CPU, whole or not at all.
+
+    :raises UsageError: when there is no such checkpoint, it is damaged, or the file is there or cannot be written
     """
-    folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    path = folder / f"step-{checkpoint['step']:08d}.pt"
-    encoded = io.BytesIO()  # in memory first: torch.save would bury a full disk's error in one of its own
-    torch.save(checkpoint, encoded)
+    config = parse(ExportConfig, "ddp.checkpoint export", __doc__, argv)
+    output = config.output
+    if output.is_dir():
+        raise UsageError(f"--output {output} is a folder: name a file")
+    if os.path.lexists(output) and not config.overwrite:
+        raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
+    path, manifest = _choose(config)
+    weights = checkpoint_files.read(path, "model")
+    scratch = output.with_name(f".{output.name}.{uuid.uuid4().hex}")
     try:
-        write_bytes(path, encoded.getbuffer())
-        for old in _all(run_dir)[:-keep_last]:
-            old.unlink()
+        checkpoint_files.save_file(scratch, weights)
+        os.replace(scratch, output)
     except OSError as error:
-        raise UsageError(
-            f"{path} cannot be written ({error.strerror}): make room, then continue with --resume"
-        ) from error
-    return path
+        raise UsageError(f"--output {output} cannot be written ({error.strerror})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+    print(f"{output}: {len(weights)} tensors of {manifest.model}, from {manifest.name}")
 
 
-def load(run_dir: Path) -> Checkpoint:
-    """Read a run's newest checkpoint, all tensors on the CPU; nothing in the file is executed.
+COMMANDS = {"inspect": inspect, "verify": verify, "export": export}
 
-    :raises UsageError: when there is none, or it is damaged, or another version's
-    """
-    paths = _all(run_dir)
+
+def _paths(run_dir: Path) -> list[Path]:
+    """:raises UsageError: when there is none"""
+    paths = checkpoint_files.all_of(run_dir)
     if not paths:
-        raise UsageError(
-            f"{run_dir / FOLDER} holds no checkpoint: no run was begun there, or none of its epochs was finished"
-        )
-    path = paths[-1]
+        found = "no checkpoint yet" if (run_dir / CONFIG_FILE).is_file() else "no run"
+        raise UsageError(f"--run-dir {run_dir} holds {found}: name the directory of a run that has written one")
+    return paths
+
+
+def _named(name: str, paths: list[Path]) -> Path:
+    """:raises UsageError: when none has this name"""
+    for path in paths:
+        if path.name == name:
+            return path
+    raise UsageError(f"--checkpoint {name}: there is only {', '.join(path.name for path in paths)}")
+
+
+def _verified(path: Path) -> Manifest | Damaged:
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the checksums
-            if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"checksum of {damaged}")
-        checkpoint: Checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # which one, for a damaged file, depends on where the damage lies
-        remedy = f"remove it to continue from {paths[-2].name}" if len(paths) > 1 else "start again with --overwrite"
-        raise UsageError(f"{path} is damaged or unreadable ({type(error).__name__}): {remedy}") from error
-    if not isinstance(checkpoint, dict) or set(checkpoint) != set(Checkpoint.__annotations__):
-        raise UsageError(f"{path} is not a checkpoint of ddp.train: remove it, or start again with --overwrite")
-    if checkpoint["format"] != FORMAT:
-        raise UsageError(
-            f"{path} has format {checkpoint['format']}, this version reads {FORMAT}: use the one that wrote it"
-        )
-    return checkpoint
+        return checkpoint_files.verify(path)
+    except Damaged as error:
+        return error
 
 
-def load_together(run_dir: Path, place: Place) -> Checkpoint:
-    """:func:`load` on rank 0, which sends it to all others.
-
-    :raises UsageError: on every rank
-    """
-    checkpoint: list[Checkpoint | None] = [None]
-    with place.together():
-        if place.is_main:
-            checkpoint[0] = load(run_dir)
-    dist.broadcast_object_list(checkpoint, src=0, device=place.device)
-    assert checkpoint[0] is not None
-    return checkpoint[0]
-
-
-def load_model(network: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into a network that was built for the data that is there now.
-
-    :raises UsageError: when that has another number of classes, or other images
-    """
-    try:
-        network.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        raise UsageError(
-            f"the run's {checkpoint['config']['model']} was trained on other data than is there now, with other classes "
-            "or images: give its --data-dir"
-        ) from error
+def _choose(config: ExportConfig) -> tuple[Path, Manifest]:
+    """:raises UsageError: when it is not there, or damaged"""
+    paths = _paths(config.run_dir)
+    name = config.checkpoint
+    if name is None or name == BEST:
+        found = checkpoint_files.newest(config.run_dir)
+        assert found is not None  # or there would be no paths
+        if name is None:
+            return found
+        name = _best(found[1])
+        if name is None:
+            raise UsageError(f"--checkpoint {BEST}: the run has evaluated none yet; leave it out to take the newest")
+    path = _named(name, paths)
+    return path, checkpoint_files.verify(path)
 
 
-def check_identity(checkpoint: Checkpoint, config: dict[str, Any]) -> list[str]:
-    """Refuse to continue as another run; report what else differs.
-
-    :param config: the present run's, JSON-like as the checkpoint's
-    :returns: a line for each other setting that differs and that may change the result
-    :raises UsageError: for another model, data set, seed, global batch or optimizer
-    """
-    before = checkpoint["config"]
-    for name in IDENTITY:
-        if before.get(name) != config.get(name):  # an older version's run has not all of them
-            raise UsageError(
-                f"--resume: the run was started with {flag_of(name)} {before.get(name)}, not {config.get(name)}: "
-                f"give {flag_of(name)} {before.get(name)}, or another --run-dir"
-            )
-    return [
-        f"{flag_of(name)} was {before[name]} and is now {config[name]}"
-        for name in config
-        if name in before and name not in (*IDENTITY, "resume", "overwrite", "run_dir") and before[name] != config[name]
-    ]
+def _best(manifest: Manifest) -> str | None:
+    """Name of the checkpoint that was the best of its run until then."""
+    best = manifest.progress.get("best")
+    return best["name"] if best else None
 
 
-def _all(run_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    folder = run_dir / FOLDER
-    return sorted(p for p in folder.iterdir() if re.fullmatch(r"step-\d{8}\.pt", p.name)) if folder.is_dir() else []
+def _size(manifest: Manifest) -> str:
+    return f"{sum(facts['bytes'] for facts in manifest.files.values()) / 1e6:,.3f} MB"
+
+
+def _text(value: object) -> str:
+    """A fact on one line."""
+    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+if __name__ == "__main__":
+    main()

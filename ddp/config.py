@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ STRATEGIES = ("torch", "handwritten")
 
 # How images are had from files, unless a flag says otherwise; those in memory have no use for it.
 FROM_FILES: dict[str, Any] = {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"}
+# Where a run lies and how it was begun, which changes nothing in it.
+OF_THE_START = ("resume", "auto_resume", "overwrite", "run_dir")
 
 
 class Loading(NamedTuple):
@@ -78,7 +81,9 @@ class TrainConfig(LearningConfig):
     threads: int = option(
         0, "CPU threads per rank; 0 shares the usable cores among the node's ranks", minimum=0, maximum=1024
     )
-    timeout: float = option(600.0, "seconds that a collective waits for the other ranks", above=0, maximum=1e6)
+    timeout: float = option(
+        600.0, "seconds that a rank may stay in one place before all stop and say who is missing", above=0, maximum=1e6
+    )
 
     # Loading
     loader: str = option(
@@ -97,7 +102,16 @@ class TrainConfig(LearningConfig):
     run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)")
     overwrite: bool = option(False, "delete the run that is in the run directory")
     resume: bool = option(False, "continue the run that is in the run directory; on the CPU, bit for bit")
-    keep_last: int = option(2, "checkpoints to keep", minimum=1)
+    auto_resume: bool = option(False, "continue the run if there is one, else start it: for jobs that are requeued")
+    checkpoint_every: str = option("10min", "steps (500) or minutes (10min) between checkpoints inside an epoch")
+    async_checkpoint: bool = option(False, "write checkpoints in the background, while training goes on")
+    keep_last: int = option(2, "checkpoints to keep, beside the one with the best accuracy", minimum=1)
+    max_skipped_steps: int = option(
+        10, "steps with a loss or gradient that is not finite that are skipped before the run stops", minimum=0
+    )
+    check_replicas_every: int | None = option(
+        None, "steps between two comparisons of all ranks' parameters, bit by bit (default: never)", minimum=1
+    )
     log_every: int = option(20, "steps between two records of loss and throughput", minimum=1)
     tensorboard: bool = option(False, "write TensorBoard files too (needs the extra 'tensorboard')")
     profile: bool = option(False, "record a few steps of each rank with torch.profiler, for Perfetto")
@@ -118,7 +132,24 @@ class TrainConfig(LearningConfig):
                 f"--all-reduce {self.all_reduce} is for the DDP written by hand: add --strategy handwritten"
             )
         self._default("all_reduce", "backend" if self.strategy == "handwritten" else None)
+        if self.overwrite and (self.resume or self.auto_resume):
+            flag = "--resume" if self.resume else "--auto-resume"
+            raise UsageError(f"{flag} continues the run in its directory and --overwrite deletes it: give one of them")
+        _ = self.checkpoint_interval  # which may be wrong
         self._default("run_dir", Path("runs", f"{self.dataset}-{self.model}"))
+
+    @property
+    def checkpoint_interval(self) -> tuple[int | None, float | None]:
+        """Steps and seconds between two checkpoints; one of them is None.
+
+        :raises UsageError: when ``--checkpoint-every`` is neither
+        """
+        number, unit = re.fullmatch(r"(\d+(?:\.\d+)?)(min)?|.*", self.checkpoint_every.strip()).groups()  # type: ignore[union-attr]
+        if number is None or float(number) == 0 or ("." in number and unit is None):
+            raise UsageError(
+                f"--checkpoint-every {self.checkpoint_every} is neither steps nor minutes: use, say, 500 or 10min"
+            )
+        return (None, 60 * float(number)) if unit else (int(number), None)
 
     @property
     def loading(self) -> Loading:

@@ -13,16 +13,20 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import command, option, parse
+import torch.distributed as dist
+
+from common.cli import UsageError, command, option, parse
 from common.datasets import ImageData
 from common.evaluation import evaluate, evaluation_batch_size, table
 from common.models import build_model
 from common.precision import PRECISIONS, Precision
 from common.process_group import BACKENDS, DEVICES, Place, process_group
 from common.rank_logging import rank_logging
-from ddp import checkpoint
-from ddp.config import WITHOUT_WORKERS, Loading, TrainConfig
+from ddp import checkpoint_files
+from ddp.checkpoint_manifest import Manifest
+from ddp.config import OF_THE_START, WITHOUT_WORKERS, Loading, TrainConfig
 from ddp.data import Loader, load_data, open_loader
+from ddp.replicas import broadcast, replicated
 from ddp.sampler import ShardSampler
 
 
@@ -44,22 +48,44 @@ class EvaluateConfig:
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
 
 
+def find_together(run_dir: Path, place: Place) -> tuple[Path, Manifest]:
+    """A run's newest checkpoint that is whole: rank 0 looks, and tells all.
+
+    :raises UsageError: on every rank, when there is none
+    """
+    found: list[tuple[Path, Manifest] | None] = [None]
+    with place.together():
+        if place.is_main:
+            found[0] = checkpoint_files.newest(run_dir)
+            if found[0] is None:
+                raise UsageError(
+                    f"{run_dir / checkpoint_files.FOLDER} holds no checkpoint: no run was begun there, or none was saved yet"
+                )
+    dist.broadcast_object_list(found, src=0, device=place.device)
+    assert found[0] is not None
+    return found[0]
+
+
 @command
 def main() -> None:
     config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
     with process_group(config.device, config.backend) as place, rank_logging(place):
-        loaded = checkpoint.load_together(config.run_dir, place)
-        run = TrainConfig(**loaded["config"])
+        path, manifest = find_together(config.run_dir, place)
+        run = TrainConfig(**{name: value for name, value in manifest.config.items() if name not in OF_THE_START})
         # The training samples too: the images are normalized by their mean and standard deviation.
         run = dataclasses.replace(
             run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False
         )
         data = load_data(run, place)
         network = build_model(run.model, data.shape, len(data.classes))
-        checkpoint.load_model(network, loaded)
+        with place.together():
+            if place.is_main:
+                checkpoint_files.load_weights(network, path)
+        assert dist.group.WORLD is not None
+        broadcast(list(replicated(network.to(place.device)).values()), 0, dist.group.WORLD)
         precision = Precision(config.precision, place.device)
         share = open_test_loader(data, place, run.loading)
-        result = evaluate(network.to(place.device), data, place, precision, share)
+        result = evaluate(network, data, place, precision, share)
         if place.is_main:
             print(table(result, data.classes))
 

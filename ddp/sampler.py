@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
 from common.datasets import BatchKey
-from common.randomness import derive_seed
+from common.randomness import derive_seed, shuffled
 
 
 class MicroBatchSampler(DistributedSampler[BatchKey]):
     """A batch sampler (``DataLoader(batch_sampler=...)``) for training: every micro-batch is full, on every rank.
 
     The tail that does not fill a global batch is left out; it is another one in each epoch. ``set_epoch`` must be called
-    before each epoch: it changes the order and, through :class:`BatchKey`, the augmentation.
+    before each epoch: it changes the order and, through :class:`BatchKey`, the augmentation. Its second argument is where to
+    begin: a position counted in global batches means the same samples at every world size.
 
     :param batch_size: samples per optimizer step, over all ranks and micro-steps; divisible by both
     :param micro_steps: micro-batches that each rank contributes to an optimizer step
@@ -43,17 +45,30 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
         if remainder:
             raise ValueError(f"{batch_size=} does not divide over {num_replicas=} times {micro_steps=}")
         self.micro_steps = micro_steps
+        self.batch_size = batch_size
+        self._run_seed = seed
         self.steps_per_epoch = len(dataset) // batch_size
+        self.first_step = 0
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Begin ``epoch`` (the next time this is iterated over) with its optimizer step ``first_step``, counted from 0."""
+        super().set_epoch(epoch)
+        self.first_step = first_step
+
+    def global_batch(self, step: int) -> npt.NDArray[np.int64]:
+        """The samples of all ranks and micro-steps in an optimizer step of this epoch: int64 ``[batch_size]``."""
+        order = shuffled(len(self.dataset), self._run_seed, self.epoch)  # type: ignore[arg-type]
+        return order[step * self.batch_size : (step + 1) * self.batch_size]
 
     def __iter__(self) -> Iterator[BatchKey]:
         indices = np.fromiter(super().__iter__(), np.int64, self.num_samples)
-        for micro_batch in range(len(self)):
+        for micro_batch in range(self.first_step * self.micro_steps, self.steps_per_epoch * self.micro_steps):
             start = micro_batch * self.micro_batch_size
             yield BatchKey(self.epoch, indices[start : start + self.micro_batch_size])
 
     def __len__(self) -> int:
-        """Micro-batches per epoch and rank."""
-        return self.steps_per_epoch * self.micro_steps
+        """Micro-batches of this rank until the epoch's end."""
+        return (self.steps_per_epoch - self.first_step) * self.micro_steps
 
 
 class ShardSampler:

@@ -16,7 +16,6 @@ Data parallelism in one process communicates too, by copying: scatter, replicate
 
 from __future__ import annotations
 
-import itertools
 import resource
 import statistics
 import time
@@ -32,11 +31,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from common.datasets import Batch
 from common.process_group import Place
 from common.recipes import load_in_memory
-from common.report import Window
 from dataparallel.parallel import HandwrittenDataParallel
 from dataparallel.stopwatch import Stopwatch
 from ddp.config import TrainConfig
-from ddp.train import Job, build_job, train_step, wrap
+from ddp.flags import FlagCarrier
+from ddp.job import build_job, wrap
+from ddp.step_loops import endless_batches
+from ddp.train import train_step
 
 COPYING = ("scatter", "replicate", "gather", "reduce")
 PARTS = ("input", "compute", "imbalance", "communication", "update")
@@ -86,13 +87,6 @@ class Parts:
         return cls(*(statistics.fmean(values) for values in zip(*parts, strict=True)))
 
 
-def endless_batches(job: Job) -> Iterator[Batch]:
-    """This rank's batches, over epoch after epoch."""
-    for epoch in itertools.count():
-        job.sampler.set_epoch(epoch)
-        yield from job.loader
-
-
 class Runner:
     """A rank's service: ``ddp.train``'s job, with its step's moments stamped.
 
@@ -108,21 +102,21 @@ class Runner:
         self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":
             if place.world_size == 1:  # where build_job goes without it
-                job.model = wrap(job.network, place)
+                job.model = wrap(job.carrier, place)
             # (torch wants the class itself in a hook's annotations, or none.)
             job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))  # type: ignore[operator]
         elif wrapper == "handwritten":
             kind = place.device.type
             names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
-            job.model = HandwrittenDataParallel(job.network, names)
+            parallel = HandwrittenDataParallel(job.network, names)
+            job.model = job.carrier = FlagCarrier(parallel, place.device)
             if kind == "cpu":  # on GPUs, it would wait for them between the steps, and make the whole slower
-                self._stopwatch = job.model.step = Stopwatch(job.model.devices)
+                self._stopwatch = parallel.step = Stopwatch(parallel.devices)
         elif wrapper == "torch":
-            job.model = nn.DataParallel(job.network, list(range(devices)))
+            job.model = job.carrier = FlagCarrier(nn.DataParallel(job.network, list(range(devices))), place.device)
         job.optimizer.register_step_pre_hook(self._before_update)
         job.model.train()
         self._batches = self._timed(endless_batches(job))
-        self._window = Window(place.device)
 
     def run(self, steps: int) -> list[Stamps]:
         """Take some steps, beginning with all ranks at once."""
@@ -131,7 +125,7 @@ class Runner:
         self._synchronize()
         for _ in range(steps):
             self._stamps = Stamps(time.perf_counter())
-            train_step(self._job, self._batches, self._window)
+            train_step(self._job, self._batches)
             self._synchronize()
             self._stamps.ended = time.perf_counter()
             if self._stopwatch is not None:

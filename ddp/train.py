@@ -10,59 +10,62 @@ step. Read it beside ddp/README.md.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from common.cli import UsageError, command, parse
-from common.datasets import Batch, ImageData
-from common.evaluation import evaluate
+from common.datasets import Batch
+from common.evaluation import Evaluation, evaluate
 from common.metrics import MetricsWriter, check_tensorboard
-from common.models import LEAST_SAMPLES, build_model
-from common.optimization import build_optimizer
-from common.precision import Precision, clip_gradients
+from common.models import LEAST_SAMPLES
+from common.precision import clip_gradients
 from common.process_group import Place, process_group
 from common.profiling import profile_steps
-from common.randomness import derive_seed, seed_torch
+from common.randomness import seed_torch
 from common.rank_logging import Progress, add_log_file, rank_logging
-from common.report import Window, WindowTotals, finish
-from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, require_writable, write_json
+from common.report import WindowTotals, finish
+from common.run_directory import LOG_FOLDER
+from common.stopping import StopRequest, exit_status, signal_name, to_be_requeued
 from dataloading.failures import explained
-from ddp import checkpoint
-from ddp.algorithms import build_all_reduce
-from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
+from ddp.batchnorm import average_running_statistics
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.data import Loader, load_data, open_loader
-from ddp.evaluate import open_test_loader
-from ddp.handwritten import HandwrittenDistributedDataParallel
-from ddp.replicas import require_same_modules
-from ddp.report import describe_run, faster_loading
-from ddp.sampler import MicroBatchSampler
+from ddp.data import load_data
+from ddp.flags import NO_FLAGS, Flags, raise_flags
+from ddp.job import Job, build_job, empty_batch
+from ddp.job_state import restore
+from ddp.opening import open_run
+from ddp.replica_check import require_equal_replicas
+from ddp.report import faster_loading
+from ddp.saving import Saver
+from ddp.skipping import invalidate_gradients, report_skipped, sum_of_gradients
 
 logger = logging.getLogger("ddp.train")
 
-NoSync = Callable[[], contextlib.AbstractContextManager[None]]
+# The watchdog knows who is missing; the backend, whose timeout is this much longer, would only know that somebody is.
+AFTER_THE_WATCHDOG_S = 30.0
 
 
 @command
 def main() -> None:
     config = parse(TrainConfig, "ddp.train", __doc__)
     # From here on there are as many of us as torchrun started. The process group is how we find each other.
-    with process_group(config.device, config.backend, config.timeout, config.threads) as place, rank_logging(place):
+    with (
+        to_be_requeued(),
+        process_group(config.device, config.backend, config.timeout, config.threads, AFTER_THE_WATCHDOG_S) as place,
+        rank_logging(place),
+    ):
         train(config, place)
 
 
 def train(config: TrainConfig, place: Place) -> None:
-    """The whole run: what every rank does, from an empty directory to the figures."""
+    """The whole run: what every rank does, from an empty directory, or the newest checkpoint, to the figures."""
     with place.together():  # what one rank finds wrong ends all
         samples = micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
         if samples < LEAST_SAMPLES.get(config.model, 1):
@@ -72,214 +75,117 @@ def train(config: TrainConfig, place: Place) -> None:
         if config.tensorboard:
             check_tensorboard()
     data = load_data(config, place)
-    with place.together():  # last of all checks, since it may delete the run that was there
-        if place.is_main:
-            prepare(config.run_dir, resume=config.resume, overwrite=config.overwrite)
-            if not config.resume:
-                write_json(config.run_dir / CONFIG_FILE, describe_run(config, place, data))
-    with place.together():  # on every node
-        require_writable(config.run_dir)
-    add_log_file(place, config.run_dir / LOG_FOLDER)
+    with open_run(config, place, data) as found:
+        add_log_file(place, config.run_dir / LOG_FOLDER)
+        job = build_job(config, place, data, found.path if found else None)
+        if found:
+            restore(job, *found)
+            logger.info(f"resuming after step {job.step}, {job.position} steps into epoch {job.epoch + 1}")
+        logger.info(
+            f"{config.model} on {config.dataset}: {place.world_size} ranks x {config.micro_steps} micro-steps x "
+            f"{samples} samples, {config.precision}, {place.backend}"
+        )
+        result = train_epochs(job, continued=found is not None)
+        with place.together():  # nobody leaves while rank 0 still draws
+            if place.is_main:
+                title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
+                summary = finish(config.run_dir, title, job.network, data, place, result, faster_loading(config))
+                print(summary, flush=True)
 
-    job = build_job(config, place, data)
-    first_epoch = resume(job) if config.resume else 0
-    logger.info(
-        f"{config.model} on {config.dataset}: {place.world_size} ranks x {config.micro_steps} micro-steps x "
-        f"{samples} samples, {config.precision}, {place.backend}"
-    )
 
-    result = None
+def train_epochs(job: Job, continued: bool) -> Evaluation:
+    """What is left of the run, with all that watches over it; returns the last evaluation."""
+    config, place, result = job.config, job.place, None
+    steps = config.epochs * job.sampler.steps_per_epoch
+    with place.together():
+        after = (job.step, job.epoch) if continued else None
+        job.metrics = MetricsWriter(
+            config.run_dir, after=after, tensorboard=config.tensorboard, silent=not place.is_main
+        )
     with (
-        MetricsWriter(
-            config.run_dir,
-            after_step=job.step if config.resume else None,
-            tensorboard=config.tensorboard,
-            silent=not place.is_main,
-        ) as metrics,
-        Progress(place, "train", config.epochs * job.sampler.steps_per_epoch, job.step) as progress,
+        job.metrics,
+        Saver(config, place, job.metrics) as saver,
+        job.watchdog,
+        StopRequest().listening() as stop,
+        Progress(place, "train", steps, job.step) as progress,
         profile_steps(place, config.run_dir / "profile" if config.profile else None) as step_done,
     ):
-        for epoch in range(first_epoch, config.epochs):
-            totals = train_epoch(job, epoch, metrics, progress, step_done)
-            average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
-            result = evaluate(job.network, data, place, job.precision, job.test_loader)
+        while job.epoch < config.epochs:
+            totals = train_epoch(job, saver, stop, progress, step_done)
+            result = test(job, saver, stop)
             tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-            metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
-            with place.together():
-                if place.is_main:
-                    checkpoint.save(config.run_dir, snapshot(job, epoch + 1), config.keep_last)
+            with place.together():  # the disk of rank 0 may be full
+                job.metrics.write("epoch", job.step, epoch=job.epoch, **totals.as_record(), **tested)
+            job.end_epoch(result.accuracy)
+            saver.save(job)
             logger.info(
-                f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+                f"epoch {job.epoch} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
                 f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
             )
-
-    # None when it was resumed after its last epoch.
-    result = result or evaluate(job.network, data, place, job.precision, job.test_loader)
-    with place.together():  # nobody leaves while rank 0 still draws
-        if place.is_main:
-            title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
-            summary = finish(config.run_dir, title, job.network, data, place, result, faster_loading(config))
-            print(summary, flush=True)
-
-
-@dataclasses.dataclass
-class Job:
-    """What a training step needs. ``network`` is the plain module; ``model`` is the same, wrapped by DDP, and ``no_sync``
-    DDP's context in which a backward pass keeps its gradients to itself."""
-
-    config: TrainConfig
-    place: Place
-    data: ImageData
-    network: nn.Module
-    model: nn.Module
-    no_sync: NoSync
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    sampler: MicroBatchSampler
-    loader: Loader
-    test_loader: Loader
-    step: int = 0  # optimizer steps done, over all epochs
-
-
-def build_job(config: TrainConfig, place: Place, data: ImageData) -> Job:
-    """Model, optimizer, sampler and loader, the same on every rank but for the samples it takes."""
-    torch.manual_seed(derive_seed(config.seed, "weights"))
-    network = build_model(config.model, data.shape, len(data.classes), config.dropout)
-    if config.sync_batchnorm:
-        network = convert_sync_batchnorm(network, place.device)
-    network = network.to(place.device, memory_format=config.memory_format)  # type: ignore[call-overload]
-    model: nn.Module = network
-    no_sync: NoSync = contextlib.nullcontext
-    if place.world_size > 1:  # alone, there is nobody to average with
-        model = wrap(network, place, config.strategy, config.all_reduce)
-        no_sync = model.no_sync
-    if config.compile:
-        model = cast(nn.Module, torch.compile(model))  # a wrapper: evaluation calls the plain network
-
-    sampler = MicroBatchSampler(
-        data.train, config.batch_size, config.micro_steps, place.world_size, place.rank, config.seed
-    )
-    loader = open_loader(data.train, sampler, place.device, config.loading)
-    test_loader = open_test_loader(data, place, config.loading)
-    optimizer = build_optimizer(
-        config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
-    )
-    precision = Precision(config.precision, place.device)
-    job = Job(config, place, data, network, model, no_sync, optimizer, precision, sampler, loader, test_loader)
-    if place.world_size > 1:
-        settle_buckets(job)
-    return job
-
-
-def wrap(
-    network: nn.Module, place: Place, strategy: str = "torch", all_reduce: str | None = None
-) -> DistributedDataParallel | HandwrittenDistributedDataParallel:
-    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass.
-
-    :param strategy: of :data:`ddp.config.STRATEGIES`; :param all_reduce: of the hand-written one, see ddp/algorithms.py
-    :raises UsageError: on every rank, if they were told to train different models, or to sum by hand what is on a GPU
-    """
-    group = dist.group.WORLD
-    assert group is not None
-    require_same_modules(network, {"--strategy": strategy, "--all-reduce": all_reduce}, group)
-    device_ids = [place.device] if place.device.type == "cuda" else None
-    if strategy == "handwritten":
-        all_reduce = all_reduce or "backend"
-        if device_ids and all_reduce != "backend":
-            raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {place.device}: use backend")
-        with place.together():  # shared memory may be short on one host
-            summing = build_all_reduce(all_reduce)
-        with place.together():
-            return HandwrittenDistributedDataParallel(network, device_ids, broadcast_buffers=False, all_reduce=summing)
-    model = DistributedDataParallel(
-        network,
-        device_ids=device_ids,
-        gradient_as_bucket_view=True,  # .grad is a view into the bucket that travels: no copy, and no second buffer
-    )
-    # Rank 0's running statistics need not be sent before each forward pass: they are averaged when they are needed.
-    # (Set here, because the constructor's argument has another name since torch 2.15.)
-    model.broadcast_buffers = False
-    return model
-
-
-def settle_buckets(job: Job) -> None:
-    """One backward pass that is thrown away, so that DDP's buckets are final before the first step.
-
-    DDP regroups its buckets after the first backward pass, in the order in which gradients became ready. With three ranks
-    or more, the order in which a gradient is summed over the ranks depends on its place in the bucket; a resumed run, whose
-    first step is not the first, would otherwise differ in the last bit.
-    """
-    buffers = [buffer.clone() for buffer in job.network.buffers()]
-    images = empty_batch(job).images.to(job.place.device)
-    with job.precision.autocast():
-        logits = job.model(job.data.to_input(images, job.config.memory_format))
-    logits.float().sum().backward()
-    job.optimizer.zero_grad(set_to_none=True)
-    for buffer, before in zip(job.network.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+        saver.finish()
+        return result or test(job, saver, stop)  # the latter when it was resumed after its last epoch
 
 
 def train_epoch(
     job: Job,
-    epoch: int,
-    metrics: MetricsWriter | None = None,
+    saver: Saver | None = None,
+    stop: StopRequest | None = None,
     progress: Progress | None = None,
     step_done: Callable[[], None] = lambda: None,
 ) -> WindowTotals:
-    """One pass over the training set; every ``log_every`` steps the ranks add up what they saw."""
-    job.sampler.set_epoch(epoch)  # another order, and other augmentations; without it every epoch repeats the first
+    """One pass over the training set, or what is left of it; every ``log_every`` steps the ranks add up what they saw."""
+    steps = job.sampler.steps_per_epoch
+    # Another order, and other augmentations; without it every epoch repeats the first.
+    job.sampler.set_epoch(job.epoch, first_step=job.position)
     job.model.train()
-    window, windows = Window(job.place.device), []
-    batches = batches_of(job, window)
-    steps_before = job.step
-    for remaining in reversed(range(job.sampler.steps_per_epoch)):
-        train_step(job, batches, window)
+    batches = batches_of(job)
+    while job.position < steps:
+        agreed = train_step(job, batches, Flags(stop=bool(stop), save=saver is not None and saver.overdue()))
         step_done()
-        if job.step % job.config.log_every == 0 or remaining == 0:
-            totals = window.reduce(job.place)
-            windows.append(totals)
-            if not math.isfinite(totals.loss) and job.place.is_main:
-                logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
-            rate = job.optimizer.param_groups[0]["lr"]
-            if metrics is not None:
-                scale = job.precision.scaler.get_scale()
-                metrics.write("step", job.step, epoch=epoch, learning_rate=rate, loss_scale=scale, **totals.as_record())
-            if progress is not None:
-                progress.advance(
-                    job.step - steps_before,
-                    f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s",
-                )
-            steps_before = job.step
+        last = job.position == steps
+        if job.step % job.config.log_every == 0 or last:
+            log_window(job, progress)
+        if job.config.check_replicas_every and job.step % job.config.check_replicas_every == 0:
+            job.watchdog.at(job.step, "replica check")
+            require_equal_replicas(job.network, job.place, job.step)
+        if last:
+            average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
+        if saver is not None:
+            if agreed.stop and stop is not None:
+                leave(job, saver, stop)
+            if not (last or agreed.not_finite) and (agreed.save or saver.due(job.step)):
+                saver.save(job)
     next(batches, None)  # workers stay for the next epoch only if this one is seen to its end
-    return WindowTotals.merge(windows)
+    return WindowTotals.merge(job.windows)
 
 
-def batches_of(job: Job, window: Window) -> Iterator[Batch]:
+def batches_of(job: Job) -> Iterator[Batch]:
     """This rank's micro-batches of an epoch.
 
     A damaged file is found by one rank, when the others may already wait for its gradients. So it goes on with empty
-    images, to where the window ends and all can stop together.
+    images, to the end of the step, where all stop together.
     """
     try:
         with explained():  # a loader worker that was killed, a full /dev/shm
             yield from job.loader
     except UsageError as error:
-        window.mistake = error
+        job.mistake = error
         while True:
             yield empty_batch(job)
 
 
-def empty_batch(job: Job) -> Batch:
-    """A micro-batch of black images."""
-    size = job.sampler.micro_batch_size
-    return Batch(torch.zeros(size, *job.data.shape, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64))
+def train_step(job: Job, batches: Iterator[Batch], raised: Flags = NO_FLAGS) -> Flags:
+    """One optimizer step on one global batch: this rank's micro-batches of it, forward and backward, then the update.
 
-
-def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
-    """One optimizer step on one global batch: this rank's micro-batches of it, forward and backward, then the update."""
+    :param raised: by this rank; what the loss and the loader have to say is added
+    :returns: what any rank has raised; ``not_finite`` is a step that was skipped for that
+    :raises UsageError: on every rank, if one has met a mistake, or too many steps had to be skipped
+    """
     config, device, scaler = job.config, job.place.device, job.precision.scaler
+    seen = []
+    job.statistics.keep()
     for micro_step in range(config.micro_steps):
-        with record_function("data"), window.waiting():
+        with phase(job, "data"), job.window.waiting():
             images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         seed_torch(device, config.seed, "dropout", job.step, micro_step, job.place.rank)
@@ -288,56 +194,91 @@ def train_step(job: Job, batches: Iterator[Batch], window: Window) -> None:
         # the last micro-step's backward averages over the ranks, and what it averages is the sum of all.
         synchronize = micro_step == config.micro_steps - 1
         with contextlib.nullcontext() if synchronize else job.no_sync():
-            with record_function("forward"), job.precision.autocast():
-                logits = job.model(job.data.to_input(images, config.memory_format))
+            with phase(job, "forward"), job.precision.autocast():
+                logits, flags = job.model(job.data.to_input(images, config.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
-            with record_function("backward"):
-                scaler.scale(loss / config.micro_steps).backward()
-        window.add(loss, logits, labels)
+            with phase(job, "backward"):
+                scaled = scaler.scale(loss / config.micro_steps)
+                raise_flags(scaled, flags, raised._replace(mistake=job.mistake is not None)).backward()
+        seen.append((loss.detach(), logits.detach(), labels))
 
-    with record_function("optimizer"):
+    with phase(job, "optimizer"):
+        agreed = job.carrier.agreed()
+        if agreed.mistake:
+            with job.place.together():
+                if job.mistake is not None:
+                    raise job.mistake
+        if agreed.not_finite:
+            invalidate_gradients(job.network.parameters())
         if config.clip_norm is not None:
             scaler.unscale_(job.optimizer)  # first: the norm of scaled gradients means nothing
-            clip_gradients(job.network.parameters(), config.clip_norm)
+            total = clip_gradients(job.network.parameters(), config.clip_norm)
+        elif not scaler.is_enabled():  # which looks at them itself
+            total = sum_of_gradients(job.network.parameters())
         for group in job.optimizer.param_groups:
             group["lr"] = config.rate_at(job.step, job.sampler.steps_per_epoch)
-        # If a gradient is inf or nan, the scaler skips the step: on all ranks alike, since they hold the same gradients.
-        scaler.step(job.optimizer)
-        scaler.update()
+        # If a gradient is inf or nan, the step is skipped: on all ranks alike, since they hold the same gradients. With fp16,
+        # the scaler does that. It happens now and then, and is worth a word only when no scale is small enough.
+        if scaler.is_enabled():
+            before = scaler.get_scale()
+            scaler.step(job.optimizer)
+            scaler.update()
+            finite = not agreed.not_finite and not (scaler.get_scale() < min(before, 1.0))
+        elif finite := not agreed.not_finite and math.isfinite(total):
+            job.optimizer.step()
         job.optimizer.zero_grad(set_to_none=True)
-    job.step += 1
+        job.step += 1
+        if finite:
+            for loss, logits, labels in seen:
+                job.window.add(loss, logits, labels)
+        else:
+            job.statistics.put_back()
+            report_skipped(job, [loss for loss, _, _ in seen])
+    return agreed._replace(not_finite=not finite)
 
 
-def snapshot(job: Job, epochs_done: int) -> checkpoint.Checkpoint:
-    """All that a run needs to continue bit for bit; the rest follows from these integers and the seed."""
-    return {
-        "format": checkpoint.FORMAT,
-        "epoch": epochs_done,
-        "step": job.step,
-        "model": job.network.state_dict(),  # of the plain module: no "module." in its keys
-        "optimizer": job.optimizer.state_dict(),
-        "scaler": job.precision.scaler.state_dict(),
-        "config": job.config.as_json(),
-    }
+def phase(job: Job, name: str) -> record_function:
+    """A part of the step, for the profiler and for the watchdog."""
+    job.watchdog.at(job.step + 1, name)
+    return record_function(name)
 
 
-def resume(job: Job) -> int:
-    """Put the newest checkpoint into the job; returns the epochs that are done."""
-    loaded = checkpoint.load_together(job.config.run_dir, job.place)
-    for difference in checkpoint.check_identity(loaded, job.config.as_json()):
-        logger.info("resuming with other settings: %s", difference)
-    if loaded["epoch"] > job.config.epochs:
-        raise UsageError(f"--epochs {job.config.epochs} is less than the {loaded['epoch']} that the run has behind it")
-    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
-    checkpoint.load_model(job.network, loaded)
-    job.optimizer.load_state_dict(loaded["optimizer"])
-    for group, own in zip(job.optimizer.param_groups, hyperparameters, strict=True):
-        group.update(own)  # this run's weight decay and momentum, should they have been changed
-    if loaded["scaler"]:  # empty if the run was not in fp16 until now
-        job.precision.scaler.load_state_dict(loaded["scaler"])
-    job.step = loaded["step"]
-    logger.info("resuming after epoch %d, step %d", loaded["epoch"], loaded["step"])
-    return loaded["epoch"]
+def log_window(job: Job, progress: Progress | None) -> None:
+    """What the ranks saw since the last time, for the metrics and the console."""
+    totals = job.window.reduce(job.place)
+    job.windows.append(totals)
+    rate = job.optimizer.param_groups[0]["lr"]
+    job.record("step", learning_rate=rate, loss_scale=job.precision.scaler.get_scale(), **totals.as_record())
+    if progress is not None:
+        progress.reach(job.step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s")
+
+
+def test(job: Job, saver: Saver, stop: StopRequest) -> Evaluation:
+    """Evaluate the model, all test samples divided over the ranks. All leave when any rank has been asked to stop."""
+    job.watchdog.at(job.step, "evaluation")
+    share = job.watchdog.each(stop.before(batches_to_test(job)), "evaluation")
+    result = evaluate(job.network, job.data, job.place, job.precision, share)
+    stopped = job.place.sum_over_ranks(torch.tensor(float(bool(stop)), device=job.place.device))
+    if stopped:
+        leave(job, saver, stop)
+    return result
+
+
+def batches_to_test(job: Job) -> Iterator[Batch]:
+    """This rank's part of the test set."""
+    with explained():
+        yield from job.test_loader
+
+
+def leave(job: Job, saver: Saver, stop: StopRequest) -> NoReturn:
+    """Save the step that is just over, and leave with a status that asks to be started again. On all ranks."""
+    saver.save(job, wait=True)
+    asked: list[int | None] = [None] * job.place.world_size
+    dist.all_gather_object(asked, stop.number)
+    who = ", ".join(f"{signal_name(number)} on rank {rank}" for rank, number in enumerate(asked) if number is not None)
+    if job.place.is_main:
+        logger.warning(f"stopped by {who} after step {job.step}, which is saved: --resume continues from there")
+    raise SystemExit(exit_status(asked))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ def record(step: int) -> dict[str, Any]:
 
 
 def write_steps(folder: Path, *steps: int, after_step: int | None = None, tensorboard: bool = False) -> None:
-    with MetricsWriter(folder, after_step=after_step, tensorboard=tensorboard) as writer:
+    with MetricsWriter(
+        folder, after=None if after_step is None else (after_step, 0), tensorboard=tensorboard
+    ) as writer:
         for step in steps:
             writer.write("step", step, loss=step / 3)
 
@@ -108,7 +110,7 @@ def test_nothing_but_the_records_is_left_in_the_folder(tmp_path: Path) -> None:
 def test_tensorboard_gets_every_number_and_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     write_steps(tmp_path, 1, 2, 3, 4, tensorboard=True)
-    with MetricsWriter(tmp_path, after_step=2, tensorboard=True) as writer:
+    with MetricsWriter(tmp_path, after=(2, 0), tensorboard=True) as writer:
         writer.write("step", 3, loss=30.0, note="not a number")
         writer.write("epoch", 3, accuracy=0.5, epoch=1)
 
@@ -133,3 +135,18 @@ def test_without_tensorboard_installed_the_extra_is_named(tmp_path: Path, monkey
         check_tensorboard()
     with pytest.raises(UsageError, match="--tensorboard"):
         MetricsWriter(tmp_path, tensorboard=True)
+
+
+def test_the_record_of_an_epoch_that_is_evaluated_again_is_dropped(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for epoch in range(2):
+            writer.write("step", 4 * epoch + 4, epoch=epoch)
+            writer.write("epoch", 4 * epoch + 4, epoch=epoch)
+    with MetricsWriter(tmp_path, after=(8, 1)) as writer:
+        writer.write("epoch", 8, epoch=1)
+    assert [(r["kind"], r["step"]) for r in read_metrics(tmp_path)] == [
+        ("step", 4),
+        ("epoch", 4),
+        ("step", 8),
+        ("epoch", 8),
+    ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 import torch
 
-from common.cli import UsageError
 from common.process_group import process_group
-from common.report import Window, WindowTotals, data_verdict
+from common.report import Window, WindowState, WindowTotals, data_verdict
 from tests.launch import run_ranks
 
 
@@ -64,22 +64,30 @@ def test_the_verdict_is_plain(data_wait: float, remedies: list[str], text: str) 
     assert data_verdict(data_wait, remedies) == text
 
 
-def with_a_mistake() -> list[str]:
-    """Rank 1 meets one in the second of three windows."""
+def test_a_window_goes_on_where_it_was() -> None:
     with process_group() as place:
-        window, said = Window(place.device), []
-        for number in range(3):
-            window.add(torch.tensor(1.0), torch.eye(2), torch.zeros(2, dtype=torch.int64))
-            if (place.rank, number) == (1, 1):
-                window.mistake = UsageError("a file")
-            try:
-                window.reduce(place)
-                said.append("")
-            except UsageError as error:
-                said.append(str(error))
-                break
-        return said
+        whole, first, second = Window(place.device), Window(place.device), Window(place.device)
+        loss, logits, labels = torch.tensor(1.25), torch.eye(2), torch.zeros(2, dtype=torch.int64)
+        for window in (whole, whole, first):
+            window.add(loss, logits, labels)
+        second.restore(first.state())
+        second.add(loss, logits, labels)
+        totals, expected = second.reduce(place), whole.reduce(place)
+        assert (totals.loss, totals.accuracy, totals.samples) == (expected.loss, expected.accuracy, 4)
+        assert totals.seconds > 0
 
 
-def test_a_window_ends_on_every_rank_with_the_mistake_of_one() -> None:
-    assert run_ranks(with_a_mistake, 3) == [["", "[rank 1] a file"]] * 3
+def test_windows_are_kept_or_summed_when_the_ranks_are_others() -> None:
+    states = [WindowState(1.0, 2.0, 3, 0.5, 4.0), WindowState(10.0, 20.0, 30, 1.5, 6.0)]
+    assert WindowState.redistribute(states, 2) == states
+    assert WindowState.redistribute(states, 3) == [
+        WindowState(11.0, 22.0, 33, 2.0, 5.0),
+        *[WindowState(seconds=5.0)] * 2,
+    ]
+
+
+def test_a_window_without_a_sample_has_no_loss() -> None:
+    with process_group() as place:
+        totals = Window(place.device).reduce(place)
+    assert math.isnan(totals.loss)
+    assert totals.samples == 0

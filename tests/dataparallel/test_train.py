@@ -68,8 +68,8 @@ def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, settings: tup
     for command, device in (("ddp.train", "--device"), ("dataparallel.train", "--devices")):
         done = run_command(command, *arguments, device, "cpu", "--run-dir", str(tmp_path / command))
         assert done.returncode == 0, done.stderr
-    (checkpoint,) = (tmp_path / "ddp.train" / "checkpoints").glob("step-00000012.pt")
-    expected = torch.load(checkpoint, weights_only=True)["model"]
+    (expected_file,) = (tmp_path / "ddp.train" / "checkpoints").glob("epoch-*-step-00000012/model.pt")
+    expected = torch.load(expected_file, weights_only=True)
     weights = torch.load(tmp_path / "dataparallel.train" / "model.pt", weights_only=True)
     assert weights.keys() == expected.keys()
     for name, value in expected.items():

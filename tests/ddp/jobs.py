@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from common import report
 from common.evaluation import evaluate
 from common.metrics import read_metrics
 from common.process_group import process_group
-from ddp import checkpoint
-from ddp.batchnorm import average_running_statistics
+from ddp import checkpoint_files
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.train import Job, build_job, train, train_epoch
+from ddp.job import Job, build_job
+from ddp.train import train, train_epoch
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -48,25 +50,39 @@ def train_epochs(config: TrainConfig) -> Outcome:
     """Train without a run directory."""
     with process_group() as place:
         job = build_job(config, place, load_data(config, place))
-        losses = [train_epoch(job, epoch).loss for epoch in range(config.epochs)]
-        average_running_statistics(job.network)
+        losses = []
+        for _ in range(config.epochs):
+            losses.append(train_epoch(job).loss)
+            job.end_epoch(0.0)
         confusion = evaluate(job.network, job.data, place, job.precision, job.test_loader).confusion
         return Outcome(parameters_of(job), losses, confusion)
 
 
 def run_job(config: TrainConfig) -> None:
-    """The whole of ``ddp.train``."""
+    """The whole of ``ddp.train``, but for its figures."""
+    leave_out_figures()
     with process_group() as place:
         train(config, place)
 
 
+def leave_out_figures() -> None:
+    """For good, in this process: they take as long as a small run does, and the tests of the command have it draw them."""
+    for name in ("plot_curves", "plot_confusion", "plot_samples"):
+        mock.patch.object(report, name).start()
+
+
 def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """A finished run's tensors (weights, optimizer, scaler), flat, and its metrics without the timings."""
-    loaded = checkpoint.load(run_dir)
-    tensors = {f"model.{name}": value for name, value in loaded["model"].items()}
-    for index, state in loaded["optimizer"]["state"].items():
+    found = checkpoint_files.newest(run_dir)
+    assert found is not None
+    path, manifest = found
+    tensors = {f"model.{name}": value for name, value in checkpoint_files.read(path, "model").items()}
+    for index, state in checkpoint_files.read(path, "optimizer")["state"].items():
         tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
-    tensors |= {f"scaler.{name}": torch.as_tensor(value) for name, value in loaded["scaler"].items()}
+    for rank, own in enumerate(checkpoint_files.read(path, "ranks")):
+        tensors |= {f"rank{rank}.{name}": value for name, value in own["buffers"].items()}
+    tensors |= {f"scaler.{name}": torch.as_tensor(value) for name, value in manifest.progress["scaler"].items()}
+    tensors["progress"] = torch.tensor([manifest.step, manifest.epoch, manifest.progress["best"]["accuracy"]])
     timings = ("seconds", "images_per_s", "data_wait")
     records = [{k: v for k, v in record.items() if k not in timings} for record in read_metrics(run_dir)]
     return tensors, records

@@ -1,152 +1,220 @@
-"""ddp/checkpoint.py: whole or absent, nothing executed, and never another run's."""
+"""python -m ddp.checkpoint: what it says of whole and damaged checkpoints, and of mistakes."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import dataclasses
 import os
-import pickle
-import tempfile
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from common.cli import UsageError
-from ddp import checkpoint
-from ddp.checkpoint import Checkpoint
+from common.models import build_model
+from ddp import checkpoint, checkpoint_files
+from ddp.checkpoint_files import FOLDER
+from tests.ddp.test_checkpoint_files import contents, forge, manifest
+from tests.launch import run_command
+from tests.mistakes import Mistake
 
-CONFIG = {
-    "model": "mlp", "dataset": "glyphs", "train_samples": None, "seed": 0, "batch_size": 144, "optimizer": "sgd",
-    "lr": 0.1, "run_dir": "a",
-}  # fmt: skip
-
-
-def example(step: int) -> Checkpoint:
-    return {
-        "format": checkpoint.FORMAT, "epoch": step // 10, "step": step, "model": {"w": torch.full((300,), float(step))},
-        "optimizer": {"state": {}, "param_groups": []}, "scaler": {}, "config": CONFIG,
-    }  # fmt: skip
+NAMES = [f"epoch-{epoch:04d}-step-{epoch * 10:08d}" for epoch in (1, 2, 3)]
+BEST = NAMES[1]
+MODEL, SHAPE, CLASSES = "fashion-cnn", (1, 12, 12), 3
 
 
-def encoded() -> bytes:
-    buffer = io.BytesIO()
-    torch.save(example(10), buffer)
-    return buffer.getvalue()
+def weights(step: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(step)
+    return build_model(MODEL, SHAPE, CLASSES).state_dict()
 
 
-ENCODED = encoded()
+def add_checkpoint(run_dir: Path, step: int, best: str | None) -> None:
+    progress = {"accuracy": 0.9, "best": best and {"name": best, "accuracy": 0.912}}
+    facts = dataclasses.replace(manifest(step), model=MODEL, progress=progress)
+    checkpoint_files.write(run_dir, facts, contents(step) | {"model": weights(step)})
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, example(10), keep_last=2)
-    loaded = checkpoint.load(tmp_path)
-    assert loaded["step"] == 10
-    torch.testing.assert_close(loaded["model"]["w"], torch.full((300,), 10.0))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints, of which the second is the best."""
+    folder = tmp_path_factory.mktemp("runs") / "written"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"dataset_fingerprint": "abc"}')
+    for step in (10, 20, 30):
+        add_checkpoint(folder, step, BEST if step > 10 else None)
+    return folder
 
 
-def test_the_newest_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
-    for step in (10, 20, 100, 30):
-        checkpoint.save(tmp_path, example(step), keep_last=2)
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000030.pt", "step-00000100.pt"]
-    assert checkpoint.load(tmp_path)["step"] == 100
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    return Path(shutil.copytree(written, tmp_path / "run"))
 
 
-def test_a_failed_save_leaves_the_one_before_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path, example(10), keep_last=1)
-
-    def no_room(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_room)
-    with pytest.raises(UsageError, match=r"step-00000020\.pt cannot be written \(No space left on device\)"):
-        checkpoint.save(tmp_path, example(20), keep_last=1)
-    assert os.listdir(tmp_path / "checkpoints") == ["step-00000010.pt"]
-    assert checkpoint.load(tmp_path)["step"] == 10
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What the command prints, when it has nothing to complain of."""
+    monkeypatch.setattr("sys.argv", ["ddp.checkpoint", *map(str, arguments)])
+    checkpoint.main()
+    out, err = capsys.readouterr()
+    assert "error" not in err
+    return out
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no checkpoint"):
-        checkpoint.load(tmp_path)
+def state_of(run_dir: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
-@settings(max_examples=60)
-@given(length=st.integers(0, len(ENCODED) - 1))
-def test_a_truncated_file_is_named(length: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "checkpoints", "step-00000010.pt")
-        path.parent.mkdir()
-        path.write_bytes(ENCODED[:length])
-        with pytest.raises(
-            UsageError, match=r"step-00000010\.pt is damaged or unreadable .*start again with --overwrite"
-        ):
-            checkpoint.load(Path(folder))
+def test_inspect_lists_all_and_describes_the_newest_whole_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / FOLDER / NAMES[2] / "ranks.pt").write_bytes(b"")
+    (run / FOLDER / f"damaged-{NAMES[0]}").mkdir()
+    before = state_of(run)
+    table, facts = call(monkeypatch, capsys, "inspect", "--run-dir", run).split("\n\n")
+    header, *rows = table.splitlines()
+    assert header.split() == ["step", "epoch", "position", "accuracy", "size", "ranks"]
+    assert [row.split()[0] for row in rows] == NAMES
+    assert rows[0].split()[1:5] == ["10", "1", "0", "90.00"] and rows[0].endswith("  2  whole")
+    assert rows[1].endswith("  2  whole, best")
+    assert rows[2].split(maxsplit=1)[1].startswith("damaged: ranks.pt has 0 bytes instead of ")
+    assert facts.startswith(f"{NAMES[1]}, the newest that is whole:")
+    for fact in ("world_size           2", "dataset              glyphs", "lr 0.1", f"torch {torch.__version__}"):
+        assert fact in facts
+    assert state_of(run) == before
 
 
-@settings(max_examples=200)
-@given(position=st.integers(0, len(ENCODED) - 1), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_noticed_or_harmless(position: int, bit: int) -> None:
-    damaged = bytearray(ENCODED)
-    damaged[position] ^= 1 << bit
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "checkpoints", "step-00000010.pt")
-        path.parent.mkdir()
-        path.write_bytes(damaged)
-        with contextlib.suppress(UsageError):  # anything else is a traceback
-            loaded = checkpoint.load(Path(folder))
-            torch.testing.assert_close(loaded["model"]["w"], torch.full((300,), 10.0), rtol=0, atol=0)
-            assert (loaded["step"], loaded["config"]) == (10, CONFIG)
+def test_inspect_of_damaged_ones_alone(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in NAMES:
+        (run / FOLDER / name / "manifest.json").unlink()
+    out = call(monkeypatch, capsys, "inspect", "--run-dir", run)
+    assert out.count("damaged: manifest.json cannot be read (No such file or directory)") == 3
+    assert "newest" not in out
 
 
-class Malicious:
-    """A pickle that runs a command when it is loaded."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._marker}",)
-
-
-@pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content, 2))])
-def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, write: Any) -> None:
-    checkpoint.save(tmp_path, example(10), keep_last=2)
-    write({"model": Malicious(tmp_path / "executed")}, tmp_path / "checkpoints" / "step-00000020.pt")
-    with pytest.raises(
-        UsageError, match=r"step-00000020\.pt is damaged or unreadable .*remove it to continue from step-00000010\.pt"
-    ):
-        checkpoint.load(tmp_path)
-    assert not (tmp_path / "executed").exists()
+def test_an_accuracy_that_is_not_known_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint_files.write(tmp_path, dataclasses.replace(manifest(15), progress={}), contents(15))
+    row = call(monkeypatch, capsys, "inspect", "--run-dir", tmp_path).splitlines()[1]
+    assert row.split()[1:4] == ["15", "1", "5"]
+    assert "%" not in row and row.endswith("whole")
 
 
-@pytest.mark.parametrize("content", [{"w": torch.zeros(3)}, [1, 2], example(10) | {"format": 99}])
-def test_a_foreign_file_is_refused(tmp_path: Path, content: Any) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    torch.save(content, tmp_path / "checkpoints" / "step-00000010.pt")
-    with pytest.raises(UsageError, match=r"not a checkpoint of ddp\.train|has format 99"):
-        checkpoint.load(tmp_path)
+def test_verify_checks_every_byte(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = call(monkeypatch, capsys, "verify", "--run-dir", run).splitlines()
+    assert [line.split(": whole, ")[0] for line in lines] == NAMES
+    model = run / FOLDER / BEST / "model.pt"
+    content = bytearray(model.read_bytes())
+    content[-5000] ^= 1
+    model.write_bytes(content)
+    before = state_of(run)
+    with pytest.raises(SystemExit) as end:
+        call(monkeypatch, capsys, "verify", "--run-dir", run)
+    out, err = capsys.readouterr()
+    assert end.value.code == 1
+    assert out.splitlines()[1] == f"{BEST}: damaged: model.pt has other content than was written (SHA-256)"
+    assert out.count("whole") == 2 and err == ""
+    (line,) = call(monkeypatch, capsys, "verify", "--run-dir", run, "--checkpoint", NAMES[2]).splitlines()
+    assert line.startswith(f"{NAMES[2]}: whole, ")
+    assert state_of(run) == before
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("model", "resnet18"), ("dataset", "fashion-mnist"), ("seed", 1), ("batch_size", 288), ("optimizer", "adam")],
+    ("arguments", "step"), [((), 30), (("--checkpoint", "best"), 20), (("--checkpoint", NAMES[0]), 10)]
 )
-def test_another_run_s_checkpoint_is_refused_by_name(name: str, value: Any) -> None:
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(UsageError, match=f"started with {flag} {CONFIG[name]}, not {value}"):
-        checkpoint.check_identity(example(10), CONFIG | {name: value})
+def test_export_writes_the_weights_of_the_plain_module(
+    written: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output, before = tmp_path / "weights.pt", state_of(written)
+    out = call(monkeypatch, capsys, "export", "--run-dir", written, "--output", output, *arguments)
+    assert out == f"{output}: {len(weights(step))} tensors of fashion-cnn, from {NAMES[step // 10 - 1]}\n"
+    assert os.listdir(tmp_path) == ["weights.pt"]
+    network = build_model(MODEL, SHAPE, CLASSES)
+    network.load_state_dict(torch.load(output, weights_only=True))
+    for name, value in weights(step).items():
+        assert torch.equal(network.state_dict()[name], value)
+    assert state_of(written) == before
 
 
-def test_settings_that_an_older_run_lacks_are_no_difference() -> None:
-    assert checkpoint.check_identity(example(10), CONFIG | {"image_size": None}) == []
-    with pytest.raises(UsageError, match="started with --image-size None, not 64"):
-        checkpoint.check_identity(example(10), CONFIG | {"image_size": 64})
+def test_export_passes_over_a_damaged_one_and_replaces_a_file_only_when_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "weights.pt"
+    output.write_text("mine")
+    (run / FOLDER / NAMES[2] / "model.pt").write_bytes(b"")
+    monkeypatch.setattr(
+        "sys.argv", ["ddp.checkpoint", "export", "--run-dir", str(run), "--output", str(output), "--overwrite"]
+    )
+    checkpoint.main()
+    out, err = capsys.readouterr()
+    assert f"from {NAMES[1]}" in out
+    assert f"{NAMES[2]} is damaged: model.pt has 0 bytes" in err
+    assert torch.equal(torch.load(output, weights_only=True)["classifier.6.bias"], weights(20)["classifier.6.bias"])
 
 
-def test_other_differences_are_reported() -> None:
-    assert checkpoint.check_identity(example(10), CONFIG | {"lr": 0.2, "run_dir": "b"}) == [
-        "--lr was 0.1 and is now 0.2"
-    ]
+def test_mistakes_are_one_line(written: Path, run: Path, tmp_path: Path, mistake: Mistake) -> None:
+    main, there = checkpoint.main, tmp_path / "there"
+    there.write_text("mine")
+    empty, begun, nowhere = tmp_path / "empty", tmp_path / "begun", tmp_path / "nowhere"
+    empty.mkdir()
+    shutil.copytree(written, begun, ignore=shutil.ignore_patterns("epoch-*"))
+    assert "unknown command 'list': there is inspect, verify, export" in mistake(main, "list")
+    assert "--keep" in mistake(main, "verify", "--run-dir", run, "--keep", "1")
+    for name in ("inspect", "verify", "export"):
+        assert f"--run-dir {empty} holds no run: " in mistake(main, name, "--run-dir", empty)
+        assert f"--run-dir {nowhere} holds no run: " in mistake(main, name, "--run-dir", nowhere)
+        assert f"{there / FOLDER} cannot be read (Not a directory)" in mistake(main, name, "--run-dir", there)
+        assert f"--run-dir {begun} holds no checkpoint yet: " in mistake(main, name, "--run-dir", begun)
+    for name in ("verify", "export"):
+        line = mistake(main, name, "--run-dir", run, "--checkpoint", "epoch-9")
+        assert f"--checkpoint epoch-9: there is only {', '.join(NAMES)}" in line
+
+    def export(*arguments: str | Path) -> str:
+        return mistake(main, "export", "--run-dir", run, *arguments)
+
+    assert f"--output {there} is there already: give --overwrite" in export("--output", there)
+    assert there.read_text() == "mine"
+    assert f"--output {tmp_path} is a folder: name a file" in export("--output", tmp_path, "--overwrite")
+    for folder, reason in ((nowhere, "No such file or directory"), (there, "Not a directory")):
+        output = folder / "weights.pt"
+        assert f"--output {output} cannot be written ({reason})" in export("--output", output)
+    (run / FOLDER / BEST / "model.pt").unlink()
+    output = tmp_path / "weights.pt"
+    assert f"{BEST} is damaged: model.pt cannot be read" in export("--checkpoint", "best", "--output", output)
+    shutil.rmtree(run / FOLDER / BEST)
+    assert f"--checkpoint {BEST}: there is only " in export("--checkpoint", "best", "--output", output)
+    add_checkpoint(run, 40, best=None)
+    assert "--checkpoint best: the run has evaluated none yet" in export("--checkpoint", "best", "--output", output)
+    forge(run / FOLDER / "epoch-0004-step-00000040", format=99)
+    for name in (NAMES[0], NAMES[2]):  # of which verify would have a line to say
+        shutil.rmtree(run / FOLDER / name)
+    for name in ("inspect", "verify", "export"):
+        line = mistake(main, name, "--run-dir", run, *(("--output", output) if name == "export" else ()))
+        assert "has format 99, this version reads 2: use the one that wrote it" in line
+    assert not output.exists()
+
+
+def test_it_is_for_one_process(run: Path, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "ddp.checkpoint is started once, and not by torchrun" in mistake(checkpoint.main, "inspect")
+
+
+def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("--help",)):
+        assert "commands: inspect, verify, export" in call(monkeypatch, capsys, *arguments)
+
+
+def test_as_it_is_typed(run: Path) -> None:
+    (run / FOLDER / BEST / "model.pt").unlink()
+    done = run_command(checkpoint.__name__, "verify", "--run-dir", str(run))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == NAMES
+    assert [": whole, " in line for line in done.stdout.splitlines()] == [True, False, True]

@@ -143,10 +143,13 @@ def test_fewer_epochs_than_are_done_are_refused(mistake: Mistake, tmp_path: Path
     assert "--epochs 1 is less than the 2" in line
 
 
-def test_a_diverging_loss_is_warned_of(tmp_path: Path) -> None:
-    done = run_command("ddp.train", *TINY, "--lr", "1e30", "--run-dir", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"WARNING .*the loss is (nan|inf) at step \d+", done.stderr)
+def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
+    flags = ("--lr", "1e30", "--epochs", "3", "--max-skipped-steps", "2", "--run-dir", str(tmp_path / "run"))
+    done = run_command("ddp.train", *TINY, *flags)
+    assert done.returncode == 2, done.stderr
+    assert len(re.findall(r"WARNING .* at step \d+: that step is skipped", done.stderr)) == 2
+    (line,) = error_lines(done.stderr)
+    assert "3 steps had to be skipped, more than --max-skipped-steps 2" in line
 
 
 def test_evaluating_nothing_is_one_line(

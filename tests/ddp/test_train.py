@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UsageError
 from common.process_group import process_group
-from common.report import Window
-from ddp import checkpoint
+from ddp import checkpoint_files
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.train import Job, build_job, train_step
+from ddp.job import Job, build_job
+from ddp.train import train_step
 from tests.ddp.jobs import (
     Outcome,
     assert_close,
@@ -33,12 +33,12 @@ from tests.ddp.jobs import (
 from tests.launch import run_ranks
 
 
-def start(config: TrainConfig, place: Any) -> tuple[Job, Any, Window]:
+def start(config: TrainConfig, place: Any) -> tuple[Job, Any]:
     """A job on the verge of its first step."""
     job = build_job(config, place, load_data(config, place))
     job.sampler.set_epoch(0)
     job.model.train()
-    return job, iter(job.loader), Window(place.device)
+    return job, iter(job.loader)
 
 
 # The same mathematics, however it is divided
@@ -72,7 +72,7 @@ def test_micro_steps_equal_one_big_batch(micro_steps: int) -> None:
 def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
     """What DDP hands to the network in each of three steps, and what one set of gradients weighs."""
     with process_group() as place:
-        job, batches, window = start(config, place)
+        job, batches = start(config, place)
         sent: list[int] = []
 
         def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
@@ -85,9 +85,9 @@ def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
         steps = []
         for _ in range(3):
             sent.clear()
-            train_step(job, batches, window)
+            train_step(job, batches)
             steps.append(sum(sent))
-        return steps, sum(p.numel() * p.element_size() for p in job.network.parameters())
+        return steps, sum(p.numel() * p.element_size() for p in job.carrier.parameters())
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
@@ -136,28 +136,86 @@ def test_loader_workers_do_not_change_a_bit(workers: int, persistent: bool) -> N
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (1, {"optimizer": "adamw", "schedule": "one-cycle"}),
-        (2, {"precision": "fp16", "clip_norm": 1.0, "train_samples": 288}),
-        (2, {"micro_steps": 2, "sync_batchnorm": True}),
+        (1, {"optimizer": "adamw", "schedule": "one-cycle", "async_checkpoint": True}),
+        (2, {"precision": "fp16", "clip_norm": 1.0, "workers": 1}),
+        (2, {"micro_steps": 2, "sync_batchnorm": True, "async_checkpoint": True}),
         (3, {}),  # the sum of three floats depends on their order, and so on DDP's buckets
         (3, {"strategy": "handwritten", "all_reduce": "ring"}),
     ],
 )
-def test_resuming_after_each_epoch_changes_no_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
-    config = {"epochs": 3, "train_samples": 432, "dropout": 0.25, "keep_last": 3, "log_every": 2, **settings}
+def test_resuming_anywhere_changes_no_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
+    """Two epochs of four steps, a checkpoint after each: in the middle of a window of the metrics, at its end, after the last
+    step of an epoch's training, and after its evaluation."""
+    config = {"epochs": 2, "train_samples": 576, "test_samples": 50, "dropout": 0.25, "log_every": 3, **settings}
+    config |= {"checkpoint_every": "1", "keep_last": 100}
     whole = tmp_path / "whole"
     run_ranks(run_job, world_size, small(**config, run_dir=whole))
     tensors, metrics = final_state(whole)
-    assert len(list((whole / "checkpoints").iterdir())) == 3
-    for epochs_done in (1, 2, 3):
-        part = tmp_path / f"after-{epochs_done}"
+    names = sorted(path.name for path in (whole / "checkpoints").iterdir())
+    assert names == [f"epoch-{step // 4:04d}-step-{step:08d}" for step in range(1, 9)]
+    for last in (2, 4, 8) if world_size == 1 else (2, 7):
+        part = tmp_path / f"after-{last}"
         shutil.copytree(whole, part)
-        for later in sorted((part / "checkpoints").iterdir())[epochs_done:]:
-            later.unlink()
+        for later in names[last:]:
+            shutil.rmtree(part / "checkpoints" / later)
         run_ranks(run_job, world_size, small(**config, run_dir=part, resume=True))
         resumed_tensors, resumed_metrics = final_state(part)
         assert_identical(resumed_tensors, tensors)
         assert resumed_metrics == metrics  # none missing, none twice
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"sync_batchnorm": True, "train_samples": 1440}, [(5, 1, {"workers": 1}), (15, 3, {"workers": 0})]),
+        # BatchNorm's batches are those of a micro-step, so other micro-steps need a model without it.
+        (
+            {"model": "mlp", "train_samples": 720},
+            [(3, 1, {"micro_steps": 2}), (6, 3, {"micro_steps": 4, "workers": 1})],
+        ),
+    ],
+    ids=["workers", "micro-steps"],
+)
+def test_two_then_one_then_three_ranks_take_the_same_steps(
+    tmp_path: Path, settings: dict[str, Any], parts: list[tuple[int, int, dict[str, Any]]]
+) -> None:
+    """Continued in the middle of epochs by other numbers of ranks, loader workers and micro-steps."""
+    # As few steps, and as small ones, as above.
+    config: dict[str, Any] = {"epochs": 2, "lr": 0.001, "log_every": 4, "keep_last": 100, **settings}
+    config["checkpoint_every"] = str(parts[0][0])
+    run_ranks(run_job, 2, small(**config, run_dir=tmp_path / "whole"))
+    expected, metrics = final_state(tmp_path / "whole")
+    part = tmp_path / "part"
+    shutil.copytree(tmp_path / "whole", part)
+    for step, world_size, change in parts:
+        for later in (part / "checkpoints").iterdir():
+            if int(later.name[-8:]) > step:
+                shutil.rmtree(later)
+        run_ranks(run_job, world_size, small(**config, **change, run_dir=part, resume=True))
+    tensors, resumed = final_state(part)
+    for name, value in expected.items():
+        if name.startswith(("model.", "optimizer.")):
+            difference = (tensors[name] - value).abs().max() / value.abs().max().clamp(min=1.0)
+            assert difference <= 1e-4, f"{name} differs by {difference:.2e}"
+    assert [record["step"] for record in resumed] == [record["step"] for record in metrics]
+    assert [r["loss"] for r in resumed] == pytest.approx([r["loss"] for r in metrics], rel=1e-4)
+
+
+def samples_taken(config: TrainConfig, first_step: int) -> list[list[int]]:
+    """The samples of this rank in each step of an epoch that is begun at ``first_step``, over all micro-steps."""
+    with process_group() as place:
+        job = build_job(config, place, load_data(config, place))
+        job.sampler.set_epoch(1, first_step)
+        taken = [key.samples.tolist() for key in job.sampler]
+        return np.array(taken).reshape(len(taken) // config.micro_steps, -1).tolist()
+
+
+def test_a_position_means_the_same_samples_at_every_world_size() -> None:
+    (whole,) = run_ranks(samples_taken, 1, small(), 0)
+    for world_size, micro_steps in ((2, 1), (3, 2), (4, 3)):
+        ranks = run_ranks(samples_taken, world_size, small(micro_steps=micro_steps), 7)
+        together = [sorted(step) for step in np.concatenate(ranks, axis=1).tolist()]
+        assert together == [sorted(step) for step in whole[7:]]
 
 
 @pytest.mark.parametrize("change", [{"weight_decay": 0.25}, {"momentum": 0.5}, {"precision": "fp16"}])
@@ -165,10 +223,13 @@ def test_resuming_with_other_settings_takes_them(tmp_path: Path, change: dict[st
     config = {"train_samples": 288, "test_samples": 10, "run_dir": tmp_path / "run"}
     run_ranks(run_job, 1, small(**config))
     run_ranks(run_job, 1, small(**config | {"epochs": 2, "resume": True} | change))
-    loaded = checkpoint.load(tmp_path / "run")
-    after = {**loaded["optimizer"]["param_groups"][0], "precision": "fp16" if loaded["scaler"] else "fp32"}
+    found = checkpoint_files.newest(tmp_path / "run")
+    assert found is not None
+    path, manifest = found
+    group = checkpoint_files.read(path, "optimizer")["param_groups"][0]
+    after = {**group, "precision": "fp16" if manifest.progress["scaler"] else "fp32"}
     assert after | change == after
-    assert loaded["epoch"] == 2
+    assert manifest.epoch == 2
 
 
 # Mixed precision
@@ -177,14 +238,14 @@ def test_resuming_with_other_settings_takes_them(tmp_path: Path, change: dict[st
 def with_an_inf(poisoned_step: int) -> tuple[list[float], list[bool], Any]:
     """Four fp16 steps; in one of them, one gradient of the last rank is infinite. Scales, and which steps moved weights."""
     with process_group() as place:
-        job, batches, window = start(small(precision="fp16", train_samples=576), place)
+        job, batches = start(small(precision="fp16", train_samples=576), place)
         weight = next(job.network.parameters())
         if place.rank == place.world_size - 1:
             weight.register_hook(lambda grad: grad * (math.inf if job.step == poisoned_step else 1))
         scales, moved = [], []
         for _ in range(4):
             before = weight.detach().clone()
-            train_step(job, batches, window)
+            train_step(job, batches)
             scales.append(job.precision.scaler.get_scale())
             moved.append(not torch.equal(weight, before))
         return scales, moved, {name: p.detach().numpy().copy() for name, p in job.network.named_parameters()}
@@ -203,7 +264,7 @@ def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(poisoned_step: int) -
 def norm_that_clipping_sees(precision: str, clip_norm: float) -> tuple[float, float]:
     """The gradients' norm as clipping is given it, and after the step's clipping."""
     with process_group() as place:
-        job, batches, window = start(small(precision=precision, clip_norm=clip_norm), place)
+        job, batches = start(small(precision=precision, clip_norm=clip_norm), place)
         norms = []
         clip = torch.nn.utils.clip_grad_norm_
 
@@ -214,7 +275,7 @@ def norm_that_clipping_sees(precision: str, clip_norm: float) -> tuple[float, fl
             return torch.tensor(norms[0])
 
         torch.nn.utils.clip_grad_norm_ = spy  # type: ignore[assignment]
-        train_step(job, batches, window)
+        train_step(job, batches)
         torch.nn.utils.clip_grad_norm_ = clip
         before, after = norms
         return before, after
@@ -252,10 +313,10 @@ def test_low_precision_ends_within_half_a_point_of_fp32(precision: str) -> None:
 
 def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
     with process_group() as place:
-        job, batches, window = start(small(model="mlp", schedule="constant", warmup_epochs=0.1, lr=0.3), place)
+        job, batches = start(small(model="mlp", schedule="constant", warmup_epochs=0.1, lr=0.3), place)
         rates = []
         for _ in range(4):
-            train_step(job, batches, window)
+            train_step(job, batches)
             rates.append(job.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
 
