@@ -12,8 +12,8 @@ cd "$(dirname "$0")"
 names=()
 declare -A shows needs commands
 
-# example NAME 'what it shows' 'what it needs: - or GPUS' 'command, with FLAGS where ddp.train's flags go, or OPTIONS where
-# those of another command do'
+# example NAME 'what it shows' 'what it needs: - or GPUS' 'command, with FLAGS where ddp.train's flags go (AGAIN, if it is to
+# continue what it has begun) and RUN for its run directory, or OPTIONS where those of another command do'
 example() {
     names+=("$1")
     shows[$1]=$2 needs[$1]=$3 commands[$1]=$4
@@ -40,6 +40,20 @@ example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes w
 torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & one=\$!
 torchrun --nnodes=2 --nproc_per_node=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:PORT -m ddp.train --device cpu FLAGS & two=\$!
 wait \$one && wait \$two"
+example preempt 'a job that is stopped after its first checkpoint, as a scheduler stops it, and continues where it was' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --checkpoint-every 20 FLAGS & job=$!
+while kill -0 $job 2>/dev/null && ! ls RUN/checkpoints/epoch-* >/dev/null 2>&1; do sleep 0.2; done
+kill -TERM $job; wait $job
+cat RUN/requeue.json
+torchrun --nproc_per_node=2 -m ddp.train --checkpoint-every 20 AGAIN --auto-resume'
+example resume 'an epoch each on two ranks, on one, and on three: the global batches are the same' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --device cpu --schedule constant FLAGS --epochs 1 &&
+python -m ddp.train --device cpu --schedule constant AGAIN --epochs 2 --resume &&
+torchrun --nproc_per_node=3 -m ddp.train --device cpu --schedule constant AGAIN --epochs 3 --resume'
+example elastic 'a rank is killed after the first checkpoint; torchrun starts all again, and they continue from there' - \
+    'torchrun --max-restarts=3 --nproc_per_node=2 -m ddp.train --checkpoint-every 20 FLAGS & job=$!
+while kill -0 $job 2>/dev/null && ! ls RUN/checkpoints/epoch-* >/dev/null 2>&1; do sleep 0.2; done
+pkill -KILL --newest --parent $job; wait $job'
 example files 'training from JPEG files, decoded by the fast loader as they are needed' - \
     'torchrun --nproc_per_node=2 -m ddp.train --dataset lfw FLAGS'
 example loading 'what loading costs here: a sweep over workers, the cost of each stage, a verdict' - \
@@ -75,12 +89,18 @@ obstacle() {
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
 run() {
-    local name=$1 flags options='' command
+    local name=$1 flags options='' command run_dir number
     shift
+    run_dir=runs/examples/$name
+    for number in $(seq 2 $#); do # the last of FLAGS's own, if there is one
+        [ "${*:number-1:1}" != --run-dir ] || run_dir=${*:number:1}
+    done
     [ $# = 0 ] || printf -v options '%q ' "$@"
     [ "$(gpus)" != 1 ] || set -- --device cpu "$@" # one GPU cannot serve two ranks
-    printf -v flags '%q ' --run-dir "runs/examples/$name" --overwrite "$@"
-    command=${commands[$name]//FLAGS/"${flags% }"}
+    printf -v flags '%q ' --run-dir "runs/examples/$name" "$@"
+    command=${commands[$name]//FLAGS/"--overwrite ${flags% }"}
+    command=${command//AGAIN/"${flags% }"}
+    command=${command//RUN/$run_dir}
     command=${command//OPTIONS/"${options% }"}
     [[ $command != *PORT* ]] || command=${command//PORT/$(free_port)}
     printf '\n# %s: %s\n%s\n' "$name" "${shows[$name]}" "$command"

@@ -31,6 +31,8 @@ MEASURING = (
     "engines",
     "one-step",
 )  # their own tests run them, as their users do
+# Examples that are interrupted on purpose, and what is said then.
+INTERRUPTED = {"preempt": r"stopped by SIGTERM on rank \d", "elastic": r"failed \(exitcode: -9\)"}
 
 
 @pytest.fixture(scope="session")
@@ -70,15 +72,24 @@ def test_it_lists_every_example_with_what_it_shows() -> None:
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", [name for name in listed() if name not in (*LOADING, *MEASURING)])
+@pytest.mark.parametrize("name", [name for name in listed() if name not in (*LOADING, *MEASURING, *INTERRUPTED)])
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     flags = ("--data-dir", str(faces), "--train-samples", "96") if name == "files" else ()
     status, out = run_script(name, *SMALL, *flags, "--run-dir", str(tmp_path / "run"))
     assert status == 0, out
     assert re.search(r"^(torchrun|python) .*-m (ddp|dataparallel)\.train .*--train-samples \d+", out, re.MULTILINE)
-    assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == 1, out
+    assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == (3 if name == "resume" else 1), out
     traces = ["rank0.json.gz", "rank1.json.gz"] if name == "profile" else []
     assert sorted(path.name for path in tmp_path.glob("run/profile/*")) == traces
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_example_that_is_interrupted_goes_on_to_its_end(name: str, tmp_path: Path) -> None:
+    status, out = run_script(name, *SMALL, "--epochs", "60", "--run-dir", str(tmp_path / "run"))
+    assert status == 0, out
+    assert re.search(INTERRUPTED[name], out), out
+    assert "resuming after step" in out
+    assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == 1, out
 
 
 @pytest.mark.parametrize("name", LOADING)

@@ -1,0 +1,237 @@
+"""What a run says when something befalls it, and that it goes on from there to the bits that it would have had."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.metrics import read_metrics
+from common.run_directory import CONFIG_FILE
+from ddp import checkpoint_files
+from ddp.checkpoint_manifest import MANIFEST, Manifest, name_of
+from tests.faults import (
+    SMALL,
+    STEPS,
+    VICTIMS,
+    Run,
+    assert_nothing_left,
+    differences,
+    flip_bit,
+    kill,
+    outcome,
+    poison,
+    read_only,
+    small_disk,
+    small_shared_memory,
+    training,
+    truncate,
+    two_hosts,
+)
+
+STATUS = re.compile(r"exitcode\s*: (\d+)")  # of each rank that failed, in torchrun's report
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing befell, with its last five checkpoints."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    with training(run_dir, *SMALL, "--keep-last", "5") as run:
+        assert run.wait() == 0, run.output
+        assert_nothing_left(run)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def expected(undisturbed: Path) -> dict[str, Any]:
+    return outcome(undisturbed)
+
+
+def refusal_of(run: Run) -> str:
+    """The one line with which a run ends that somebody must mend something for; no traceback of a rank's."""
+    assert run.wait() == 1, run.output  # torchrun's; the rank's follows
+    assert "ddp/train.py" not in run.output  # no traceback of a rank
+    assert set(STATUS.findall(run.output)) == {"2"}, run.output
+    (line,) = run.errors
+    return line
+
+
+def newest(run_dir: Path) -> tuple[Path, Manifest]:
+    """The newest checkpoint that is whole."""
+    found = checkpoint_files.newest(run_dir)
+    assert found is not None
+    return found
+
+
+def assert_finite(checkpoint: Path) -> None:
+    """Every weight is, and every statistic."""
+    weights = checkpoint_files.read(checkpoint, "model")
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def finish(run_dir: Path, expected: dict[str, Any], *flags: str) -> None:
+    """Start the run again, which must end with the right bits and leave nothing behind."""
+    with training(run_dir, *SMALL, "--resume", *flags) as run:
+        assert run.wait() == 0, run.output
+        assert differences(run_dir, expected) == []
+        assert_nothing_left(run)
+
+
+def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[str, Any]) -> None:
+    run_dir = tmp_path / "disk" / "run"
+    run_dir.parent.mkdir()
+    with small_disk(run_dir.parent, "30m") as resize:  # two checkpoints and a half
+        with training(run_dir, *SMALL) as run:
+            third = run_dir / checkpoint_files.FOLDER / name_of(0, 9)
+            assert refusal_of(run) == (
+                f"error: {third} cannot be written (No space left on device): make room, then continue with --resume"
+            )
+            assert_nothing_left(run)
+        assert newest(run_dir)[1].step == 6
+
+        resize("200m")
+        with training(run_dir, *SMALL, "--resume") as run:
+            assert run.until(lambda: run.step() > 8)
+            with read_only(run_dir):
+                assert re.fullmatch(
+                    rf"error: {run_dir}\S* cannot be written \(Read-only file system\): mend that, then continue with "
+                    "--resume",
+                    refusal_of(run),
+                )
+            assert_nothing_left(run)
+        with read_only(run_dir), training(run_dir, *SMALL, "--resume") as run:
+            assert refusal_of(run).startswith(f"error: --run-dir {run_dir} cannot be written: [Errno 30] Read-only")
+        assert newest(run_dir)[1].step >= 9
+        finish(run_dir, expected)
+
+
+def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, expected: dict[str, Any]) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(undisturbed, run_dir)
+    checkpoints = checkpoint_files.all_of(run_dir)
+    last, before_last = reversed(checkpoints[-2:])
+    size = (last / "model.pt").stat().st_size
+    truncate(last / "model.pt", size // 2)
+    flip_bit(before_last / "optimizer.pt", size // 3)
+    with training(run_dir, *SMALL, "--resume") as run:
+        assert run.wait() == 0, run.output
+        assert f"{last} is damaged: model.pt has {size // 2} bytes instead of {size}" in run.output
+        assert f"{before_last} is damaged: optimizer.pt has other content than was written (SHA-256)" in run.output
+        assert (run_dir / checkpoint_files.FOLDER / f"damaged-{last.name}").is_dir()
+        assert differences(run_dir, expected) == []
+        assert_nothing_left(run)
+
+    for path in checkpoint_files.all_of(run_dir):
+        truncate(path / MANIFEST, 0)
+    before = sorted(os.listdir(run_dir / checkpoint_files.FOLDER))
+    with training(run_dir, *SMALL, "--auto-resume") as run:
+        line = refusal_of(run)
+        assert line.startswith(f"error: {run_dir / checkpoint_files.FOLDER} holds no checkpoint that is whole (")
+        assert line.endswith("put back a copy, or start again with --overwrite")
+        assert sorted(os.listdir(run_dir / checkpoint_files.FOLDER)) == before
+
+
+def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, *SMALL, "--workers", "2") as run:
+        assert run.until(lambda: run.step() >= 4)
+        (victim, _) = run.workers(rank=1)
+        kill([victim])
+        line = refusal_of(run)
+        assert line.startswith(f"error: [rank 1] loader worker (pid {victim.pid}) was killed: ")
+        assert_nothing_left(run)
+    finish(run_dir, expected, "--workers", "2")
+
+
+def test_shared_memory_that_is_full(tmp_path: Path, expected: dict[str, Any]) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, *SMALL, "--workers", "2", before=small_shared_memory("8k")) as run:
+        line = refusal_of(run)
+        assert "shared memory" in line
+        assert "--shm-size" in line
+        assert_nothing_left(run)
+    with training(run_dir, *SMALL, "--workers", "2", "--auto-resume") as run:
+        assert run.wait() == 0, run.output
+        assert differences(run_dir, expected) == []
+        assert_nothing_left(run)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision: str) -> None:
+    run_dir = tmp_path / "run"
+    flags = (*SMALL, "--precision", precision, "--check-replicas-every", "5")
+    with training(run_dir, *flags, module="tests.faults", env=poison(1, [5, 6, 24])) as run:
+        assert run.wait() == 0, run.output
+        assert_nothing_left(run)
+    result = outcome(run_dir)
+    assert result[".progress.skipped_steps"] == 3
+    assert result[".at[1]"] == STEPS
+    if precision == "fp16":
+        assert result[".progress.scaler.scale"] == 2**13  # halved each time
+    assert_finite(newest(run_dir)[0])
+    skipped = [record for record in read_metrics(run_dir) if record["kind"] == "skipped"]
+    assert [record["step"] for record in skipped] == [6, 7, 25]  # steps that are done are counted from 1
+    for record in skipped:
+        ((healthy,), (poisoned,)) = record["losses"]
+        assert math.isfinite(healthy)
+        assert poisoned == "nan"
+        assert len(set(record["samples"])) == 16
+    told = (run_dir / "logs" / "rank0.log").read_text()
+    assert told.count("the loss was nan on rank 1 at step") == told.count("that step is skipped") == 3
+
+
+def test_too_many_steps_with_nan(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = (*SMALL, "--max-skipped-steps", "2")
+    with training(run_dir, *flags, module="tests.faults", env=poison(0, range(7, 12))) as run:
+        line = refusal_of(run)
+        assert line.startswith(
+            "error: the loss was nan on rank 0 at step 10: 3 steps had to be skipped, more than --max-skipped-steps 2: "
+        )
+        assert_nothing_left(run)
+    checkpoint, manifest = newest(run_dir)
+    assert manifest.step == 6  # none is written after a step that was skipped
+    assert_finite(checkpoint)
+
+
+def test_two_runs_on_one_directory(tmp_path: Path, expected: dict[str, Any]) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, *SMALL) as first:
+        assert first.until((run_dir / CONFIG_FILE).exists)
+        first.ranks()[0].send_signal(signal.SIGSTOP)  # so that it does not end first
+        holder = first.ranks()[0].pid
+        with training(run_dir, *SMALL, "--auto-resume") as second:
+            assert refusal_of(second).startswith(f"error: --run-dir {run_dir} is in use by process {holder} on ")
+        kill(VICTIMS["everything"](first))
+        assert first.seconds_to_end(10) is not None
+        with training(run_dir, *SMALL, "--auto-resume") as third:
+            assert third.wait() == 0, third.output
+            assert differences(run_dir, expected) == []
+            assert_nothing_left(first, second, third)
+
+
+@pytest.mark.slow
+def test_a_network_that_is_cut(tmp_path: Path, expected: dict[str, Any]) -> None:
+    run_dir = tmp_path / "run"
+    with two_hosts() as hosts:
+        with hosts.training(run_dir, *SMALL, "--timeout", "10") as runs:
+            assert runs[0].until(lambda: runs[0].step() >= 4)
+            hosts.connect("down")
+            for run in runs:
+                assert run.wait() == 1, run.output
+            assert re.search(
+                r"rank 1 \(host \S+, pid \d+\) did not arrive in .* of step \d+ within 10 s", runs[0].output
+            )
+            assert f"the job's store at MASTER_ADDR {hosts.addresses[0]} does not answer" in runs[1].output
+        hosts.connect("up")
+        with hosts.training(run_dir, *SMALL, "--resume") as runs:
+            for run in runs:
+                assert run.wait() == 0, run.output
+            assert differences(run_dir, expected) == []
+            assert_nothing_left(*runs)

@@ -1,0 +1,50 @@
+"""tests/soak.py: runs that are killed at any moment end with the right bits; three of them here, fifty with ``-m slow``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults import SMALL
+from tests.launch import error_lines, run_command
+from tests.soak import WAYS, Way
+
+ONE_WAY = "fp16,2 workers,2 micro-steps,handwritten"
+
+
+def soak(output: Path, *flags: str, timeout_s: float) -> str:
+    done = run_command("tests.soak", "--output", str(output), *flags, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_three_kills(tmp_path: Path) -> None:
+    said = soak(tmp_path, "--kills", "3", "--only", ONE_WAY, timeout_s=850)
+    assert said.splitlines()[-1] == "3 of 3 runs ended with the right bits"
+    results = json.loads((tmp_path / "soak.json").read_text())
+    assert results["right"] == results["runs"] == 3
+    assert results["kills"] >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_fifty_kills(tmp_path: Path) -> None:
+    said = soak(tmp_path, "--kills", "50", timeout_s=5300)
+    assert said.splitlines()[-1] == "50 of 50 runs ended with the right bits"
+
+
+def test_there_are_all_ways_to_train() -> None:
+    assert len(set(WAYS)) == 16
+    assert str(Way("fp16", 2, 1, "torch")) == "fp16, 2 workers, 1 micro-steps, torch"
+    flags = ("--precision", "fp16", "--workers", "2", "--micro-steps", "1", "--strategy", "torch")
+    assert Way("fp16", 2, 1, "torch").flags == (*SMALL, *flags)
+
+
+def test_only_of_what_there_is_not(tmp_path: Path) -> None:
+    done = run_command("tests.soak", "--output", str(tmp_path), "--only", "fp32,fp8")
+    assert done.returncode == 2
+    (line,) = error_lines(done.stderr)
+    assert line.startswith("error: --only fp32,fp8: no way to train has all of these words")
