@@ -395,6 +395,12 @@ def differences(run_dir: Path, expected: Mapping[str, Any]) -> list[str]:
 def assert_nothing_left(*runs: Run) -> None:
     """All that runs on one directory, the last of which ended well, may leave is the last one's results: no process (and so
     no socket), no shared memory, no half-written file."""
+    assert_nothing_runs(*runs)
+    assert not scratch_files(runs[-1].run_dir)
+
+
+def assert_nothing_runs(*runs: Run) -> None:
+    """No process is left, and no shared memory."""
     for run in runs:
         left = run.seconds_to_end(timeout_s=10.0)
         assert left is not None, f"left running: {run.processes()}"
@@ -402,7 +408,6 @@ def assert_nothing_left(*runs: Run) -> None:
             name for name in os.listdir("/dev/shm") if run.pids & {int(number) for number in re.findall(r"\d+", name)}
         ]
         assert not owned, f"left in /dev/shm: {owned}"
-    assert not scratch_files(runs[-1].run_dir)
 
 
 def scratch_files(run_dir: Path) -> list[str]:

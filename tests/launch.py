@@ -11,7 +11,10 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -186,6 +189,23 @@ def kill_tree(pid: int) -> None:
 def error_lines(stderr: str) -> list[str]:
     """The lines in which a command says what a person did wrong."""
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
+def statuses_by_rank(report: str) -> dict[int, int]:
+    """What torchrun's report says that each rank that failed has ended with, negative for a signal. It sends SIGTERM to
+    those that live on after the first, each of which may be on its way to its own end."""
+    found = re.findall(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\d+) ", report)
+    return {int(rank): int(status) for rank, status in found}
+
+
+def free_port() -> int:
+    """A port in which nobody listens, and which the kernel does not give away by itself meanwhile."""
+    lowest_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, lowest_given_away), 100):
+        with contextlib.suppress(OSError), socket.socket() as trial:
+            trial.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports are all in use")
 
 
 def ranks_below(pid: int, words: Sequence[str] = ("ddp.train",)) -> list[psutil.Process]:

@@ -57,7 +57,7 @@ def test_ranks_that_asked_and_died_are_not_waited_for(server: TCPStore) -> None:
 
 def test_rank_0_names_those_that_do_not_come(server: TCPStore) -> None:
     agreed(server, 4)
-    first, *_ = ranks(server, 4, [0, 2], HASTY)
+    first, *_ = ranks(server, 4, [0, 2], datetime.timedelta(seconds=3))
     with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 3\] did not come"):
         first.result()
 

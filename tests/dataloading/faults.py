@@ -271,6 +271,9 @@ class Traces:
 def _descriptors() -> list[str]:
     """What is open once that no longer changes: the thread of a queue closes its pipe in its own time."""
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(5.0)
     before, now = [""], _open_now()
     while now != before:
         time.sleep(SETTLED_S)

@@ -113,7 +113,20 @@ def litter(folder: Path) -> list[str]:
 
 def shared_memory() -> set[str]:
     """The segments in /dev/shm that belong to this user; torch's shared tensors and its all-reduce by hand live there."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.stat().st_uid == os.getuid()}
+    found = set()
+    for entry in os.scandir("/dev/shm"):
+        with contextlib.suppress(FileNotFoundError):  # another program's come and go
+            if entry.stat().st_uid == os.getuid():
+                found.add(entry.name)
+    return found
+
+
+def shared_memory_left(before: set[str], settle_s: float = 5.0) -> set[str]:
+    """What is there that was not before; another program's has time to go."""
+    deadline = time.monotonic() + settle_s
+    while (left := shared_memory() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import threading
@@ -134,8 +135,11 @@ def test_only_the_groups_ranks_are_summed() -> None:
 
 def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: float) -> tuple[object, str]:
     """All-reduces without end, in the midst of which the victim sends itself a signal; whom this rank names."""
-    with process_group(timeout_s=timeout_s) as place:
-        algorithm = build(Peers())
+    with process_group(timeout_s=60) as place:
+        dist.barrier()  # they start at different times; the timeout is for what they do together
+        group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        algorithm = build(Peers(group))
         buffer = torch.zeros(200_000)
         algorithm.run(buffer)
         if place.rank == victim:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from common.metrics import read_metrics
 from tests.ddp.interrupting import FLAGS, litter, processes_of, steps_done, training, wait_for_step
 from tests.ddp.jobs import assert_identical, final_state
-from tests.launch import start_command
+from tests.launch import free_port, start_command
 
 # Weights that do not depend on how many ranks there are, but for rounding.
 AT_ANY_WORLD_SIZE = ("--sync-batchnorm", "--dropout", "0")
@@ -48,7 +47,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path,
         rank_below(torchrun, victim).kill()
         _, said = torchrun.communicate(timeout=120)
     assert torchrun.returncode == 0, said
-    assert "resuming after step 1" in said  # 10, or 15 if it was quick
+    (resumed,) = re.findall(r"resuming after step (\d+),", said)
+    assert int(resumed) >= 10 and int(resumed) % 5 == 0
     tensors, records = final_state(folder)
     expected_tensors, expected_records = final_state(tmp_path / "undisturbed")
     assert_identical(tensors, expected_tensors)
@@ -78,9 +78,7 @@ def agent(port: int, output: Path, *job: str, holds_store: bool) -> Iterator[sub
 @pytest.mark.slow
 def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     job = ("-m", "ddp.train", *FLAGS, *LONG, *AT_ANY_WORLD_SIZE, "--run-dir", str(folder))
     with agent(port, tmp_path / "first", *job, holds_store=True) as first:
         with agent(port, tmp_path / "second", *job, holds_store=False):

@@ -25,7 +25,7 @@ from ddp.data import load_data
 from ddp.job import build_job
 from ddp.train import train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
-from tests.launch import error_lines, run_command, run_ranks, run_torchrun, start_command
+from tests.launch import error_lines, run_command, run_ranks, run_torchrun, start_command, statuses_by_rank
 
 SMALL: dict[str, Any] = {
     "min_images_per_person": 2,
@@ -204,12 +204,11 @@ def test_a_damaged_file_is_one_line_and_exit_status_2(many: Path, tmp_path: Path
     folder = shutil.copytree(many, tmp_path / "many")
     path = damage(folder, "train")
     arguments = (*FLAGS, "--dataset", "lfw", "--data-dir", str(folder), "--batch-size", "32", "--log-every", "2")
-    began = time.monotonic()
     done = run_torchrun(2, "ddp.train", *arguments, "--run-dir", str(tmp_path / "run"))
-    assert time.monotonic() - began < 25  # not WAIT_FOR_RANK_ZERO_S
     (line,) = error_lines(done.stderr)
     assert str(path) in line
-    assert "exitcode  : 2" in done.stderr
+    # Rank 0 was told, and has not been ended by torchrun after the other had given up.
+    assert statuses_by_rank(done.stderr)[0] == 2
     assert 'ddp/train.py"' not in done.stderr  # no traceback of ours
 
 

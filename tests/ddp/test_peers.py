@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from common.process_group import process_group
 from ddp import peers as peers_module
 from ddp.peers import Peers, RankLost, _Report, _Witness
-from tests.launch import run_ranks, run_with_victim
+from tests.launch import free_port, run_ranks, run_with_victim
 
 ELSEWHERE = ("another-host", 1)
 LATE = TimeoutError("no answer")
@@ -101,10 +101,7 @@ def test_a_rank_whose_connections_close_is_named_also_by_those_who_had_none_to_i
 
 
 def test_a_lost_rank_that_held_the_store_is_named_by_all() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    survivors = run_with_victim(pass_on_until_lost, 4, 0, die, port)
+    survivors = run_with_victim(pass_on_until_lost, 4, 0, die, free_port())
     assert [rank for rank, _ in survivors.values()] == [0, 0, 0]
 
 
