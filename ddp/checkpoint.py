@@ -25,11 +25,10 @@ import torch
 from common.cli import UsageError, command, option, parse
 from common.process_group import Place, require_alone
 from common.rank_logging import rank_logging
-from common.run_directory import CONFIG_FILE
 from ddp import checkpoint_files
+from ddp.checkpoint_choice import CHOICE, best_of, choose, existing, named
 from ddp.checkpoint_manifest import Damaged, Manifest
 
-BEST = "best"
 DEFAULT_RUN = Path("runs/glyphs-fashion-cnn")
 
 
@@ -53,7 +52,7 @@ class ExportConfig:
     """Settings of ``ddp.checkpoint export``."""
 
     run_dir: Path = option(DEFAULT_RUN, "directory of the run")
-    checkpoint: str | None = option(None, f"name of one, or {BEST} (default: the newest that is whole)")
+    checkpoint: str | None = option(None, CHOICE)
     output: Path = option(Path("weights.pt"), "file that the weights are written to")
     overwrite: bool = option(False, "replace that file")
 
@@ -74,9 +73,9 @@ def main() -> None:
 def inspect(argv: Sequence[str]) -> None:
     """Print a table of all checkpoints, and what the newest whole one says of itself."""
     config = parse(InspectConfig, "ddp.checkpoint inspect", __doc__, argv)
-    found = [_verified(path) for path in _paths(config.run_dir)]
+    found = [_verified(path) for path in existing(config.run_dir)]
     whole = [one for one in found if isinstance(one, Manifest)]
-    best = _best(whole[-1]) if whole else None
+    best = best_of(whole[-1]) if whole else None
     width = max(len(one.path.name if isinstance(one, Damaged) else one.name) for one in found)
     print(f"{'':<{width}}{'step':>9}{'epoch':>7}{'position':>10}{'accuracy':>10}{'size':>12}{'ranks':>7}")
     for one in found:
@@ -98,9 +97,9 @@ def inspect(argv: Sequence[str]) -> None:
 def verify(argv: Sequence[str]) -> None:
     """Print a line for each checkpoint; exit status 1 if any is damaged."""
     config = parse(VerifyConfig, "ddp.checkpoint verify", __doc__, argv)
-    paths = _paths(config.run_dir)
+    paths = existing(config.run_dir)
     damaged = False
-    for path in paths if config.checkpoint is None else [_named(config.checkpoint, paths)]:
+    for path in paths if config.checkpoint is None else [named(config.checkpoint, paths)]:
         found = _verified(path)
         if isinstance(found, Damaged):
             damaged = True
@@ -122,7 +121,7 @@ def export(argv: Sequence[str]) -> None:
         raise UsageError(f"--output {output} is a folder: name a file")
     if os.path.lexists(output) and not config.overwrite:
         raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
-    path, manifest = _choose(config)
+    path, manifest = choose(config.run_dir, config.checkpoint)
     weights = checkpoint_files.read(path, "model")
     scratch = output.with_name(f".{output.name}.{uuid.uuid4().hex}")
     try:
@@ -139,50 +138,11 @@ def export(argv: Sequence[str]) -> None:
 COMMANDS = {"inspect": inspect, "verify": verify, "export": export}
 
 
-def _paths(run_dir: Path) -> list[Path]:
-    """:raises UsageError: when there is none"""
-    paths = checkpoint_files.all_of(run_dir)
-    if not paths:
-        found = "no checkpoint yet" if (run_dir / CONFIG_FILE).is_file() else "no run"
-        raise UsageError(f"--run-dir {run_dir} holds {found}: name the directory of a run that has written one")
-    return paths
-
-
-def _named(name: str, paths: list[Path]) -> Path:
-    """:raises UsageError: when none has this name"""
-    for path in paths:
-        if path.name == name:
-            return path
-    raise UsageError(f"--checkpoint {name}: there is only {', '.join(path.name for path in paths)}")
-
-
 def _verified(path: Path) -> Manifest | Damaged:
     try:
         return checkpoint_files.verify(path)
     except Damaged as error:
         return error
-
-
-def _choose(config: ExportConfig) -> tuple[Path, Manifest]:
-    """:raises UsageError: when it is not there, or damaged"""
-    paths = _paths(config.run_dir)
-    name = config.checkpoint
-    if name is None or name == BEST:
-        found = checkpoint_files.newest(config.run_dir)
-        assert found is not None  # or there would be no paths
-        if name is None:
-            return found
-        name = _best(found[1])
-        if name is None:
-            raise UsageError(f"--checkpoint {BEST}: the run has evaluated none yet; leave it out to take the newest")
-    path = _named(name, paths)
-    return path, checkpoint_files.verify(path)
-
-
-def _best(manifest: Manifest) -> str | None:
-    """Name of the checkpoint that was the best of its run until then."""
-    best = manifest.progress.get("best")
-    return best["name"] if best else None
 
 
 def _size(manifest: Manifest) -> str:

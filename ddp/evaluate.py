@@ -1,6 +1,6 @@
 """Exact evaluation: every test sample counts once, at every world size.
 
-    torchrun --nproc_per_node=2 -m ddp.evaluate --run-dir runs/glyphs-fashion-cnn
+    torchrun --nproc_per_node=2 -m ddp.evaluate --run-dir runs/glyphs-fashion-cnn --checkpoint best
 
 ``DistributedSampler`` pads the last batch with repeated samples, which count twice (pytorch#25162). Here the ranks divide
 the test set without padding; some may have a batch more than others, which is why the plain module is called, not its DDP
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.cli import UsageError, command, option, parse
+from common.cli import command, option, parse
 from common.datasets import ImageData
 from common.evaluation import evaluate, evaluation_batch_size, table
 from common.models import build_model
@@ -23,6 +23,7 @@ from common.precision import PRECISIONS, Precision
 from common.process_group import BACKENDS, DEVICES, Place, process_group
 from common.rank_logging import rank_logging
 from ddp import checkpoint_files
+from ddp.checkpoint_choice import CHOICE, choose
 from ddp.checkpoint_manifest import Manifest
 from ddp.config import OF_THE_START, WITHOUT_WORKERS, Loading, TrainConfig
 from ddp.data import Loader, load_data, open_loader
@@ -40,7 +41,8 @@ def open_test_loader(data: ImageData, place: Place, loading: Loading = WITHOUT_W
 class EvaluateConfig:
     """Settings of ``ddp.evaluate``; the model, the data set and the way it is loaded are those of the run."""
 
-    run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run whose newest checkpoint is evaluated")
+    run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run of which a checkpoint is evaluated")
+    checkpoint: str | None = option(None, CHOICE)
     data_dir: str | None = option(None, "where fashion-mnist or lfw lies (default: the run's)")
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
     precision: str = option("fp32", "of the evaluation, whatever the run was trained in", choices=PRECISIONS)
@@ -48,29 +50,25 @@ class EvaluateConfig:
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
 
 
-def find_together(run_dir: Path, place: Place) -> tuple[Path, Manifest]:
-    """A run's newest checkpoint that is whole: rank 0 looks, and tells all.
+def choose_together(config: EvaluateConfig, place: Place) -> tuple[Path, Manifest]:
+    """Rank 0 looks for the checkpoint, and tells all.
 
-    :raises UsageError: on every rank, when there is none
+    :raises UsageError: on every rank, when there is none, or it is damaged
     """
-    found: list[tuple[Path, Manifest] | None] = [None]
+    chosen: list[tuple[Path, Manifest] | None] = [None]
     with place.together():
         if place.is_main:
-            found[0] = checkpoint_files.newest(run_dir)
-            if found[0] is None:
-                raise UsageError(
-                    f"{run_dir / checkpoint_files.FOLDER} holds no checkpoint: no run was begun there, or none was saved yet"
-                )
-    dist.broadcast_object_list(found, src=0, device=place.device)
-    assert found[0] is not None
-    return found[0]
+            chosen[0] = choose(config.run_dir, config.checkpoint)
+    dist.broadcast_object_list(chosen, src=0, device=place.device)
+    assert chosen[0] is not None
+    return chosen[0]
 
 
 @command
 def main() -> None:
     config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
     with process_group(config.device, config.backend) as place, rank_logging(place):
-        path, manifest = find_together(config.run_dir, place)
+        path, manifest = choose_together(config, place)
         run = TrainConfig(**{name: value for name, value in manifest.config.items() if name not in OF_THE_START})
         # The training samples too: the images are normalized by their mean and standard deviation.
         run = dataclasses.replace(

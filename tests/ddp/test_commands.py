@@ -64,7 +64,8 @@ def test_the_run_directory_has_everything(finished: Path) -> None:
 
 def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> None:
     expected = json.loads((finished / "result.json").read_text())["test"]
-    done = run_torchrun(3, "ddp.evaluate", "--run-dir", str(finished), "--test-samples", "101", "--device", "cpu")
+    flags = ("--run-dir", str(finished), "--checkpoint", "best", "--test-samples", "101", "--device", "cpu")
+    done = run_torchrun(3, "ddp.evaluate", *flags)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"accuracy {100 * expected['accuracy']:.2f} %: ")
@@ -152,13 +153,10 @@ def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
     assert "3 steps had to be skipped, more than --max-skipped-steps 2" in line
 
 
-def test_evaluating_nothing_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("sys.argv", ["ddp.evaluate", "--run-dir", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        evaluate.main()
-    assert "holds no checkpoint" in error_lines(capsys.readouterr().err)[0]
+def test_a_checkpoint_that_is_not_there_is_not_evaluated(mistake: Mistake, tmp_path: Path, finished: Path) -> None:
+    assert f"--run-dir {tmp_path} holds no run: name" in mistake(evaluate.main, "--run-dir", str(tmp_path))
+    line = mistake(evaluate.main, "--run-dir", str(finished), "--checkpoint", "epoch-9")
+    assert "--checkpoint epoch-9: there is only epoch-0001-step-00000009" in line
 
 
 @pytest.mark.parametrize(
