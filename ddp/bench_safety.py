@@ -8,6 +8,8 @@ Five loops take turns, a chunk of steps each, on models of their own:
   watchdog listening. No checkpoint.
 - ``saving in the background``: the same, with a checkpoint in each chunk, which is on the disk when the chunk ends.
 - ``saving``: the same, but training waits for the disk.
+
+Each guard is also timed by itself (ddp/guard_costs.py), since all together cost less than one step differs from the next.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import copy
 import random
 import shutil
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +29,7 @@ from torch.profiler import record_function
 from common import datasets
 from common.benchmark_plots import plot_ratios
 from common.cli import option, parse
-from common.datasets import Batch
+from common.datasets import Batch, ImageData
 from common.machine import describe_machine
 from common.metrics import MetricsWriter
 from common.models import MODELS
@@ -37,6 +40,7 @@ from common.rank_logging import Progress, rank_logging
 from common.run_directory import prepare_output, write_json
 from common.timing import Spread, interleave, paired_ratio
 from ddp.config import TrainConfig, micro_batch_size
+from ddp.guard_costs import time_guards
 from ddp.job import Job, build_job, wrap
 from ddp.saving import Saver
 from ddp.step_loops import endless_batches, reduce_metrics, timed, trainer_step
@@ -60,6 +64,7 @@ class SafetyConfig:
     )
     rounds: int = option(3, "rounds per build that count", minimum=2)
     steps: int = option(50, "steps of each loop in a round, with one checkpoint where there are any", minimum=1)
+    looks: int = option(300, "times that each guard is timed by itself", minimum=2)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
     threads: int = option(0, "as in ddp.train", minimum=0)
@@ -74,20 +79,21 @@ def main(argv: Sequence[str]) -> None:
         with place.together():
             micro_batch_size(config.batch_size, place.world_size, 1)
             prepare_output(config.output)
-        seconds = measure(config, place)
+        run = TrainConfig(
+            model=config.model,
+            batch_size=config.batch_size,
+            run_dir=config.output / "checkpoints",
+            epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+        )
+        data = datasets.load("glyphs", augmentation=run.augmentation)
+        seconds = measure(config, run, data, place)
+        guards = time_guards(build_job(run, place, data), config.looks)
         if place.is_main:
-            print(report(config, place, seconds))
+            print(report(config, place, seconds, guards))
 
 
-def measure(config: SafetyConfig, place: Place) -> dict[str, list[float]]:
+def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, place: Place) -> dict[str, list[float]]:
     """Seconds per step of each loop, one number per round."""
-    run = TrainConfig(
-        model=config.model,
-        batch_size=config.batch_size,
-        run_dir=config.output / "checkpoints",
-        epochs=10**6,  # the schedule needs an end; this run is stopped long before it
-    )
-    data = datasets.load("glyphs", augmentation=run.augmentation)
     seconds: dict[str, list[float]] = {}
     with (
         _folder(run.run_dir, place),
@@ -126,14 +132,15 @@ def _folder(path: Path, place: Place) -> Iterator[None]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def report(config: SafetyConfig, place: Place, seconds: dict[str, list[float]]) -> str:
+def report(config: SafetyConfig, place: Place, seconds: dict[str, list[float]], guards: dict[str, list[float]]) -> str:
     """Write the JSON and the PNG, and say what they say."""
     ratios = {
         f"{name} / {other}": [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
         for name, other in AGAINST.items()
     }
     facts = {"machine": describe_machine(), "world_size": place.world_size, "steps_per_checkpoint": config.steps}
-    write_json(config.output / "safety.json", {**facts, "seconds_per_step": seconds, "ratios": ratios})
+    measured = {"seconds_per_step": seconds, "ratios": ratios, "seconds_of_guards": guards}
+    write_json(config.output / "safety.json", {**facts, **measured})
     title = (
         f"{config.model}, {place.world_size} rank(s), batch {config.batch_size}, a checkpoint per {config.steps} steps"
     )
@@ -142,6 +149,12 @@ def report(config: SafetyConfig, place: Place, seconds: dict[str, list[float]]) 
     lines += [f"{name:>24}: {Spread.of([1000 * s for s in taken]):.2f} ms per step" for name, taken in seconds.items()]
     lines += [
         f"{name:>24} / {other}: {paired_ratio(seconds[name], seconds[other]):.3f}" for name, other in AGAINST.items()
+    ]
+    together = [sum(each) for each in zip(*guards.values(), strict=True)]
+    share = statistics.median(together) / statistics.median(seconds["plain"])
+    lines += [f"{name:>26}: {Spread.of([1e3 * s for s in taken]):.3f} ms" for name, taken in guards.items()]
+    lines += [
+        f"all guards by themselves: {1e3 * statistics.median(together):.3f} ms, {100 * share:.2f} % of a plain step"
     ]
     return "\n".join([*lines, f"results in {config.output}: safety.json, safety.png"])
 
