@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ def interleave(
         if after_round is not None:
             after_round(number + 1)
     return seconds
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait until all is done that was queued on the GPUs among them, as a clock must that is to tell its time."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def paired_ratio(seconds: list[float], reference: list[float]) -> Spread:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from common.models import build_model
 from common.precision import Precision
+from common.timing import synchronize
 from dataparallel.broadcast import StepContext
 from dataparallel.parallel import HandwrittenDataParallel
 from dataparallel.processes import Processes
-from dataparallel.stopwatch import Stopwatch, synchronize
+from dataparallel.stopwatch import Stopwatch
 from dataparallel.threads import intra_op_threads, share_of_threads
 
 CLASSES = 10

@@ -9,12 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-
-def synchronize(devices: Sequence[torch.device]) -> None:
-    """Wait until all is done that was queued on the GPUs among them."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+from common.timing import synchronize
 
 
 class Stopwatch:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from common.timing import interleave
+from common.timing import interleave, synchronize
 from ddp.flags import NO_FLAGS, FlagCarrier, raise_flags
 from ddp.job import Job
 from ddp.skipping import sum_of_gradients
@@ -50,11 +50,11 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
         def seconds() -> float:
             others.add_(1)
             torch._foreach_mul_(gradients, 1.0)  # as DDP has just written them when a step comes to look at them
-            _finish(device)
+            synchronize([device])
             began = time.perf_counter()
             for part in work:
                 part()
-            _finish(device)
+            synchronize([device])
             return time.perf_counter() - began
 
         return seconds
@@ -82,8 +82,3 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
         name: [a - b for a, b in zip(taken[with_it], taken[without], strict=True)]
         for name, (with_it, without) in pairs.items()
     }
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

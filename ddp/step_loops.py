@@ -6,11 +6,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-import torch
 import torch.distributed as dist
 
 from common.datasets import Batch
 from common.process_group import Place
+from common.timing import synchronize
 from ddp.job import Job
 from ddp.train import train_step
 
@@ -48,8 +48,7 @@ def timed(place: Place, steps: int, run: Callable[[], None]) -> Callable[[], flo
         dist.barrier()
         began = time.perf_counter()
         run()
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
+        synchronize([place.device])
         return (time.perf_counter() - began) / steps
 
     return timing
