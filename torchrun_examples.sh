@@ -24,7 +24,7 @@ example one-process 'no torchrun: the same code as a group of one' - \
 example two-processes 'one node, two ranks: gradients averaged over gloo (or NCCL where there are GPUs for both)' - \
     'torchrun --nproc_per_node=2 -m ddp.train FLAGS'
 example accumulation 'four micro-steps per optimizer step; gradients cross the network once' - \
-    'torchrun --nproc_per_node=2 -m ddp.train --micro-steps 4 FLAGS'
+    'torchrun --nproc_per_node=2 -m ddp.train --grad-accumulation-steps 4 FLAGS'
 example bf16 'automatic mixed precision in bfloat16: autocast, no scaler' - \
     'torchrun --nproc_per_node=2 -m ddp.train --precision bf16 FLAGS'
 example fp16 'automatic mixed precision in float16: autocast, GradScaler, clipping after unscaling' - \

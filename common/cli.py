@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.finalizers import keep_stops
+from common.resilience.signal_redelivery import keep_stops
 
 Config = TypeVar("Config")
 
@@ -43,7 +43,7 @@ WAIT_IF_SEEN_BY_ALL_S = 2.0
 class UsageError(Exception):
     """Something that a person can mend: the message names the flag or file, the value, and what to do.
 
-    ``seen_by_all`` says that every rank is known to have met it (see ``Place.together``).
+    ``seen_by_all`` says that every rank is known to have met it (see ``DistEnv.fail_together``).
     """
 
     seen_by_all = False
@@ -58,14 +58,17 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    former_name: str | None = None,
 ) -> Any:
     """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not.
 
     A field of type ``tuple[int, ...]`` (or of another such type) is typed as a list, ``--workers 0,2,4``; the choices and
     the range are those of each of its values.
+
+    :param former_name: the field's name in an older version, whose flag is still understood
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, **limits})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "former_name": former_name, **limits})
 
 
 def flag_of(field_name: str) -> str:
@@ -115,7 +118,11 @@ def parse(
             if _is_list(hints[field.name]):
                 settings |= {"type": _list_of(kind, field.metadata["choices"]), "choices": None}
                 settings["metavar"] = f"{'|'.join(field.metadata['choices'] or [kind.__name__.upper()])},..."
-        parser.add_argument(flag_of(field.name), *([f"-{field.name}"] if underscores else []), **settings)
+        flags = [flag_of(field.name), *([f"-{field.name}"] if underscores else [])]
+        parser.add_argument(*flags, **settings)
+        if field.metadata["former_name"]:
+            hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            parser.add_argument(flag_of(field.metadata["former_name"]), **settings | hidden)
     values = vars(parser.parse_args(argv))
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
         value = values[field.name]

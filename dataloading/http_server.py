@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 
 from common.cli import UsageError, command, option, parse
-from dataloading.latency import delay_s
-from dataloading.storage import is_image
+from dataloading.dataset.latency import delay_s
+from dataloading.dataset.storage import is_image
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):

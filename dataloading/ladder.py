@@ -18,26 +18,26 @@ from typing import Any
 
 import torch
 
-from common.benchmark_plots import plot_bars
 from common.cli import command, option, parse
-from common.datasets import keep_batch
-from common.machine import describe_machine, usable_cores
-from common.process_group import Place
-from common.rank_logging import Progress, rank_logging
-from common.run_directory import prepare_output, results_in, write_json
-from common.timing import Spread, interleave, paired_ratio
-from dataloading import face_cache
-from dataloading.augmentation import AUGMENTATIONS, course_transform
-from dataloading.batches import LFWBatches
-from dataloading.ceiling import Ceiling, fastest_decoder
-from dataloading.failures import explained
-from dataloading.fast_loader import FastLoader
-from dataloading.lfw_dataset import LFWDataset
-from dataloading.sampler import ShuffledBatches, ShuffledSampler
-from dataloading.settings import Listed
-from dataloading.stock_loader import stock_loader
-from dataloading.storage import Storage, open_storage
-from dataloading.sweep import Run
+from common.data.datasets import keep_batch
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress, rank_logging
+from common.reporting.benchmark_figures import plot_bars
+from common.reporting.machine import describe_machine, usable_cores
+from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.timing import Spread, interleave, paired_ratio
+from dataloading.bench.ceiling import Ceiling, fastest_decoder
+from dataloading.bench.settings import Listed
+from dataloading.bench.sweep import Run
+from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
+from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
+from dataloading.dataset.storage import Storage, open_storage
+from dataloading.loader.failures import explained
+from dataloading.loader.fast_loader import FastLoader
+from dataloading.loader.stock_loader import stock_loader
+from dataloading.synthetic import face_cache
 
 CEILING_IMAGES = 2048
 Make = Callable[[int], Iterable[Any]]
@@ -60,8 +60,8 @@ class LadderConfig:
 @command
 def main() -> None:
     config = parse(LadderConfig, "dataloading.ladder", __doc__)
-    place = Place.alone(torch.device("cpu"))
-    with rank_logging(place), explained(), contextlib.ExitStack() as stack:
+    env = DistEnv.alone(torch.device("cpu"))
+    with rank_logging(env), explained(), contextlib.ExitStack() as stack:
         prepare_output(config.output)
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
@@ -78,7 +78,7 @@ def main() -> None:
         }
         for run in runs.values():
             stack.callback(run.close)
-        progress = stack.enter_context(Progress(place, "ladder", config.repeats + 1))
+        progress = stack.enter_context(Progress(env, "ladder", config.repeats + 1))
         seconds = interleave(
             {**runs, "ceiling": ceiling},
             config.repeats,

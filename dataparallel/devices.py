@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from common.cli import UsageError
-from common.machine import usable_cores
+from common.reporting.machine import usable_cores
 
 MOST_CPU_DEVICES = 4  # of "auto": enough to see how it scales
 

@@ -26,21 +26,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import fashion_mnist
 from common.cli import UsageError, command, option, parse
-from common.datasets import Batch, ImageData, batches
-from common.evaluation import evaluate, evaluation_batch_size
-from common.machine import describe_machine, usable_cores
-from common.metrics import MetricsWriter
-from common.models import LEAST_SAMPLES, build_model
-from common.optimization import build_optimizer
-from common.precision import Precision, clip_gradients
-from common.process_group import Place, require_alone, stop_signals
-from common.randomness import derive_seed, seed_torch, shuffled
-from common.rank_logging import Progress, add_log_file, rank_logging
-from common.recipes import LearningConfig, load_in_memory, require_a_batch
-from common.report import Window, WindowTotals, finish
-from common.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.data import fashion_mnist
+from common.data.datasets import Batch, ImageData, batches
+from common.distributed.process_group import DistEnv, require_alone, stop_signals
+from common.distributed.rank_logging import Progress, add_log_file, rank_logging
+from common.reporting.machine import describe_machine, usable_cores
+from common.reporting.report import Window, WindowTotals, finish
+from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.training.evaluation import evaluate, evaluation_batch_size
+from common.training.metrics import MetricsWriter
+from common.training.models import LEAST_SAMPLES, build_model
+from common.training.optimization import build_optimizer
+from common.training.precision import Precision, clip_gradients
+from common.training.randomness import derive_seed, seed_torch, shuffled
+from common.training.recipes import LearningConfig, load_in_memory, require_a_batch
 from dataparallel.devices import parse_devices
 from dataparallel.parallel import HandwrittenDataParallel
 
@@ -83,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(config.threads or usable_cores())
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    with stop_signals(), rank_logging(Place.alone(devices[0])):
+    with stop_signals(), rank_logging(DistEnv.alone(devices[0])):
         train(config, devices)
 
 
@@ -100,16 +100,16 @@ def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
         write_json(config.run_dir / CONFIG_FILE, {**run, "machine": describe_machine()})
 
         job = build_job(config, devices, data)
-        add_log_file(job.place, config.run_dir / LOG_FOLDER)
+        add_log_file(job.env, config.run_dir / LOG_FOLDER)
         logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
 
         steps = config.epochs * job.steps_per_epoch
-        with MetricsWriter(config.run_dir) as metrics, Progress(job.place, "train", steps) as progress:
+        with MetricsWriter(config.run_dir) as metrics, Progress(job.env, "train", steps) as progress:
             for epoch in range(config.epochs):
                 totals = train_epoch(job, epoch, metrics, progress)
                 # The plain module, on the first device: it has the weights and the statistics, and is exact without replicas.
                 in_order = batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
-                result = evaluate(job.network, data, job.place, job.precision, in_order)
+                result = evaluate(job.network, data, job.env, job.precision, in_order)
                 tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
                 metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
                 logger.info(
@@ -119,7 +119,7 @@ def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
 
         save(config.run_dir / MODEL_FILE, job.network)
         title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
-        print(finish(config.run_dir, title, job.network, data, job.place, result), flush=True)
+        print(finish(config.run_dir, title, job.network, data, job.env, result), flush=True)
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Job:
     """What a training step needs. ``network`` is the plain module, on the first device; ``model`` is the same, wrapped."""
 
     config: TrainConfig
-    place: Place
+    env: DistEnv
     devices: tuple[torch.device, ...]
     data: ImageData
     network: nn.Module
@@ -151,7 +151,7 @@ def build_job(config: TrainConfig, devices: tuple[torch.device, ...], data: Imag
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
     precision = Precision(config.precision, devices[0])
-    return Job(config, Place.alone(devices[0]), devices, data, network, model, optimizer, precision)
+    return Job(config, DistEnv.alone(devices[0]), devices, data, network, model, optimizer, precision)
 
 
 def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) -> nn.Module:
@@ -172,12 +172,12 @@ def train_epoch(
     order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
     stream = batches(job.data.train, order, config.batch_size, epoch)
     job.model.train()
-    window, windows = Window(job.place.device), []
+    window, windows = Window(job.env.device), []
     steps_before = job.step
     for remaining in reversed(range(job.steps_per_epoch)):
         train_step(job, stream, window)
         if job.step % config.log_every == 0 or remaining == 0:
-            totals = window.reduce(job.place)
+            totals = window.reduce(job.env)
             windows.append(totals)
             if not math.isfinite(totals.loss):
                 logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
@@ -193,7 +193,7 @@ def train_epoch(
 
 def train_step(job: Job, stream: Iterator[Batch], window: Window) -> None:
     """One optimizer step on one global batch, which is here a single forward and backward pass."""
-    config, device, scaler = job.config, job.place.device, job.precision.scaler
+    config, device, scaler = job.config, job.env.device, job.precision.scaler
     with window.waiting():
         images, labels = next(stream)
     images, labels = images.to(device), labels.to(device)

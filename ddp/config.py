@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.cli import UsageError, flag_of, option
-from common.datasets import IN_MEMORY
-from common.models import MODELS
-from common.process_group import BACKENDS, DEVICES
-from common.recipes import LearningConfig
-from dataloading.decoders import DECODERS
-from ddp.algorithms import ALL_REDUCES
+from common.data.datasets import IN_MEMORY
+from common.distributed.process_group import BACKENDS, DEVICES
+from common.training.models import MODELS
+from common.training.recipes import LearningConfig
+from dataloading.dataset.decoders import DECODERS
+from ddp.all_reduce.choice import ALL_REDUCES
 
 DATASETS = (*IN_MEMORY, "lfw")
 LOADERS = ("stock", "fast")
@@ -65,7 +65,9 @@ class TrainConfig(LearningConfig):
     batch_size: int = option(
         None, "samples per optimizer step, over all ranks and micro-steps; 48 on lfw (default: 144)", minimum=1
     )
-    micro_steps: int = option(1, "forward-backward passes per optimizer step (gradient accumulation)", minimum=1)
+    grad_accumulation_steps: int = option(
+        1, "forward-backward passes (micro-steps) per optimizer step", minimum=1, former_name="micro_steps"
+    )
 
     # How it is computed
     strategy: str = option(
@@ -156,16 +158,16 @@ class TrainConfig(LearningConfig):
         return Loading(self.loader, self.workers, self.persistent_workers)
 
 
-def micro_batch_size(batch_size: int, world_size: int, micro_steps: int) -> int:
+def micro_batch_size(batch_size: int, world_size: int, grad_accumulation_steps: int) -> int:
     """Samples that one rank takes per forward pass, so that all ranks and micro-steps together make the global batch.
 
     :raises UsageError: when the global batch does not divide, with the nearest that do
     """
-    parts = world_size * micro_steps
+    parts = world_size * grad_accumulation_steps
     if batch_size % parts:
         below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
         nearest = " or ".join(str(size) for size in (below, above) if size)
         raise UsageError(
-            f"--batch-size {batch_size} does not divide over {world_size} ranks x {micro_steps} micro-steps: use {nearest}"
+            f"--batch-size {batch_size} does not divide over {world_size} ranks x {grad_accumulation_steps} micro-steps: use {nearest}"
         )
     return batch_size // parts

@@ -8,28 +8,28 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from common import fashion_mnist
-from common.datasets import Batch, BatchKey, ImageData, Images, keep_batch
-from common.loader_workers import poll_for_deaths, start_worker
-from common.process_group import Place
-from common.recipes import load_in_memory, require_a_batch
-from dataloading import face_cache
-from dataloading.batches import LFWBatches
-from dataloading.fast_loader import FastLoader
-from dataloading.training_data import load_lfw
+from common.data import fashion_mnist
+from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
+from common.distributed.process_group import DistEnv
+from common.resilience.loader_workers import poll_for_deaths, start_worker
+from common.training.recipes import load_in_memory, require_a_batch
+from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.training_data import load_lfw
+from dataloading.loader.fast_loader import FastLoader
+from dataloading.synthetic import face_cache
 from ddp.config import Loading, TrainConfig
 
 Loader = DataLoader[Batch] | FastLoader
 
 
-def load_data(config: TrainConfig, place: Place) -> ImageData:
+def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
     """Every rank holds the data set; one process per node fetches or draws it, while the others wait."""
-    with place.together():
-        if place.local_rank == 0 and config.download:
+    with env.fail_together():
+        if env.local_rank == 0 and config.download:
             fashion_mnist.download(Path(config.data_dir))
-        if place.local_rank == 0 and config.dataset == "lfw" and not config.data_dir:
+        if env.local_rank == 0 and config.dataset == "lfw" and not config.data_dir:
             face_cache.ensure()
-    with place.together():
+    with env.fail_together():
         if config.dataset == "lfw":
             data = load_lfw(
                 config.data_dir,

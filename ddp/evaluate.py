@@ -16,25 +16,25 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.cli import command, option, parse
-from common.datasets import ImageData
-from common.evaluation import evaluate, evaluation_batch_size, table
-from common.models import build_model
-from common.precision import PRECISIONS, Precision
-from common.process_group import BACKENDS, DEVICES, Place, process_group
-from common.rank_logging import rank_logging
-from ddp import checkpoint_files
-from ddp.checkpoint_choice import CHOICE, choose
-from ddp.checkpoint_manifest import Manifest
+from common.data.datasets import ImageData
+from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
+from common.distributed.rank_logging import rank_logging
+from common.training.evaluation import evaluate, evaluation_batch_size, table
+from common.training.models import build_model
+from common.training.precision import PRECISIONS, Precision
+from ddp.by_hand.replicas import broadcast, replicated
+from ddp.checkpoint import storage
+from ddp.checkpoint.choice import CHOICE, choose
+from ddp.checkpoint.manifest import Manifest
 from ddp.config import OF_THE_START, WITHOUT_WORKERS, Loading, TrainConfig
 from ddp.data import Loader, load_data, open_loader
-from ddp.replicas import broadcast, replicated
 from ddp.sampler import ShardSampler
 
 
-def open_test_loader(data: ImageData, place: Place, loading: Loading = WITHOUT_WORKERS) -> Loader:
+def open_test_loader(data: ImageData, env: DistEnv, loading: Loading = WITHOUT_WORKERS) -> Loader:
     """Brings this rank's part of the test set."""
-    shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), place.world_size, place.rank)
-    return open_loader(data.test, shard, place.device, loading)
+    shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), env.world_size, env.rank)
+    return open_loader(data.test, shard, env.device, loading)
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class EvaluateConfig:
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
 
 
-def choose_together(config: EvaluateConfig, place: Place) -> tuple[Path, Manifest]:
+def choose_together(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manifest]:
     """Rank 0 looks for the checkpoint, and tells all.
 
     :raises UsageError: on every rank, when there is none, or it is damaged
     """
     chosen: list[tuple[Path, Manifest] | None] = [None]
-    with place.together():
-        if place.is_main:
+    with env.fail_together():
+        if env.is_main:
             chosen[0] = choose(config.run_dir, config.checkpoint)
-    dist.broadcast_object_list(chosen, src=0, device=place.device)
+    dist.broadcast_object_list(chosen, src=0, device=env.device)
     assert chosen[0] is not None
     return chosen[0]
 
@@ -67,24 +67,24 @@ def choose_together(config: EvaluateConfig, place: Place) -> tuple[Path, Manifes
 @command
 def main() -> None:
     config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
-    with process_group(config.device, config.backend) as place, rank_logging(place):
-        path, manifest = choose_together(config, place)
+    with process_group(config.device, config.backend) as env, rank_logging(env):
+        path, manifest = choose_together(config, env)
         run = TrainConfig(**{name: value for name, value in manifest.config.items() if name not in OF_THE_START})
         # The training samples too: the images are normalized by their mean and standard deviation.
         run = dataclasses.replace(
             run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False
         )
-        data = load_data(run, place)
+        data = load_data(run, env)
         network = build_model(run.model, data.shape, len(data.classes))
-        with place.together():
-            if place.is_main:
-                checkpoint_files.load_weights(network, path)
+        with env.fail_together():
+            if env.is_main:
+                storage.load_weights(network, path)
         assert dist.group.WORLD is not None
-        broadcast(list(replicated(network.to(place.device)).values()), 0, dist.group.WORLD)
-        precision = Precision(config.precision, place.device)
-        share = open_test_loader(data, place, run.loading)
-        result = evaluate(network, data, place, precision, share)
-        if place.is_main:
+        broadcast(list(replicated(network.to(env.device)).values()), 0, dist.group.WORLD)
+        precision = Precision(config.precision, env.device)
+        share = open_test_loader(data, env, run.loading)
+        result = evaluate(network, data, env, precision, share)
+        if env.is_main:
             print(table(result, data.classes))
 
 

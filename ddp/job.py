@@ -14,25 +14,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UsageError
-from common.datasets import Batch, ImageData
-from common.metrics import MetricsWriter
-from common.models import build_model
-from common.optimization import build_optimizer
-from common.precision import Precision
-from common.process_group import Place
-from common.randomness import derive_seed
-from common.report import Window, WindowTotals
-from common.watchdog import Watchdog
-from ddp import checkpoint_files
-from ddp.algorithms import build_all_reduce
+from common.data.datasets import Batch, ImageData
+from common.distributed.process_group import DistEnv
+from common.reporting.report import Window, WindowTotals
+from common.resilience.watchdog import Watchdog
+from common.training.metrics import MetricsWriter
+from common.training.models import build_model
+from common.training.optimization import build_optimizer
+from common.training.precision import Precision
+from common.training.randomness import derive_seed
+from ddp.all_reduce.choice import build_all_reduce
 from ddp.batchnorm import KeptStatistics, convert_sync_batchnorm
-from ddp.checkpoint_manifest import name_of
+from ddp.by_hand.replicas import require_same_modules
+from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.checkpoint import storage
+from ddp.checkpoint.manifest import name_of
 from ddp.config import TrainConfig
 from ddp.data import Loader, open_loader
 from ddp.evaluate import open_test_loader
-from ddp.flags import NO_FLAGS, FlagCarrier, raise_flags
-from ddp.handwritten import HandwrittenDistributedDataParallel
-from ddp.replicas import require_same_modules
+from ddp.resilience.flags import NO_FLAGS, FlagCarrier, raise_flags
 from ddp.sampler import MicroBatchSampler
 
 NoSync = Callable[[], contextlib.AbstractContextManager[None]]
@@ -47,7 +47,7 @@ class Job:
     """
 
     config: TrainConfig
-    place: Place
+    env: DistEnv
     data: ImageData
     network: nn.Module
     carrier: FlagCarrier
@@ -69,7 +69,7 @@ class Job:
     skipped_steps: int = 0
     accuracy: float | None = None  # of the last evaluation
     best: dict[str, Any] | None = None  # the checkpoint of the best one: its "name" and "accuracy"
-    mistake: UsageError | None = None  # what this rank has met in the middle of a step
+    user_error: UsageError | None = None  # what this rank has met in the middle of a step
 
     @property
     def position(self) -> int:
@@ -82,7 +82,7 @@ class Job:
             if self.metrics is not None:
                 self.metrics.write(kind, self.step, epoch=self.epoch, **values)
         except UsageError as error:  # rank 0's disk is full, which the others learn in the next step
-            self.mistake = error
+            self.user_error = error
 
     def end_epoch(self, accuracy: float) -> None:
         """The present epoch is over; its checkpoint, which is to be written next, may be the best."""
@@ -93,7 +93,7 @@ class Job:
             self.best = {"name": name_of(self.epoch, self.step), "accuracy": accuracy}
 
 
-def build_job(config: TrainConfig, place: Place, data: ImageData, checkpoint: Path | None = None) -> Job:
+def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Path | None = None) -> Job:
     """Model, optimizer, sampler and loader, the same on every rank but for the samples it takes.
 
     :param checkpoint: whose weights to begin with. Rank 0 reads them, and DDP sends them to all when it is constructed
@@ -101,57 +101,57 @@ def build_job(config: TrainConfig, place: Place, data: ImageData, checkpoint: Pa
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
     if config.sync_batchnorm:
-        network = convert_sync_batchnorm(network, place.device)
-    network = network.to(place.device, memory_format=config.memory_format)  # type: ignore[call-overload]
-    with place.together():
-        if checkpoint is not None and place.is_main:
-            checkpoint_files.load_weights(network, checkpoint)
-    carrier = FlagCarrier(network, place.device)
+        network = convert_sync_batchnorm(network, env.device)
+    network = network.to(env.device, memory_format=config.memory_format)  # type: ignore[call-overload]
+    with env.fail_together():
+        if checkpoint is not None and env.is_main:
+            storage.load_weights(network, checkpoint)
+    carrier = FlagCarrier(network, env.device)
     model: nn.Module = carrier
     no_sync: NoSync = contextlib.nullcontext
-    if place.world_size > 1:  # alone, there is nobody to average with
-        model = wrap(carrier, place, config.strategy, config.all_reduce)
+    if env.world_size > 1:  # alone, there is nobody to average with
+        model = wrap(carrier, env, config.strategy, config.all_reduce)
         no_sync = model.no_sync
     if config.compile:
         model = cast(nn.Module, torch.compile(model))  # a wrapper: evaluation calls the plain network
 
     sampler = MicroBatchSampler(
-        data.train, config.batch_size, config.micro_steps, place.world_size, place.rank, config.seed
+        data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
-    loader = open_loader(data.train, sampler, place.device, config.loading)
-    test_loader = open_test_loader(data, place, config.loading)
+    loader = open_loader(data.train, sampler, env.device, config.loading)
+    test_loader = open_test_loader(data, env, config.loading)
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
-    precision = Precision(config.precision, place.device)
+    precision = Precision(config.precision, env.device)
     job = Job(
-        config, place, data, network, carrier, model, no_sync, optimizer, precision, sampler, loader, test_loader,
-        KeptStatistics(network), Window(place.device), Watchdog(place, config.timeout),
+        config, env, data, network, carrier, model, no_sync, optimizer, precision, sampler, loader, test_loader,
+        KeptStatistics(network), Window(env.device), Watchdog(env, config.timeout),
     )  # fmt: skip
-    if place.world_size > 1:
-        settle_buckets(job)
+    if env.world_size > 1:
+        warm_up(job)
     return job
 
 
 def wrap(
-    module: nn.Module, place: Place, strategy: str = "torch", all_reduce: str | None = None
+    module: nn.Module, env: DistEnv, strategy: str = "torch", all_reduce: str | None = None
 ) -> DistributedDataParallel | HandwrittenDistributedDataParallel:
     """The module in DDP, which from here on averages its gradients over the ranks in every backward pass.
 
-    :param strategy: of :data:`ddp.config.STRATEGIES`; :param all_reduce: of the hand-written one, see ddp/algorithms.py
+    :param strategy: of :data:`ddp.config.STRATEGIES`; :param all_reduce: of the hand-written one, see ddp/all_reduce/choice.py
     :raises UsageError: on every rank, if they were told to train different models, or to sum by hand what is on a GPU
     """
     group = dist.group.WORLD
     assert group is not None
     require_same_modules(module, {"--strategy": strategy, "--all-reduce": all_reduce}, group)
-    device_ids = [place.device] if place.device.type == "cuda" else None
+    device_ids = [env.device] if env.device.type == "cuda" else None
     if strategy == "handwritten":
         all_reduce = all_reduce or "backend"
         if device_ids and all_reduce != "backend":
-            raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {place.device}: use backend")
-        with place.together():  # shared memory may be short on one host
+            raise UsageError(f"--all-reduce {all_reduce} sums tensors of the CPU, not of {env.device}: use backend")
+        with env.fail_together():  # shared memory may be short on one host
             summing = build_all_reduce(all_reduce)
-        with place.together():
+        with env.fail_together():
             return HandwrittenDistributedDataParallel(module, device_ids, broadcast_buffers=False, all_reduce=summing)
     model = DistributedDataParallel(
         module,
@@ -164,7 +164,7 @@ def wrap(
     return model
 
 
-def settle_buckets(job: Job) -> None:
+def warm_up(job: Job) -> None:
     """One backward pass that is thrown away, so that DDP's buckets are final before the first step.
 
     DDP regroups its buckets after the first backward pass, in the order in which gradients became ready. With three ranks
@@ -172,7 +172,7 @@ def settle_buckets(job: Job) -> None:
     first step is not the first, would otherwise differ in the last bit.
     """
     job.statistics.keep()
-    images = empty_batch(job).images.to(job.place.device)
+    images = empty_batch(job).images.to(job.env.device)
     with job.precision.autocast():
         logits, flags = job.model(job.data.to_input(images, job.config.memory_format))
     raise_flags(logits.float().sum(), flags, NO_FLAGS).backward()

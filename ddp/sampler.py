@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
-from common.datasets import BatchKey
-from common.randomness import derive_seed, shuffled
+from common.data.datasets import BatchKey
+from common.training.randomness import derive_seed, shuffled
 
 
 class MicroBatchSampler(DistributedSampler[BatchKey]):
@@ -25,13 +25,13 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
     begin: a position counted in global batches means the same samples at every world size.
 
     :param batch_size: samples per optimizer step, over all ranks and micro-steps; divisible by both
-    :param micro_steps: micro-batches that each rank contributes to an optimizer step
+    :param grad_accumulation_steps: micro-batches that each rank contributes to an optimizer step
     :param seed: another seed is another sequence of orders (``DistributedSampler`` adds the epoch to the seed, so that
         its seed 0 in epoch 1 is its seed 1 in epoch 0; hashing the seed first keeps runs apart)
     """
 
     def __init__(
-        self, dataset: Sized, batch_size: int, micro_steps: int, num_replicas: int, rank: int, seed: int
+        self, dataset: Sized, batch_size: int, grad_accumulation_steps: int, num_replicas: int, rank: int, seed: int
     ) -> None:
         super().__init__(
             dataset,  # type: ignore[arg-type]  # its length is all that is asked for
@@ -41,10 +41,10 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
             seed=derive_seed(seed, "shuffle"),
             drop_last=True,
         )
-        self.micro_batch_size, remainder = divmod(batch_size, num_replicas * micro_steps)
+        self.micro_batch_size, remainder = divmod(batch_size, num_replicas * grad_accumulation_steps)
         if remainder:
-            raise ValueError(f"{batch_size=} does not divide over {num_replicas=} times {micro_steps=}")
-        self.micro_steps = micro_steps
+            raise ValueError(f"{batch_size=} does not divide over {num_replicas=} times {grad_accumulation_steps=}")
+        self.grad_accumulation_steps = grad_accumulation_steps
         self.batch_size = batch_size
         self._run_seed = seed
         self.steps_per_epoch = len(dataset) // batch_size
@@ -62,13 +62,15 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
 
     def __iter__(self) -> Iterator[BatchKey]:
         indices = np.fromiter(super().__iter__(), np.int64, self.num_samples)
-        for micro_batch in range(self.first_step * self.micro_steps, self.steps_per_epoch * self.micro_steps):
+        for micro_batch in range(
+            self.first_step * self.grad_accumulation_steps, self.steps_per_epoch * self.grad_accumulation_steps
+        ):
             start = micro_batch * self.micro_batch_size
             yield BatchKey(self.epoch, indices[start : start + self.micro_batch_size])
 
     def __len__(self) -> int:
         """Micro-batches of this rank until the epoch's end."""
-        return (self.steps_per_epoch - self.first_step) * self.micro_steps
+        return (self.steps_per_epoch - self.first_step) * self.grad_accumulation_steps
 
 
 class ShardSampler:

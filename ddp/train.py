@@ -21,30 +21,30 @@ import torch.nn.functional as F
 from torch.profiler import record_function
 
 from common.cli import UsageError, command, parse
-from common.datasets import Batch
-from common.evaluation import Evaluation, evaluate
-from common.metrics import MetricsWriter, check_tensorboard
-from common.models import LEAST_SAMPLES
-from common.precision import clip_gradients
-from common.process_group import Place, process_group
-from common.profiling import profile_steps
-from common.randomness import seed_torch
-from common.rank_logging import Progress, add_log_file, rank_logging
-from common.report import WindowTotals, finish
-from common.run_directory import LOG_FOLDER
-from common.stopping import StopRequest, exit_status, signal_name, to_be_requeued
-from dataloading.failures import explained
+from common.data.datasets import Batch
+from common.distributed.process_group import DistEnv, process_group
+from common.distributed.rank_logging import Progress, add_log_file, rank_logging
+from common.reporting.profiling import profile_steps
+from common.reporting.report import WindowTotals, finish
+from common.reporting.run_directory import LOG_FOLDER
+from common.resilience.stop_request import StopRequest, exit_status, signal_name, to_be_requeued
+from common.training.evaluation import Evaluation, evaluate
+from common.training.metrics import MetricsWriter, check_tensorboard
+from common.training.models import LEAST_SAMPLES
+from common.training.precision import clip_gradients
+from common.training.randomness import seed_torch
+from dataloading.loader.failures import explained
 from ddp.batchnorm import average_running_statistics
+from ddp.checkpoint.checkpointer import Checkpointer
+from ddp.checkpoint.state import restore
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.data import load_data
-from ddp.flags import NO_FLAGS, Flags, raise_flags
 from ddp.job import Job, build_job, empty_batch
-from ddp.job_state import restore
-from ddp.opening import open_run
-from ddp.replica_check import require_equal_replicas
-from ddp.report import faster_loading
-from ddp.saving import Saver
-from ddp.skipping import invalidate_gradients, report_skipped, sum_of_gradients
+from ddp.resilience.flags import NO_FLAGS, Flags, raise_flags
+from ddp.resilience.nonfinite import invalidate_gradients, report_skipped, sum_of_gradients
+from ddp.resilience.replica_check import require_equal_replicas
+from ddp.resilience.resume import open_run
+from ddp.resilience.run_report import faster_loading
 
 logger = logging.getLogger("ddp.train")
 
@@ -58,77 +58,75 @@ def main() -> None:
     # From here on there are as many of us as torchrun started. The process group is how we find each other.
     with (
         to_be_requeued(),
-        process_group(config.device, config.backend, config.timeout, config.threads, AFTER_THE_WATCHDOG_S) as place,
-        rank_logging(place),
+        process_group(config.device, config.backend, config.timeout, config.threads, AFTER_THE_WATCHDOG_S) as env,
+        rank_logging(env),
     ):
-        train(config, place)
+        train(config, env)
 
 
-def train(config: TrainConfig, place: Place) -> None:
+def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run: what every rank does, from an empty directory, or the newest checkpoint, to the figures."""
-    with place.together():  # what one rank finds wrong ends all
-        samples = micro_batch_size(config.batch_size, place.world_size, config.micro_steps)
+    with env.fail_together():  # what one rank finds wrong ends all
+        samples = micro_batch_size(config.batch_size, env.world_size, config.grad_accumulation_steps)
         if samples < LEAST_SAMPLES.get(config.model, 1):
             raise UsageError(
                 f"{config.model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size"
             )
         if config.tensorboard:
             check_tensorboard()
-    data = load_data(config, place)
-    with open_run(config, place, data) as found:
-        add_log_file(place, config.run_dir / LOG_FOLDER)
-        job = build_job(config, place, data, found.path if found else None)
+    data = load_data(config, env)
+    with open_run(config, env, data) as found:
+        add_log_file(env, config.run_dir / LOG_FOLDER)
+        job = build_job(config, env, data, found.path if found else None)
         if found:
             restore(job, *found)
             logger.info(f"resuming after step {job.step}, {job.position} steps into epoch {job.epoch + 1}")
         logger.info(
-            f"{config.model} on {config.dataset}: {place.world_size} ranks x {config.micro_steps} micro-steps x "
-            f"{samples} samples, {config.precision}, {place.backend}"
+            f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
+            f"{samples} samples, {config.precision}, {env.backend}"
         )
         result = train_epochs(job, continued=found is not None)
-        with place.together():  # nobody leaves while rank 0 still draws
-            if place.is_main:
-                title = f"{config.model} on {config.dataset}, {place.world_size} ranks, {config.precision}"
-                summary = finish(config.run_dir, title, job.network, data, place, result, faster_loading(config))
+        with env.fail_together():  # nobody leaves while rank 0 still draws
+            if env.is_main:
+                title = f"{config.model} on {config.dataset}, {env.world_size} ranks, {config.precision}"
+                summary = finish(config.run_dir, title, job.network, data, env, result, faster_loading(config))
                 print(summary, flush=True)
 
 
 def train_epochs(job: Job, continued: bool) -> Evaluation:
     """What is left of the run, with all that watches over it; returns the last evaluation."""
-    config, place, result = job.config, job.place, None
+    config, env, result = job.config, job.env, None
     steps = config.epochs * job.sampler.steps_per_epoch
-    with place.together():
+    with env.fail_together():
         after = (job.step, job.epoch) if continued else None
-        job.metrics = MetricsWriter(
-            config.run_dir, after=after, tensorboard=config.tensorboard, silent=not place.is_main
-        )
+        job.metrics = MetricsWriter(config.run_dir, after=after, tensorboard=config.tensorboard, silent=not env.is_main)
     with (
         job.metrics,
-        Saver(config, place, job.metrics) as saver,
+        Checkpointer(config, env, job.metrics) as checkpointer,
         job.watchdog,
         StopRequest().listening() as stop,
-        Progress(place, "train", steps, job.step) as progress,
-        profile_steps(place, config.run_dir / "profile" if config.profile else None) as step_done,
+        Progress(env, "train", steps, job.step) as progress,
+        profile_steps(env, config.run_dir / "profile" if config.profile else None) as step_done,
     ):
         while job.epoch < config.epochs:
-            totals = train_epoch(job, saver, stop, progress, step_done)
-            result = test(job, saver, stop)
+            totals = train_epoch(job, checkpointer, stop, progress, step_done)
+            result = test(job, checkpointer, stop)
             tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-            with place.together():  # the disk of rank 0 may be full
+            with env.fail_together():  # the disk of rank 0 may be full
                 job.metrics.write("epoch", job.step, epoch=job.epoch, **totals.as_record(), **tested)
             job.end_epoch(result.accuracy)
-            saver.save(job)
+            checkpointer.save(job)
             logger.info(
                 f"epoch {job.epoch} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
                 f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
             )
-        saver.finish()
-        return result or test(job, saver, stop)  # the latter when it was resumed after its last epoch
+        checkpointer.finish()
+        return result or test(job, checkpointer, stop)  # the latter when it was resumed after its last epoch
 
 
 def train_epoch(
     job: Job,
-    saver: Saver | None = None,
+    checkpointer: Checkpointer | None = None,
     stop: StopRequest | None = None,
     progress: Progress | None = None,
     step_done: Callable[[], None] = lambda: None,
@@ -140,21 +138,23 @@ def train_epoch(
     job.model.train()
     batches = batches_of(job)
     while job.position < steps:
-        agreed = train_step(job, batches, Flags(stop=bool(stop), save=saver is not None and saver.overdue()))
+        agreed = train_step(
+            job, batches, Flags(stop=bool(stop), save=checkpointer is not None and checkpointer.overdue())
+        )
         step_done()
         last = job.position == steps
         if job.step % job.config.log_every == 0 or last:
             log_window(job, progress)
         if job.config.check_replicas_every and job.step % job.config.check_replicas_every == 0:
             job.watchdog.at(job.step, "replica check")
-            require_equal_replicas(job.network, job.place, job.step)
+            require_equal_replicas(job.network, job.env, job.step)
         if last:
             average_running_statistics(job.network)  # the ranks' own differ; see ddp/batchnorm.py
-        if saver is not None:
+        if checkpointer is not None:
             if agreed.stop and stop is not None:
-                leave(job, saver, stop)
-            if not (last or agreed.not_finite) and (agreed.save or saver.due(job.step)):
-                saver.save(job)
+                leave(job, checkpointer, stop)
+            if not (last or agreed.not_finite) and (agreed.save or checkpointer.due(job.step)):
+                checkpointer.save(job)
     next(batches, None)  # workers stay for the next epoch only if this one is seen to its end
     return WindowTotals.merge(job.windows)
 
@@ -169,7 +169,7 @@ def batches_of(job: Job) -> Iterator[Batch]:
         with explained():  # a loader worker that was killed, a full /dev/shm
             yield from job.loader
     except UsageError as error:
-        job.mistake = error
+        job.user_error = error
         while True:
             yield empty_batch(job)
 
@@ -181,33 +181,33 @@ def train_step(job: Job, batches: Iterator[Batch], raised: Flags = NO_FLAGS) -> 
     :returns: what any rank has raised; ``not_finite`` is a step that was skipped for that
     :raises UsageError: on every rank, if one has met a mistake, or too many steps had to be skipped
     """
-    config, device, scaler = job.config, job.place.device, job.precision.scaler
+    config, device, scaler = job.config, job.env.device, job.precision.scaler
     seen = []
     job.statistics.keep()
-    for micro_step in range(config.micro_steps):
+    for micro_step in range(config.grad_accumulation_steps):
         with phase(job, "data"), job.window.waiting():
             images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.place.rank)
+        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)
 
         # DDP decides in forward whether the backward pass that follows will synchronize, so no_sync must cover both. Only
         # the last micro-step's backward averages over the ranks, and what it averages is the sum of all.
-        synchronize = micro_step == config.micro_steps - 1
+        synchronize = micro_step == config.grad_accumulation_steps - 1
         with contextlib.nullcontext() if synchronize else job.no_sync():
             with phase(job, "forward"), job.precision.autocast():
                 logits, flags = job.model(job.data.to_input(images, config.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
             with phase(job, "backward"):
-                scaled = scaler.scale(loss / config.micro_steps)
-                raise_flags(scaled, flags, raised._replace(mistake=job.mistake is not None)).backward()
+                scaled = scaler.scale(loss / config.grad_accumulation_steps)
+                raise_flags(scaled, flags, raised._replace(user_error=job.user_error is not None)).backward()
         seen.append((loss.detach(), logits.detach(), labels))
 
     with phase(job, "optimizer"):
         agreed = job.carrier.agreed()
-        if agreed.mistake:
-            with job.place.together():
-                if job.mistake is not None:
-                    raise job.mistake
+        if agreed.user_error:
+            with job.env.fail_together():
+                if job.user_error is not None:
+                    raise job.user_error
         if agreed.not_finite:
             invalidate_gradients(job.network.parameters())
         if config.clip_norm is not None:
@@ -245,7 +245,7 @@ def phase(job: Job, name: str) -> record_function:
 
 def log_window(job: Job, progress: Progress | None) -> None:
     """What the ranks saw since the last time, for the metrics and the console."""
-    totals = job.window.reduce(job.place)
+    totals = job.window.reduce(job.env)
     job.windows.append(totals)
     rate = job.optimizer.param_groups[0]["lr"]
     job.record("step", learning_rate=rate, loss_scale=job.precision.scaler.get_scale(), **totals.as_record())
@@ -253,14 +253,14 @@ def log_window(job: Job, progress: Progress | None) -> None:
         progress.reach(job.step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s")
 
 
-def test(job: Job, saver: Saver, stop: StopRequest) -> Evaluation:
+def test(job: Job, checkpointer: Checkpointer, stop: StopRequest) -> Evaluation:
     """Evaluate the model, all test samples divided over the ranks. All leave when any rank has been asked to stop."""
     job.watchdog.at(job.step, "evaluation")
     share = job.watchdog.each(stop.before(batches_to_test(job)), "evaluation")
-    result = evaluate(job.network, job.data, job.place, job.precision, share)
-    stopped = job.place.sum_over_ranks(torch.tensor(float(bool(stop)), device=job.place.device))
+    result = evaluate(job.network, job.data, job.env, job.precision, share)
+    stopped = job.env.sum_over_ranks(torch.tensor(float(bool(stop)), device=job.env.device))
     if stopped:
-        leave(job, saver, stop)
+        leave(job, checkpointer, stop)
     return result
 
 
@@ -270,13 +270,13 @@ def batches_to_test(job: Job) -> Iterator[Batch]:
         yield from job.test_loader
 
 
-def leave(job: Job, saver: Saver, stop: StopRequest) -> NoReturn:
+def leave(job: Job, checkpointer: Checkpointer, stop: StopRequest) -> NoReturn:
     """Save the step that is just over, and leave with a status that asks to be started again. On all ranks."""
-    saver.save(job, wait=True)
-    asked: list[int | None] = [None] * job.place.world_size
+    checkpointer.save(job, wait=True)
+    asked: list[int | None] = [None] * job.env.world_size
     dist.all_gather_object(asked, stop.number)
     who = ", ".join(f"{signal_name(number)} on rank {rank}" for rank, number in enumerate(asked) if number is not None)
-    if job.place.is_main:
+    if job.env.is_main:
         logger.warning(f"stopped by {who} after step {job.step}, which is saved: --resume continues from there")
     raise SystemExit(exit_status(asked))
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tests.mistakes import mistake as mistake
+from tests.user_errors import user_error as user_error
 
 # Deadlines would assert times; random examples would make a red test unrepeatable.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -27,13 +27,13 @@ import pytest
 import torch
 
 import ddp.train
-from common.datasets import ImageData
-from common.metrics import read_metrics
-from common.run_directory import SCRATCH
-from ddp import checkpoint_files
-from ddp.checkpoint_manifest import KINDS
-from ddp.flags import NO_FLAGS, Flags
+from common.data.datasets import ImageData
+from common.reporting.run_directory import SCRATCH
+from common.training.metrics import read_metrics
+from ddp.checkpoint import storage
+from ddp.checkpoint.manifest import KINDS
 from ddp.job import Job
+from ddp.resilience.flags import NO_FLAGS, Flags
 from tests.launch import REPOSITORY, clean_environment, error_lines
 
 MARK = "RUN_UNDER_TEST"  # in the environment of every process of a run: torchrun gives each rank a session of its own
@@ -132,7 +132,7 @@ class Run:
     def saves(self) -> list[str]:
         """Checkpoints that are half written."""
         with contextlib.suppress(FileNotFoundError):
-            return [name for name in os.listdir(_folder(self.run_dir)) if name.startswith(checkpoint_files.SAVING)]
+            return [name for name in os.listdir(_folder(self.run_dir)) if name.startswith(storage.SAVING)]
         return []
 
     def seconds_to_end(self, timeout_s: float) -> float | None:
@@ -343,7 +343,7 @@ def _train_poisoned() -> None:
 
     @functools.wraps(train_step)
     def poisoned(job: Job, batches: Any, raised: Flags = NO_FLAGS) -> Flags:
-        if job.place.rank != victim or job.step not in steps:
+        if job.env.rank != victim or job.step not in steps:
             return train_step(job, batches, raised)
         with mock.patch.object(ImageData, "to_input", all_nan):
             return train_step(job, batches, raised)
@@ -360,10 +360,10 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
     :raises common.cli.UsageError: when no checkpoint is whole
     """
-    found = checkpoint_files.newest(run_dir)
+    found = storage.newest(run_dir)
     assert found is not None, f"{run_dir} has no checkpoint"
     path, manifest = found
-    contents = {kind: checkpoint_files.read(path, kind) for kind in KINDS}
+    contents = {kind: storage.read(path, kind) for kind in KINDS}
     for rank in contents["ranks"]:
         rank["window"] = rank["window"][:3]  # then come its seconds
     contents["progress"] = manifest.progress
@@ -412,14 +412,14 @@ def assert_nothing_runs(*runs: Run) -> None:
 
 def scratch_files(run_dir: Path) -> list[str]:
     """What was half written or half removed when somebody died."""
-    half = (checkpoint_files.SAVING, checkpoint_files.REPLACED, checkpoint_files.REMOVED)
+    half = (storage.SAVING, storage.REPLACED, storage.REMOVED)
     entries = [entry for folder in (run_dir, _folder(run_dir)) if folder.is_dir() for entry in folder.iterdir()]
     names = [entry.name for entry in entries]
     return [name for name in names if name.startswith(half) or SCRATCH.fullmatch(name) or name.endswith(".scratch")]
 
 
 def _folder(run_dir: Path) -> Path:
-    return run_dir / checkpoint_files.FOLDER
+    return run_dir / storage.FOLDER
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ from typing import Any
 
 import psutil
 
-from common.standing_ranks import rendezvous
+from common.distributed.worker_group import rendezvous
 
 REPOSITORY = Path(__file__).parent.parent
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(["ddp.train", "common.standing_ranks"])
+FORK_SERVER.set_forkserver_preload(["ddp.train", "common.distributed.worker_group"])
 
 
 def run_ranks(
@@ -173,7 +173,7 @@ def start_command(
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without GPUs, and without what a surrounding job may have set."""
-    from common.process_group import TORCHRUN_VARIABLES
+    from common.distributed.process_group import TORCHRUN_VARIABLES
 
     return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES} | NO_GPUS
 

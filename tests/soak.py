@@ -26,11 +26,11 @@ from typing import Any
 import psutil
 
 from common.cli import UsageError, command, option, parse
-from common.machine import describe_machine
-from common.process_group import stop_signals
-from common.run_directory import CONFIG_FILE, prepare_output, write_json
-from ddp import checkpoint_files
-from ddp.checkpoint_manifest import name_of
+from common.distributed.process_group import stop_signals
+from common.reporting.machine import describe_machine
+from common.reporting.run_directory import CONFIG_FILE, prepare_output, write_json
+from ddp.checkpoint import storage
+from ddp.checkpoint.manifest import name_of
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training
 
 IN_A_SAVE = "in a save"
@@ -59,11 +59,11 @@ class Way:
 
     precision: str
     workers: int
-    micro_steps: int
+    grad_accumulation_steps: int
     strategy: str
 
     def __str__(self) -> str:
-        return f"{self.precision}, {self.workers} workers, {self.micro_steps} micro-steps, {self.strategy}"
+        return f"{self.precision}, {self.workers} workers, {self.grad_accumulation_steps} micro-steps, {self.strategy}"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ def undisturbed(way: Way, run_dir: Path) -> Reference:
     with training(run_dir, *way.flags) as run:
         run.until((run_dir / CONFIG_FILE).exists)
         began = time.monotonic()
-        run.until((run_dir / checkpoint_files.FOLDER / name_of(2, STEPS)).exists)
+        run.until((run_dir / storage.FOLDER / name_of(2, STEPS)).exists)
         seconds = time.monotonic() - began
         assert run.wait(300) == 0, run.output
         return Reference(outcome(run_dir), seconds)

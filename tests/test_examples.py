@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dataloading import face_cache
+from dataloading.synthetic import face_cache
 from tests.launch import REPOSITORY, clean_environment, kill_tree
 
 SCRIPT = REPOSITORY / "torchrun_examples.sh"

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from common.metrics import read_metrics
-from common.run_directory import CONFIG_FILE
-from common.stopping import REQUEUE
-from ddp import checkpoint_files
-from ddp.checkpoint_manifest import MANIFEST, Manifest, name_of
+from common.reporting.run_directory import CONFIG_FILE
+from common.resilience.stop_request import REQUEUE
+from common.training.metrics import read_metrics
+from ddp.checkpoint import storage
+from ddp.checkpoint.manifest import MANIFEST, Manifest, name_of
 from tests.faults import (
     SMALL,
     STEPS,
@@ -69,14 +69,14 @@ def refusal_of(run: Run) -> str:
 
 def newest(run_dir: Path) -> tuple[Path, Manifest]:
     """The newest checkpoint that is whole."""
-    found = checkpoint_files.newest(run_dir)
+    found = storage.newest(run_dir)
     assert found is not None
     return found
 
 
 def assert_finite(checkpoint: Path) -> None:
     """Every weight is, and every statistic."""
-    weights = checkpoint_files.read(checkpoint, "model")
+    weights = storage.read(checkpoint, "model")
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
     run_dir.parent.mkdir()
     with small_disk(run_dir.parent, "30m") as resize:  # two checkpoints and a half
         with training(run_dir, *SMALL) as run:
-            third = run_dir / checkpoint_files.FOLDER / name_of(0, 9)
+            third = run_dir / storage.FOLDER / name_of(0, 9)
             assert refusal_of(run) == (
                 f"error: {third} cannot be written (No space left on device): make room, then continue with --resume"
             )
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, expected: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
-    checkpoints = checkpoint_files.all_of(run_dir)
+    checkpoints = storage.all_of(run_dir)
     last, before_last = reversed(checkpoints[-2:])
     size = (last / "model.pt").stat().st_size
     truncate(last / "model.pt", size // 2)
@@ -128,18 +128,18 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
         assert run.wait() == 0, run.output
         assert f"{last} is damaged: model.pt has {size // 2} bytes instead of {size}" in run.output
         assert f"{before_last} is damaged: optimizer.pt has other content than was written (SHA-256)" in run.output
-        assert (run_dir / checkpoint_files.FOLDER / f"damaged-{last.name}").is_dir()
+        assert (run_dir / storage.FOLDER / f"damaged-{last.name}").is_dir()
         assert differences(run_dir, expected) == []
         assert_nothing_left(run)
 
-    for path in checkpoint_files.all_of(run_dir):
+    for path in storage.all_of(run_dir):
         truncate(path / MANIFEST, 0)
-    before = sorted(os.listdir(run_dir / checkpoint_files.FOLDER))
+    before = sorted(os.listdir(run_dir / storage.FOLDER))
     with training(run_dir, *SMALL, "--auto-resume") as run:
         line = refusal_of(run)
-        assert line.startswith(f"error: {run_dir / checkpoint_files.FOLDER} holds no checkpoint that is whole (")
+        assert line.startswith(f"error: {run_dir / storage.FOLDER} holds no checkpoint that is whole (")
         assert line.endswith("put back a copy, or start again with --overwrite")
-        assert sorted(os.listdir(run_dir / checkpoint_files.FOLDER)) == before
+        assert sorted(os.listdir(run_dir / storage.FOLDER)) == before
 
 
 def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]) -> None:

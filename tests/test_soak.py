@@ -39,7 +39,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
 def test_there_are_all_ways_to_train() -> None:
     assert len(set(WAYS)) == 16
     assert str(Way("fp16", 2, 1, "torch")) == "fp16, 2 workers, 1 micro-steps, torch"
-    flags = ("--precision", "fp16", "--workers", "2", "--micro-steps", "1", "--strategy", "torch")
+    flags = ("--precision", "fp16", "--workers", "2", "--grad-accumulation-steps", "1", "--strategy", "torch")
     assert Way("fp16", 2, 1, "torch").flags == (*SMALL, *flags)
 
 

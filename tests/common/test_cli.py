@@ -42,7 +42,7 @@ def parse_line(*arguments: str) -> Config:
     return parse(Config, "ddp.train", "What it does.", arguments)
 
 
-def mistake(*arguments: str) -> str:
+def user_error(*arguments: str) -> str:
     """The one line in which a command line is refused."""
     with pytest.raises(UsageError) as error:
         parse_line(*arguments)
@@ -101,7 +101,7 @@ def test_inclusive_limits_are_in_the_range(value: str) -> None:
     ],
 )
 def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: str, allowed: str) -> None:
-    message = mistake(*filter(None, (flag, value)))
+    message = user_error(*filter(None, (flag, value)))
     assert message.startswith(f"{flag.split('=')[0]} ")
     assert message.endswith(f" is out of range: it must be {allowed}")
 
@@ -111,7 +111,7 @@ def test_a_share_is_read_exactly_when_it_is_in_its_range(value: float) -> None:
     if 0 <= value < 1:
         assert parse_line(f"--dropout={value!r}").dropout == value
     else:
-        assert "--dropout" in mistake(f"--dropout={value!r}")
+        assert "--dropout" in user_error(f"--dropout={value!r}")
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,17 @@ def test_a_share_is_read_exactly_when_it_is_in_its_range(value: float) -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line_that_names_it(arguments: list[str], fragments: list[str]) -> None:
-    message = mistake(*arguments)
+    message = user_error(*arguments)
     assert all(fragment in message for fragment in fragments)
     assert message.endswith(" (python -m ddp.train --help lists what there is)")
 
 
 def test_a_whole_number_beyond_every_float_is_out_of_range_too() -> None:
-    assert mistake("--batch-size", "9" * 400).endswith("it must be at least 1 and at most 1000")
+    assert user_error("--batch-size", "9" * 400).endswith("it must be at least 1 and at most 1000")
 
 
 def test_options_that_contradict_each_other_are_refused_by_the_configuration() -> None:
-    assert mistake("--resume", "--limit", "3") == "--resume and --limit contradict each other"
+    assert user_error("--resume", "--limit", "3") == "--resume and --limit contradict each other"
 
 
 def test_the_help_says_what_each_option_is_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:

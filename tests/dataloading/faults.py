@@ -33,15 +33,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
-from common.datasets import keep_batch
-from common.loader_workers import start_worker
-from dataloading import crews
-from dataloading.batches import LFWBatches, ThreadedFetch, collate
-from dataloading.fast_loader import FastLoader
-from dataloading.latency import DelayedStorage
-from dataloading.lfw_dataset import LFWDataset
-from dataloading.sampler import ShuffledBatches, ShuffledSampler
-from dataloading.storage import BadFile, LocalFolder
+from common.data.datasets import keep_batch
+from common.resilience.loader_workers import start_worker
+from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.latency import DelayedStorage
+from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
+from dataloading.dataset.storage import BadFile, LocalFolder
+from dataloading.loader import worker_pool as crews
+from dataloading.loader.fast_loader import FastLoader
 
 WIDTH, HEIGHT = 24, 20
 BATCH_SIZE = 4

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from dataloading.dataset.lfw import LFWDataset
 from dataloading.http_server import serve
-from dataloading.lfw_dataset import LFWDataset
 from tests.dataloading.faults import Traces
 from tests.launch import error_lines, ranks_below, run_command, start_command
 

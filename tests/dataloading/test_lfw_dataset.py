@@ -1,280 +1,158 @@
-"""``dataloading.lfw_dataset``: samples and people from a folder, and files that cannot be read."""
+"""``python -m dataloading.lfw_dataset``: the course's script, and mistakes that are one line."""
 
 from __future__ import annotations
 
-import copy
-import logging
-import pickle
-from concurrent.futures import ThreadPoolExecutor
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from torchvision import transforms
 
-from common.cli import UsageError
-from dataloading import decoders
-from dataloading.augmentation import ImageAugmentation
-from dataloading.decoders import installed
-from dataloading.faces import draw, encode
-from dataloading.latency import DelayedStorage
-from dataloading.lfw_dataset import LFWDataset, Skipped
-from dataloading.sampler import SampleKey
-from dataloading.storage import BadFile, LocalFolder, Reader, Storage, Unskippable
-from tests.dataloading.conftest import PEOPLE, PICTURES
-from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture, serve
+from dataloading.lfw_dataset import main
+from tests.dataloading.faults import save_picture
+from tests.launch import run_command
+
+PROGRAM = "dataloading.lfw_dataset"
+UserError = Callable[..., str]
 
 
-def pixels(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.asarray(image)
+@pytest.fixture(scope="module")
+def few(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 12 pictures of two people."""
+    root = tmp_path_factory.mktemp("few") / "people"
+    for name in ("Ann_Lee", "Bo_Ek"):
+        shutil.copytree(pictures / name, root / name)
+    return root
 
 
-def samples_of(files: LFWDataset) -> list[Any]:
-    return [files[sample] for sample in range(len(files))]
+def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """As on a machine without a display."""
+    without = {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    return run_command(PROGRAM, *map(str, arguments), env=without | environment)
 
 
-def test_a_folder_of_lfws_layout_gives_its_files_by_name_and_their_people(pictures: Path) -> None:
-    files = LFWDataset(pictures, with_label=True)
-    paths = sorted(pictures.glob("*/*.jpg"), key=lambda path: str(path.relative_to(pictures)))
-    assert len(files) == len(paths) == PICTURES
-    assert files.people == PEOPLE
-    assert [files.path(sample) for sample in range(PICTURES)] == [str(path) for path in paths]
-    for sample, path in enumerate(paths):
-        image, person = files[sample]
-        np.testing.assert_array_equal(pixels(image), pixels(Image.open(path).convert("RGB")))
-        assert PEOPLE[person] == path.parent.name
-        assert type(person) is int
-        assert files.read(sample) == path.read_bytes()
+@pytest.fixture
+def user_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> UserError:
+    """Runs the command in this process, and gives the one line in which it refuses."""
+
+    def run_here(*arguments: str | Path) -> str:
+        monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    return run_here
 
 
-def test_files_directly_in_the_folder_are_of_the_people_that_their_names_say(tmp_path: Path) -> None:
-    for number, name in enumerate(["Ann_Lee_0001", "Ann_Lee_0002", "Bo_Ek_0001", "portrait", "Cyd_Ray/x_1"]):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        save_picture(tmp_path / f"{name}.jpg", number)
-    files = LFWDataset(tmp_path)
-    assert files.people == ("Ann_Lee", "Bo_Ek", "Cyd_Ray", "portrait")
-    assert files.labels.tolist() == [0, 0, 1, 2, 3]
-    assert files.labels.dtype == np.int64
+def test_without_arguments_it_looks_at_the_embedded_faces(few: Path, tmp_path: Path) -> None:
+    prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v1")
+    result = run(XDG_CACHE_HOME=str(tmp_path))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        f"{prepared}: 14 images of 2 people, the first 24x20",
+        "a batch: images torch.float32 [32, 3, 20, 24], labels torch.int64 [32]",
+    ]
 
 
-def test_without_labels_and_transform_a_sample_is_the_image(pictures: Path) -> None:
-    image = LFWDataset(pictures)[0]
-    assert isinstance(image, Image.Image)
-    assert (image.mode, image.size) == ("RGB", (WIDTH, HEIGHT))
+COURSE_STYLE = "-visualize_batch -get_timing -num_workers 1 -batches_to_check 2 -batch_size 4 -path_to_folder"
+OUR_STYLE = "--visualize-batch --get-timing --num-workers 1 --batches-to-check 2 --batch-size 4 --path-to-folder"
 
 
-def test_a_transform_makes_of_the_image_what_it_likes(pictures: Path) -> None:
-    files = LFWDataset(pictures, transforms.ToTensor(), with_label=True)
-    image, _ = files[3]
-    assert (image.dtype, image.shape) == (torch.float32, (3, HEIGHT, WIDTH))
-    torch.testing.assert_close(image, transforms.functional.to_tensor(files.image(3)), rtol=0, atol=0)
+@pytest.mark.parametrize("flags", [COURSE_STYLE, OUR_STYLE])
+def test_it_draws_a_batch_and_times_some(few: Path, tmp_path: Path, flags: str) -> None:
+    result = run(*flags.split(), few, "--output", tmp_path / "made" / "here")
+    assert (result.returncode, result.stderr) == (0, "")
+    first, batch, drawn, timed = result.stdout.splitlines()
+    assert first == f"{few}: 14 images of 2 people, the first 24x20"
+    assert batch == "a batch: images torch.float32 [4, 3, 20, 24], labels torch.int64 [4]"
+    assert drawn == f"the batch is drawn in {tmp_path}/made/here/batch.png"
+    assert re.match(
+        r"2 batches of 4 with 1 workers: \d+\.\d\d ± \d+\.\d\d s over 5 passes, .*; [\d,]+ images/s ", timed
+    )
+    with Image.open(tmp_path / "made" / "here" / "batch.png") as figure:
+        assert figure.format == "PNG"
+        assert len(np.unique(np.asarray(figure.convert("RGB")).reshape(-1, 3), axis=0)) > 100
 
 
-def test_every_root_gives_the_same_samples(pictures: Path) -> None:
-    expected = samples_of(LFWDataset(pictures, transforms.ToTensor(), with_label=True))
-    fsspec.filesystem("memory").put(str(pictures), "/faces", recursive=True)
-    with serve(pictures) as server:
-        delayed = DelayedStorage(LocalFolder(str(pictures)), 0)
-        roots: list[str | Storage] = [str(pictures), pictures.as_uri(), server.url, "memory://faces", delayed]
-        for root in roots:
-            files = LFWDataset(root, transforms.ToTensor(), with_label=True)
-            assert files.people == PEOPLE
-            assert len(files) == PICTURES
-            for (image, person), (wanted, its_person) in zip(samples_of(files), expected, strict=True):
-                torch.testing.assert_close(image, wanted, rtol=0, atol=0)
-                assert person == its_person
-    fsspec.filesystem("memory").rm("/faces", recursive=True)
+def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
+    (folder / "Bo_Ek" / "broken.jpg").write_bytes(b"")
+    flags = "--augmentation heavy --image-size 16 --on-error skip --batch-size 15 --seed 3"
+    result = run("-path_to_folder", folder, *flags.split())
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        f"{folder}: 15 images of 2 people, the first 16x16",
+        "a batch: images torch.float32 [14, 3, 16, 16], labels torch.int64 [14]",
+        "files skipped: 1",
+    ]
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith(f"skipped: {folder}/Bo_Ek/broken.jpg is empty")
 
 
-def test_real_faces_are_loaded(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"A_B_{number:04d}.jpg").write_bytes(encode(draw(0, number)))
-    assert {image.size for image in samples_of(LFWDataset(tmp_path))} == {(250, 250)}
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--num-workers", "-1"], "--num-workers -1 is out of range: it must be at least 0"),
+        (["-num_workers", "-1"], "--num-workers -1 is out of range: it must be at least 0"),
+        (["-batch_size", "0"], "--batch-size 0 is out of range: it must be at least 1"),
+        (["-batches_to_check", "many"], "-batches_to_check: invalid int value: 'many'"),
+        (["-augmentation", "light"], "invalid choice: 'light'"),
+        (["-speed"], "unrecognized arguments: -speed"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(user_error: UserError, flags: list[str], words: str) -> None:
+    assert words in user_error(*flags)
 
 
-@pytest.mark.parametrize("content", [[], ["notes.txt"], ["empty/"], ["deep/er/a.jpg"], [".hidden.jpg"]])
-def test_a_folder_without_a_jpeg_is_refused_with_what_it_should_be(tmp_path: Path, content: list[str]) -> None:
-    for name in content:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
-    with pytest.raises(UsageError) as refused:
-        LFWDataset(tmp_path)
-    assert str(refused.value).startswith(f"{tmp_path} holds no JPEG file, nor do the folders in it: a data set is ")
-    assert "<folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg" in str(refused.value)
+def test_a_folder_that_is_no_data_set_is_one_line(user_error: UserError, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "lfw.tgz").touch()
+    assert user_error("-path_to_folder", tmp_path / "gone") == f"{tmp_path}/gone is not there: give a folder of JPEGs"
+    assert user_error("-path_to_folder", tmp_path / "empty").startswith(f"{tmp_path}/empty holds no JPEG file")
+    assert f"unpack it first (tar -xf {tmp_path}/lfw.tgz)" in user_error("-path_to_folder", tmp_path / "lfw.tgz")
+    assert user_error("-path_to_folder", "nothing://here").startswith("nothing://here cannot be opened by fsspec: ")
 
 
-def test_a_missing_decoder_is_told_at_once(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "_is_installed", lambda name: name == "pillow")
-    with pytest.raises(UsageError, match="--decoder torchcodec is not installed"):
-        LFWDataset(pictures, decoder="torchcodec")
+def test_a_truncated_file_is_one_line_also_from_a_worker(user_error: UserError, few: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    last = sorted(folder.glob("*/*.jpg"))[-1]
+    last.write_bytes(last.read_bytes()[:-60])
+    line = user_error("-path_to_folder", folder, "-batch_size", "14")
+    assert line.startswith(f"{last} is damaged: image file is truncated")
+    assert line.endswith("fetch it again, or remove it")
+    result = run("-path_to_folder", folder, "-batch_size", "14", "-num_workers", "1")
+    assert (result.returncode, result.stderr) == (2, f"error: {line}\n")
 
 
-@pytest.mark.parametrize("index", [-1, PICTURES])
-def test_there_is_no_sample_before_the_first_and_after_the_last(pictures: Path, index: int) -> None:
-    with pytest.raises(IndexError):
-        LFWDataset(pictures)[index]
+def test_images_of_several_sizes_are_one_line(user_error: UserError, few: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
+    line = user_error("-path_to_folder", folder, "-batch_size", "14")
+    assert line == "images of several sizes make no batch: (3, 20, 24) and (3, 32, 31); give --image-size"
 
 
-@pytest.mark.parametrize("decoder", installed())
-@pytest.mark.parametrize("image_size", [None, 16, 32])
-@pytest.mark.parametrize("augmentation", ["none", "affine", "heavy"])
-def test_pixels_in_a_batch_are_those_of_the_image(
-    pictures: Path, decoder: str, image_size: int | None, augmentation: str
-) -> None:
-    settings: dict[str, Any] = {"image_size": image_size, "augmentation": augmentation, "seed": 5}
-    files = LFWDataset(pictures, decoder=decoder, **settings)
-    reference = LFWDataset(pictures, **settings)
-    height, width, channels = files.image_shape()
-    assert (height, width, channels) == ((image_size or HEIGHT), (image_size or WIDTH), 3)
-    draws = ImageAugmentation(augmentation).draw(5, 2, np.arange(len(files)))
-    for sample in range(len(files)):
-        batch = np.full((3, height, width, 3), 77, np.uint8)
-        files.pixels_into(batch[1], sample, draws[sample])
-        expected = pixels(reference[SampleKey(2, sample)])
-        np.testing.assert_array_equal(batch[1], expected)
-        np.testing.assert_array_equal(pixels(files[SampleKey(2, sample)]), expected)
-        assert (batch[[0, 2]] == 77).all()
+def test_a_first_batch_of_which_nothing_can_be_read_is_one_line(user_error: UserError, tmp_path: Path) -> None:
+    save_picture(tmp_path / "a.jpg", 0)
+    for number in range(9):
+        (tmp_path / f"b{number}.jpg").write_bytes(b"")
+    line = user_error("-path_to_folder", tmp_path, "-on_error", "skip", "-batch_size", "1", "-seed", "0")
+    assert line == f"{tmp_path}: no file of the first batch of 1 can be read"
 
 
-def test_an_augmented_sample_looks_the_same_in_the_same_epoch_and_different_in_the_next(pictures: Path) -> None:
-    files = LFWDataset(pictures, augmentation="affine", seed=1)
-    looks = [pixels(files[SampleKey(epoch, 4)]).tobytes() for epoch in (0, 1, 2, 0)]
-    assert looks[3] == looks[0] == pixels(files[4]).tobytes()
-    assert len(set(looks)) == 3
-    assert pixels(LFWDataset(pictures, augmentation="affine", seed=2)[4]).tobytes() not in looks
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("decoder", installed())
-def test_a_file_that_cannot_be_read_is_named_in_one_line(own_pictures: Path, damage: str, decoder: str) -> None:
-    files = LFWDataset(own_pictures, decoder=decoder)
-    path = Path(files.path(3))
-    do, reason = DAMAGE[damage]
-    do(path)
-    for read in (
-        lambda: files[3],
-        lambda: files.pixels_into(np.zeros((HEIGHT, WIDTH, 3), np.uint8), 3),
+def test_a_place_that_cannot_be_written_is_one_line(user_error: UserError, few: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in (
+        (tmp_path / "file", "is a file: give a folder"),
+        (tmp_path / "file" / "below", "cannot be written: Not a directory"),
     ):
-        with pytest.raises(BadFile) as bad:
-            read()
-        assert str(bad.value).startswith(f"{path} {reason}")
-        assert "\n" not in str(bad.value)
-    assert files[2].size == (WIDTH, HEIGHT)
-
-
-def test_a_damaged_file_comes_with_what_to_do(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures)
-    Path(files.path(0)).write_bytes(b"")
-    with pytest.raises(BadFile, match=r"is empty; fetch it again, or remove it$"):
-        files.image_shape()
-
-
-def test_an_image_of_another_size_is_named_with_both_sizes(own_pictures: Path) -> None:
-    save_picture(own_pictures / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(30, 31))
-    files = LFWDataset(own_pictures)
-    place = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
-    message = r"^.*Ann_Lee_0001\.jpg has 30x31 pixels, where the first image has 24x20: .*; give --image-size$"
-    with pytest.raises(BadFile, match=message):
-        files.pixels_into(place, 0)
-    files.image_size = 16
-    files.pixels_into(np.zeros((16, 16, 3), np.uint8), 0)
-
-
-# on_error="skip"
-
-
-def test_a_file_that_cannot_be_read_is_skipped_with_a_warning_that_names_it(
-    own_pictures: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", with_label=True)
-    paths = [Path(files.path(sample)) for sample in range(len(DAMAGE))]
-    for path, (do, _) in zip(paths, DAMAGE.values(), strict=True):
-        do(path)
-    with caplog.at_level(logging.WARNING, "dataloading"):
-        assert all(isinstance(files[sample], Skipped) for sample in range(len(DAMAGE)))
-    assert files.skipped == len(DAMAGE)
-    for path, (_, reason), line in zip(paths, DAMAGE.values(), caplog.messages, strict=True):
-        assert line.startswith(f"skipped: {path} {reason}")
-    assert not isinstance(files[len(DAMAGE)], Skipped)
-
-
-def test_nothing_is_skipped_unless_that_is_wanted(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures)
-    Path(files.path(0)).unlink()
-    with pytest.raises(BadFile):
-        files[0]
-    assert files.skipped == 0
-
-
-def test_beyond_the_limit_the_next_bad_file_is_an_error(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=2)
-    for sample in range(3):
-        Path(files.path(sample)).write_bytes(b"")
-    assert [type(files[sample]) for sample in range(2)] == [Skipped, Skipped]
-    message = rf"^{files.path(2)} is empty; .*; more than 2 files could not be read, so this is not skipped$"
-    with pytest.raises(BadFile, match=message):
-        files[2]
-
-
-def test_a_limit_of_zero_skips_nothing(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=0)
-    Path(files.path(0)).unlink()
-    with pytest.raises(BadFile, match="more than 0 files"):
-        files[0]
-
-
-def test_a_file_that_is_met_again_is_skipped_again_but_counted_and_said_once(
-    own_pictures: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=2)
-    for sample in (0, 3):
-        Path(files.path(sample)).unlink()
-    with ThreadPoolExecutor(4) as threads:
-        met = list(threads.map(files.__getitem__, [0, 3] * 50))
-    assert all(isinstance(item, Skipped) for item in met)
-    assert files.skipped == 2
-    said = {record.message for record in caplog.records}
-    assert len(said) == 2
-    assert all(any(files.path(sample) in line for line in said) for sample in (0, 3))
-
-
-def test_what_is_not_the_files_fault_is_not_skipped(own_pictures: Path) -> None:
-    class Exhausted(LocalFolder):
-        def open(self, name: str) -> Reader:
-            raise Unskippable("too many open files")
-
-    files = LFWDataset(Exhausted(str(own_pictures)), on_error="skip")
-    with pytest.raises(Unskippable, match="too many open files"):
-        files[0]
-    assert files.skipped == 0
-
-
-def test_the_shape_is_that_of_the_first_file_that_can_be_read_and_looking_for_it_skips_none(
-    own_pictures: Path,
-) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=1)
-    for sample in range(2):
-        Path(files.path(sample)).write_bytes(b"")
-    assert files.image_shape() == (HEIGHT, WIDTH, 3)
-    assert files.skipped == 0
-
-
-def test_a_folder_in_which_nothing_can_be_read_is_one_line(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip")
-    for sample in range(len(files)):
-        Path(files.path(sample)).write_bytes(b"")
-    with pytest.raises(UsageError, match=f"^{own_pictures}: none of its {PICTURES} files can be decoded$"):
-        files.image_shape()
-
-
-def test_a_copy_in_another_process_has_the_same_samples(pictures: Path) -> None:
-    files = LFWDataset(pictures, augmentation="heavy", seed=3, with_label=True)
-    for other in (pickle.loads(pickle.dumps(files)), copy.copy(files)):
-        assert len(other) == len(files)
-        for (image, person), (wanted, its_person) in zip(samples_of(other), samples_of(files), strict=True):
-            assert (pixels(image) == pixels(wanted)).all()
-            assert person == its_person
+        line = user_error("-path_to_folder", few, "-visualize_batch", "--output", place)
+        assert line == f"--output {place} {reason}"

@@ -15,15 +15,15 @@ from PIL import Image
 from torch import Tensor
 
 from common.cli import UsageError
-from common.datasets import batches
-from common.metrics import read_metrics
-from common.randomness import shuffled
-from common.recipes import load_in_memory
-from common.report import Window
+from common.data.datasets import batches
+from common.reporting.report import Window
+from common.training.metrics import read_metrics
+from common.training.randomness import shuffled
+from common.training.recipes import load_in_memory
 from dataparallel import train
 from dataparallel.train import Job, TrainConfig, build_job, require_samples_for_all, train_epoch, train_step
 from tests.launch import run_command, start_command
-from tests.mistakes import Mistake
+from tests.user_errors import UserError
 
 CPU = torch.device("cpu")
 TINY = ("--train-samples", "288", "--test-samples", "101", "--epochs", "2")
@@ -235,24 +235,24 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Sig
     ],
 )
 def test_a_mistake_is_one_line(
-    mistake: Mistake,
+    user_error: UserError,
     tmp_path: Path,
     arguments: list[str],
     words: list[str],
 ) -> None:
-    line = mistake(train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
+    line = user_error(train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
     for word in words:
         assert word in line, line
 
 
-def test_a_run_is_not_overwritten(mistake: Mistake, finished: Path) -> None:
-    line = mistake(train.main, *TINY, "--devices", "cpu", "--run-dir", str(finished))
+def test_a_run_is_not_overwritten(user_error: UserError, finished: Path) -> None:
+    line = user_error(train.main, *TINY, "--devices", "cpu", "--run-dir", str(finished))
     assert line.endswith(f"--run-dir {finished} holds a run: give --overwrite to delete it, or another folder")
 
 
-def test_torchrun_is_refused(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_is_refused(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert "and not by torchrun" in mistake(train.main, *TINY)
+    assert "and not by torchrun" in user_error(train.main, *TINY)
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

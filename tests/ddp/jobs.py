@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common import report
-from common.evaluation import evaluate
-from common.metrics import read_metrics
-from common.process_group import process_group
-from ddp import checkpoint_files
+from common.distributed.process_group import process_group
+from common.reporting import report
+from common.training.evaluation import evaluate
+from common.training.metrics import read_metrics
+from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job, build_job
@@ -48,21 +48,21 @@ def parameters_of(job: Job) -> Arrays:
 
 def train_epochs(config: TrainConfig) -> Outcome:
     """Train without a run directory."""
-    with process_group() as place:
-        job = build_job(config, place, load_data(config, place))
+    with process_group() as env:
+        job = build_job(config, env, load_data(config, env))
         losses = []
         for _ in range(config.epochs):
             losses.append(train_epoch(job).loss)
             job.end_epoch(0.0)
-        confusion = evaluate(job.network, job.data, place, job.precision, job.test_loader).confusion
+        confusion = evaluate(job.network, job.data, env, job.precision, job.test_loader).confusion
         return Outcome(parameters_of(job), losses, confusion)
 
 
 def run_job(config: TrainConfig) -> None:
     """The whole of ``ddp.train``, but for its figures."""
     leave_out_figures()
-    with process_group() as place:
-        train(config, place)
+    with process_group() as env:
+        train(config, env)
 
 
 def leave_out_figures() -> None:
@@ -73,13 +73,13 @@ def leave_out_figures() -> None:
 
 def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """A finished run's tensors (weights, optimizer, scaler), flat, and its metrics without the timings."""
-    found = checkpoint_files.newest(run_dir)
+    found = storage.newest(run_dir)
     assert found is not None
     path, manifest = found
-    tensors = {f"model.{name}": value for name, value in checkpoint_files.read(path, "model").items()}
-    for index, state in checkpoint_files.read(path, "optimizer")["state"].items():
+    tensors = {f"model.{name}": value for name, value in storage.read(path, "model").items()}
+    for index, state in storage.read(path, "optimizer")["state"].items():
         tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
-    for rank, own in enumerate(checkpoint_files.read(path, "ranks")):
+    for rank, own in enumerate(storage.read(path, "ranks")):
         tensors |= {f"rank{rank}.{name}": value for name, value in own["buffers"].items()}
     tensors |= {f"scaler.{name}": torch.as_tensor(value) for name, value in manifest.progress["scaler"].items()}
     tensors["progress"] = torch.tensor([manifest.step, manifest.epoch, manifest.progress["best"]["accuracy"]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.process_group import process_group
+from common.distributed.process_group import process_group
 from ddp.batchnorm import SyncBatchNorm, average_running_statistics, convert_sync_batchnorm
 from tests.launch import run_ranks
 
@@ -49,11 +49,11 @@ def layer_with(affine: bool, momentum: float | None) -> nn.BatchNorm2d:
 
 def synchronized(shares: list[int], affine: bool, momentum: float | None) -> Result:
     """This rank's part of the batch through the synchronized layer."""
-    with process_group() as place:
+    with process_group() as env:
         x, grad_y = inputs((sum(shares), CHANNELS, 4, 3))
-        layer = convert_sync_batchnorm(layer_with(affine, momentum), place.device)
+        layer = convert_sync_batchnorm(layer_with(affine, momentum), env.device)
         assert isinstance(layer, SyncBatchNorm)
-        mine = slice(sum(shares[: place.rank]), sum(shares[: place.rank + 1]))
+        mine = slice(sum(shares[: env.rank]), sum(shares[: env.rank + 1]))
         return run(layer, x[mine], grad_y[mine])
 
 
@@ -91,9 +91,9 @@ def test_a_vector_is_refused() -> None:
 
 
 def averaged() -> tuple[Any, Any, int]:
-    with process_group() as place:
+    with process_group() as env:
         network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3), nn.BatchNorm1d(3))
-        values = {"running_mean": float(place.rank), "running_var": 10.0 + 2 * place.rank, "num_batches_tracked": 4}
+        values = {"running_mean": float(env.rank), "running_var": 10.0 + 2 * env.rank, "num_batches_tracked": 4}
         for name, buffer in network.named_buffers():
             buffer.fill_(values[name.split(".")[1]])
         average_running_statistics(network)

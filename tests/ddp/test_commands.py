@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.metrics import read_metrics
+from common.training.metrics import read_metrics
 from ddp import evaluate, train
 from tests.launch import error_lines, run_command, run_torchrun
-from tests.mistakes import Mistake
+from tests.user_errors import UserError
 
 TINY = ("--train-samples", "432", "--test-samples", "101", "--epochs", "1", "--device", "cpu")
 
@@ -86,8 +86,8 @@ def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch-size", "100", "--micro-steps", "3"], ["--batch-size 100", "1 ranks x 3 micro-steps", "use 99 or 102"]),
-        (["--batch-size", "2", "--micro-steps", "3"], ["--batch-size 2", "use 3"]),
+        (["--batch-size", "100", "--grad-accumulation-steps", "3"], ["--batch-size 100", "1 ranks x 3 micro-steps", "use 99 or 102"]),
+        (["--batch-size", "2", "--grad-accumulation-steps", "3"], ["--batch-size 2", "use 3"]),
         (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
         (["--batch-size", "0"], ["--batch-size 0", "at least 1"]),
         (["--epochs", "0"], ["--epochs 0", "at least 1"]),
@@ -113,34 +113,34 @@ def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
-    mistake: Mistake,
+    user_error: UserError,
     tmp_path: Path,
     arguments: list[str],
     words: list[str],
 ) -> None:
-    line = mistake(train.main, "--run-dir", str(tmp_path / "run"), *arguments)
+    line = user_error(train.main, "--run-dir", str(tmp_path / "run"), *arguments)
     for word in words:
         assert word in line, line
 
 
-def test_a_run_is_not_overwritten_nor_taken_for_another(mistake: Mistake, tmp_path: Path, finished: Path) -> None:
+def test_a_run_is_not_overwritten_nor_taken_for_another(user_error: UserError, tmp_path: Path, finished: Path) -> None:
     run_dir = ("--run-dir", str(finished))
     small = (*TINY, "--batch-size", "48")
-    assert "give --resume to continue it" in mistake(train.main, *small, *run_dir)
-    line = mistake(train.main, *small, *run_dir, "--resume", "--model", "mlp")
+    assert "give --resume to continue it" in user_error(train.main, *small, *run_dir)
+    line = user_error(train.main, *small, *run_dir, "--resume", "--model", "mlp")
     assert "--model fashion-cnn, not mlp" in line
-    line = mistake(train.main, *small, "--run-dir", str(tmp_path / "none"), "--resume")
+    line = user_error(train.main, *small, "--run-dir", str(tmp_path / "none"), "--resume")
     assert "holds no run" in line
     (tmp_path / "letter.txt").write_text("dear all")
-    line = mistake(train.main, *small, "--run-dir", str(tmp_path), "--overwrite")
+    line = user_error(train.main, *small, "--run-dir", str(tmp_path), "--overwrite")
     assert "not a run" in line
     assert (tmp_path / "letter.txt").read_text() == "dear all"
 
 
-def test_fewer_epochs_than_are_done_are_refused(mistake: Mistake, tmp_path: Path) -> None:
+def test_fewer_epochs_than_are_done_are_refused(user_error: UserError, tmp_path: Path) -> None:
     common = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
     assert run_command("ddp.train", *common, "--epochs", "2").returncode == 0
-    line = mistake(train.main, *common, "--resume", "--epochs", "1")
+    line = user_error(train.main, *common, "--resume", "--epochs", "1")
     assert "--epochs 1 is less than the 2" in line
 
 
@@ -153,9 +153,9 @@ def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
     assert "3 steps had to be skipped, more than --max-skipped-steps 2" in line
 
 
-def test_a_checkpoint_that_is_not_there_is_not_evaluated(mistake: Mistake, tmp_path: Path, finished: Path) -> None:
-    assert f"--run-dir {tmp_path} holds no run: name" in mistake(evaluate.main, "--run-dir", str(tmp_path))
-    line = mistake(evaluate.main, "--run-dir", str(finished), "--checkpoint", "epoch-9")
+def test_a_checkpoint_that_is_not_there_is_not_evaluated(user_error: UserError, tmp_path: Path, finished: Path) -> None:
+    assert f"--run-dir {tmp_path} holds no run: name" in user_error(evaluate.main, "--run-dir", str(tmp_path))
+    line = user_error(evaluate.main, "--run-dir", str(finished), "--checkpoint", "epoch-9")
     assert "--checkpoint epoch-9: there is only epoch-0001-step-00000009" in line
 
 

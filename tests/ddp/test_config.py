@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.augmentation import Augmentation
 from common.cli import UsageError
+from common.data.augmentation import Augmentation
 from ddp.config import TrainConfig, micro_batch_size
 
 
@@ -69,19 +69,19 @@ def test_it_survives_json() -> None:
         assert TrainConfig(**settings).as_json() == settings  # as ddp.evaluate reads it
 
 
-@given(batch_size=st.integers(1, 500), world_size=st.integers(1, 9), micro_steps=st.integers(1, 9))
+@given(batch_size=st.integers(1, 500), world_size=st.integers(1, 9), grad_accumulation_steps=st.integers(1, 9))
 def test_a_global_batch_divides_or_names_the_nearest_that_do(
-    batch_size: int, world_size: int, micro_steps: int
+    batch_size: int, world_size: int, grad_accumulation_steps: int
 ) -> None:
-    parts = world_size * micro_steps
+    parts = world_size * grad_accumulation_steps
     if batch_size % parts == 0:
-        assert micro_batch_size(batch_size, world_size, micro_steps) * parts == batch_size
+        assert micro_batch_size(batch_size, world_size, grad_accumulation_steps) * parts == batch_size
         return
     with pytest.raises(UsageError) as error:
-        micro_batch_size(batch_size, world_size, micro_steps)
+        micro_batch_size(batch_size, world_size, grad_accumulation_steps)
     nearest = [int(word) for word in str(error.value).split("use ")[1].split(" or ")]
     for size in nearest:
-        assert micro_batch_size(size, world_size, micro_steps) >= 1
+        assert micro_batch_size(size, world_size, grad_accumulation_steps) >= 1
         assert abs(size - batch_size) < parts
     assert max(nearest) == math.ceil(batch_size / parts) * parts
 

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from common import datasets
-from common.evaluation import Evaluation, evaluate
-from common.models import build_model
-from common.precision import Precision
-from common.process_group import process_group
+from common.data import datasets
+from common.distributed.process_group import process_group
+from common.training.evaluation import Evaluation, evaluate
+from common.training.models import build_model
+from common.training.precision import Precision
 from ddp.evaluate import open_test_loader
 from tests.launch import run_ranks
 
 
 def evaluated(test_samples: int) -> tuple[Evaluation, bool]:
-    with process_group() as place:
+    with process_group() as env:
         data = datasets.load("glyphs", train_samples=100, test_samples=test_samples)
         torch.manual_seed(0)
         network = build_model("fashion-cnn", data.shape, len(data.classes), dropout=0.5)
-        result = evaluate(network, data, place, Precision("fp32", place.device), open_test_loader(data, place))
+        result = evaluate(network, data, env, Precision("fp32", env.device), open_test_loader(data, env))
         return result, network.training
 
 

@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from common.cli import UsageError
-from common.evaluation import evaluate
-from common.process_group import process_group
-from common.stopping import REQUEUE
-from dataloading.batches import LFWBatches
-from dataloading.training_data import load_lfw
+from common.distributed.process_group import process_group
+from common.resilience.stop_request import REQUEUE
+from common.training.evaluation import evaluate
+from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.training_data import load_lfw
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import build_job
@@ -167,8 +167,8 @@ def damage(folder: Path, half: str) -> Path:
 
 def end_of_training(config: TrainConfig) -> tuple[str, bool, int]:
     """What a rank raises in its first epoch, whether it knows that all do, and at which step."""
-    with process_group() as place:
-        job = build_job(config, place, load_data(config, place))
+    with process_group() as env:
+        job = build_job(config, env, load_data(config, env))
         with pytest.raises(UsageError) as caught:
             train_epoch(job)
         return str(caught.value), caught.value.seen_by_all, job.step
@@ -187,10 +187,10 @@ def test_a_damaged_file_ends_all_ranks_at_the_same_step(many: Path, tmp_path: Pa
 
 
 def end_of_evaluation(config: TrainConfig) -> str:
-    with process_group() as place:
-        job = build_job(config, place, load_data(config, place))
+    with process_group() as env:
+        job = build_job(config, env, load_data(config, env))
         with pytest.raises(UsageError) as caught:
-            evaluate(job.network, job.data, place, job.precision, job.test_loader)
+            evaluate(job.network, job.data, env, job.precision, job.test_loader)
         return str(caught.value)
 
 

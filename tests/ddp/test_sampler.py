@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from common.randomness import derive_seed, shuffled
+from common.training.randomness import derive_seed, shuffled
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
 
@@ -18,21 +18,21 @@ def dataset(samples: int) -> TensorDataset:
 
 
 def global_batches(
-    samples: int, batch_size: int, world_size: int, micro_steps: int, epoch: int, seed: int
+    samples: int, batch_size: int, world_size: int, grad_accumulation_steps: int, epoch: int, seed: int
 ) -> list[set[int]]:
     """What all ranks and micro-steps together take in each optimizer step."""
     steps: list[list[int]] = []
     for rank in range(world_size):
-        sampler = MicroBatchSampler(dataset(samples), batch_size, micro_steps, world_size, rank, seed)
+        sampler = MicroBatchSampler(dataset(samples), batch_size, grad_accumulation_steps, world_size, rank, seed)
         sampler.set_epoch(epoch)
         keys = list(sampler)
         assert len(keys) == len(sampler)
         for number, key in enumerate(keys):
             assert key.epoch == epoch
-            assert len(key.samples) == batch_size // (world_size * micro_steps)
-            while len(steps) <= number // micro_steps:
+            assert len(key.samples) == batch_size // (world_size * grad_accumulation_steps)
+            while len(steps) <= number // grad_accumulation_steps:
                 steps.append([])
-            steps[number // micro_steps] += key.samples.tolist()
+            steps[number // grad_accumulation_steps] += key.samples.tolist()
     for step in steps:
         assert len(set(step)) == len(step) == batch_size
     return [set(step) for step in steps]
@@ -48,11 +48,11 @@ def global_batches(
 def test_global_batches_do_not_depend_on_ranks_or_micro_steps(
     parts: tuple[int, int], batches: int, tail: int, epoch: int, seed: int
 ) -> None:
-    world_size, micro_steps = parts
+    world_size, grad_accumulation_steps = parts
     samples = 12 * batches + tail
     expected = global_batches(samples, 12, 1, 1, epoch, seed)
     assert len(expected) == samples // 12
-    assert global_batches(samples, 12, world_size, micro_steps, epoch, seed) == expected
+    assert global_batches(samples, 12, world_size, grad_accumulation_steps, epoch, seed) == expected
 
 
 def test_it_takes_what_torch_s_own_sampler_takes() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import UsageError
-from common.process_group import process_group
-from ddp import checkpoint_files
+from common.distributed.process_group import process_group
+from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job, build_job
@@ -33,9 +33,9 @@ from tests.ddp.jobs import (
 from tests.launch import run_ranks
 
 
-def start(config: TrainConfig, place: Any) -> tuple[Job, Any]:
+def start(config: TrainConfig, env: Any) -> tuple[Job, Any]:
     """A job on the verge of its first step."""
-    job = build_job(config, place, load_data(config, place))
+    job = build_job(config, env, load_data(config, env))
     job.sampler.set_epoch(0)
     job.model.train()
     return job, iter(job.loader)
@@ -61,9 +61,10 @@ def test_world_sizes_agree(alone: Outcome, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("micro_steps", [2, 4])
-def test_micro_steps_equal_one_big_batch(micro_steps: int) -> None:
+def test_micro_steps_equal_one_big_batch(grad_accumulation_steps: int) -> None:
     whole, divided = (
-        run_ranks(train_epochs, 2, small(model="mlp", micro_steps=k, train_samples=1440))[0] for k in (1, micro_steps)
+        run_ranks(train_epochs, 2, small(model="mlp", grad_accumulation_steps=k, train_samples=1440))[0]
+        for k in (1, grad_accumulation_steps)
     )
     assert_close(divided.parameters, whole.parameters, 1e-5)
     assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
@@ -71,13 +72,13 @@ def test_micro_steps_equal_one_big_batch(micro_steps: int) -> None:
 
 def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
     """What DDP hands to the network in each of three steps, and what one set of gradients weighs."""
-    with process_group() as place:
-        job, batches = start(config, place)
+    with process_group() as env:
+        job, batches = start(config, env)
         sent: list[int] = []
 
         def count(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             sent.append(bucket.buffer().nbytes)
-            reduced = dist.all_reduce(bucket.buffer().div_(place.world_size), async_op=True)
+            reduced = dist.all_reduce(bucket.buffer().div_(env.world_size), async_op=True)
             return reduced.get_future().then(lambda future: future.value()[0])
 
         assert isinstance(job.model, DistributedDataParallel)
@@ -91,8 +92,8 @@ def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
-def test_gradients_cross_the_network_once_per_optimizer_step(micro_steps: int) -> None:
-    for steps, weight in run_ranks(bytes_per_step, 2, small(micro_steps=micro_steps)):
+def test_gradients_cross_the_network_once_per_optimizer_step(grad_accumulation_steps: int) -> None:
+    for steps, weight in run_ranks(bytes_per_step, 2, small(grad_accumulation_steps=grad_accumulation_steps)):
         assert steps == [weight] * 3
 
 
@@ -106,12 +107,12 @@ def test_the_hand_written_ddp_trains_to_the_same_bits(all_reduce: str) -> None:
 
 
 def different_models(models: tuple[str, str]) -> str:
-    with process_group() as place:
-        config = small(model=models[place.rank], strategy="handwritten")
-        with pytest.raises(UsageError) as mistake:
-            build_job(config, place, load_data(config, place))
-        assert mistake.value.seen_by_all
-        return str(mistake.value)
+    with process_group() as env:
+        config = small(model=models[env.rank], strategy="handwritten")
+        with pytest.raises(UsageError) as user_error:
+            build_job(config, env, load_data(config, env))
+        assert user_error.value.seen_by_all
+        return str(user_error.value)
 
 
 def test_ranks_with_different_models_are_told_so() -> None:
@@ -203,17 +204,17 @@ def test_two_then_one_then_three_ranks_take_the_same_steps(
 
 def samples_taken(config: TrainConfig, first_step: int) -> list[list[int]]:
     """The samples of this rank in each step of an epoch that is begun at ``first_step``, over all micro-steps."""
-    with process_group() as place:
-        job = build_job(config, place, load_data(config, place))
+    with process_group() as env:
+        job = build_job(config, env, load_data(config, env))
         job.sampler.set_epoch(1, first_step)
         taken = [key.samples.tolist() for key in job.sampler]
-        return np.array(taken).reshape(len(taken) // config.micro_steps, -1).tolist()
+        return np.array(taken).reshape(len(taken) // config.grad_accumulation_steps, -1).tolist()
 
 
 def test_a_position_means_the_same_samples_at_every_world_size() -> None:
     (whole,) = run_ranks(samples_taken, 1, small(), 0)
-    for world_size, micro_steps in ((2, 1), (3, 2), (4, 3)):
-        ranks = run_ranks(samples_taken, world_size, small(micro_steps=micro_steps), 7)
+    for world_size, grad_accumulation_steps in ((2, 1), (3, 2), (4, 3)):
+        ranks = run_ranks(samples_taken, world_size, small(grad_accumulation_steps=grad_accumulation_steps), 7)
         together = [sorted(step) for step in np.concatenate(ranks, axis=1).tolist()]
         assert together == [sorted(step) for step in whole[7:]]
 
@@ -223,10 +224,10 @@ def test_resuming_with_other_settings_takes_them(tmp_path: Path, change: dict[st
     config = {"train_samples": 288, "test_samples": 10, "run_dir": tmp_path / "run"}
     run_ranks(run_job, 1, small(**config))
     run_ranks(run_job, 1, small(**config | {"epochs": 2, "resume": True} | change))
-    found = checkpoint_files.newest(tmp_path / "run")
+    found = storage.newest(tmp_path / "run")
     assert found is not None
     path, manifest = found
-    group = checkpoint_files.read(path, "optimizer")["param_groups"][0]
+    group = storage.read(path, "optimizer")["param_groups"][0]
     after = {**group, "precision": "fp16" if manifest.progress["scaler"] else "fp32"}
     assert after | change == after
     assert manifest.epoch == 2
@@ -237,10 +238,10 @@ def test_resuming_with_other_settings_takes_them(tmp_path: Path, change: dict[st
 
 def with_an_inf(poisoned_step: int) -> tuple[list[float], list[bool], Any]:
     """Four fp16 steps; in one of them, one gradient of the last rank is infinite. Scales, and which steps moved weights."""
-    with process_group() as place:
-        job, batches = start(small(precision="fp16", train_samples=576), place)
+    with process_group() as env:
+        job, batches = start(small(precision="fp16", train_samples=576), env)
         weight = next(job.network.parameters())
-        if place.rank == place.world_size - 1:
+        if env.rank == env.world_size - 1:
             weight.register_hook(lambda grad: grad * (math.inf if job.step == poisoned_step else 1))
         scales, moved = [], []
         for _ in range(4):
@@ -263,8 +264,8 @@ def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(poisoned_step: int) -
 
 def norm_that_clipping_sees(precision: str, clip_norm: float) -> tuple[float, float]:
     """The gradients' norm as clipping is given it, and after the step's clipping."""
-    with process_group() as place:
-        job, batches = start(small(precision=precision, clip_norm=clip_norm), place)
+    with process_group() as env:
+        job, batches = start(small(precision=precision, clip_norm=clip_norm), env)
         norms = []
         clip = torch.nn.utils.clip_grad_norm_
 
@@ -312,8 +313,8 @@ def test_low_precision_ends_within_half_a_point_of_fp32(precision: str) -> None:
 
 
 def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
-    with process_group() as place:
-        job, batches = start(small(model="mlp", schedule="constant", warmup_epochs=0.1, lr=0.3), place)
+    with process_group() as env:
+        job, batches = start(small(model="mlp", schedule="constant", warmup_epochs=0.1, lr=0.3), env)
         rates = []
         for _ in range(4):
             train_step(job, batches)

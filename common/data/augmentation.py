@@ -1,0 +1,55 @@
+"""Augmentation of a whole batch at once, as a pure function of (seed, epoch, sample).
+
+The images stay uint8: a shift and a flip need no arithmetic, and a batch of uint8 is a quarter of the size on its way to
+the device. Nothing here has state, so the same sample looks the same in the same epoch whichever worker, rank or world
+size fetches it, and different in the next epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+from common.training.randomness import uniform
+
+Images = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What may happen to a training image.
+
+    :param shift: pixels by which it may move in each direction; what moves in is ``fill``
+    :param flip: whether it may be mirrored left to right
+    :param fill: the value of uncovered pixels
+    """
+
+    shift: int = 0
+    flip: bool = False
+    fill: int = 0
+
+    def __call__(self, images: Images, seed: int, epoch: int, samples: npt.NDArray[np.int64]) -> Images:
+        """Augment a batch.
+
+        :param images: uint8 ``[n, channels, height, width]``, not changed
+        :param samples: int64 ``[n]``, the images' indices in the data set
+        :returns: a new uint8 array of the same shape
+        """
+        n, channels, height, width = images.shape
+        draws = uniform(3, seed, "augmentation", epoch, samples)  # [n, 3]: down, right, mirrored?
+        down, right = (draws[:, :2] * (2 * self.shift + 1)).astype(np.int64).T
+        mirrored = (draws[:, 2] < 0.5) & self.flip
+
+        border = self.shift
+        canvas = np.full((n, channels, height + 2 * border, width + 2 * border), self.fill, np.uint8)
+        canvas[:, :, border : border + height, border : border + width] = images
+        windows = sliding_window_view(canvas, (height, width), axis=(2, 3))  # every place of the frame on the canvas
+        result = windows[np.arange(n), :, down, right]
+        result[mirrored] = result[mirrored][..., ::-1]
+        return result
+
+
+NO_AUGMENTATION = Augmentation()

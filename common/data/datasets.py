@@ -1,0 +1,189 @@
+"""The image data sets as a loader asks for them, a whole batch at a time, and those that are held in memory as uint8.
+
+``DataLoader`` asks a data set that has ``__getitems__`` for all samples of a batch in one call. On images that lie in
+memory this is the difference between one indexing operation and a Python loop with a collate at its end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from common.cli import UsageError
+from common.data import fashion_mnist, glyphs
+from common.data.augmentation import NO_AUGMENTATION, Augmentation
+
+IN_MEMORY = ("glyphs", "fashion-mnist")
+
+
+class BatchKey(NamedTuple):
+    """What a sampler asks for: these samples, as they look in this epoch.
+
+    The epoch travels with the request because persistent loader workers hold a copy of the data set that never sees a
+    ``set_epoch``.
+    """
+
+    epoch: int
+    samples: npt.NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """Images uint8 ``[n, channels, height, width]`` and labels int64 ``[n]``."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Images(Protocol):
+    """One half of a data set, wherever its images are."""
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]: ...
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of every image."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, key: BatchKey) -> Batch:
+        """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
+
+
+class ImageDataset(Dataset[Batch]):
+    """Images and labels in memory.
+
+    :param images: uint8 ``[samples, channels, height, width]``; :param labels: int64 ``[samples]``
+    :param augmentation: what is done to a fetched batch, a pure function of (seed, epoch, sample)
+    """
+
+    def __init__(
+        self,
+        images: npt.NDArray[np.uint8],
+        labels: npt.NDArray[np.int64],
+        augmentation: Augmentation = NO_AUGMENTATION,
+        seed: int = 0,
+    ) -> None:
+        self.images, self.labels = images, labels
+        self._augmentation, self._seed = augmentation, seed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.images.shape[1:]
+
+    def __getitems__(self, key: BatchKey) -> Batch:
+        images = self.images[key.samples]
+        if self._augmentation.shift or self._augmentation.flip:
+            images = self._augmentation(images, self._seed, key.epoch, key.samples)
+        return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
+
+
+def batches(images: Images, samples: npt.NDArray[np.int64], batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+    """Fetch samples in the order given, as they look in this epoch, in this process; the last batch may be smaller."""
+    for start in range(0, len(samples), batch_size):
+        yield images.__getitems__(BatchKey(epoch, samples[start : start + batch_size]))
+
+
+def keep_batch(batch: Batch) -> Batch:
+    """The ``collate_fn`` for a data set that returns whole batches."""
+    return batch
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set's two halves, and what a model needs to know of them.
+
+    :param mean: :param std: of the training images' pixels, on a scale of 0 to 1
+    :param fingerprint: a digest that tells it from other data
+    """
+
+    name: str
+    train: Images
+    test: Images
+    classes: tuple[str, ...]
+    mean: float
+    std: float
+    fingerprint: str
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.train.shape
+
+    def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """uint8 images as a model wants them: float32 of mean 0 and standard deviation 1, on the device they are on."""
+        return (
+            images.to(torch.float32, memory_format=memory_format).mul_(1 / (255 * self.std)).sub_(self.mean / self.std)
+        )
+
+
+def load(
+    name: str,
+    folder: Path | None = None,
+    *,
+    train_samples: int | None = None,
+    test_samples: int | None = None,
+    augmentation: Augmentation = NO_AUGMENTATION,
+    seed: int = 0,
+) -> ImageData:
+    """Load a data set of :data:`IN_MEMORY`.
+
+    :param folder: where ``fashion-mnist`` lies: torchvision's layout, or simply its four files; ``glyphs`` needs none
+    :param train_samples: :param test_samples: take only the first so many; all when None
+    :param seed: of the augmentation. The data itself is the same for every seed.
+    :raises UsageError: when files are missing, damaged, not what they should be or not needed, or have too few samples
+    """
+    if name == "glyphs" and folder is not None:
+        raise UsageError(f"--data-dir {folder} is for fashion-mnist and lfw: glyphs are rendered, not read")
+    source = glyphs if name == "glyphs" else fashion_mnist
+    halves = {}
+    for split, limit in (("train", train_samples), ("test", test_samples)):
+        count = first_samples(split, limit, source.SAMPLES[split], name)
+        images, labels = glyphs.render(split, count) if name == "glyphs" else fashion_mnist.read(folder, split)
+        halves[split] = images[:count, None], labels[:count]
+
+    images, labels = halves["train"]
+    mean, std = mean_and_std(images)
+    digest = hashlib.sha256(b"".join(array.tobytes() for half in halves.values() for array in half))
+    return ImageData(
+        name=name,
+        train=ImageDataset(images, labels, replace(augmentation, fill=source.BACKGROUND), seed),
+        test=ImageDataset(*halves["test"]),
+        classes=tuple(source.CLASSES),
+        mean=mean,
+        std=std,
+        fingerprint=digest.hexdigest()[:16],
+    )
+
+
+def first_samples(split: str, limit: int | None, available: int, name: str) -> int:
+    """How many samples of a half are taken: the first ``limit``, or all that are ``available``.
+
+    :raises UsageError: when there are not so many
+    """
+    if limit is not None and limit > available:
+        raise UsageError(f"--{split}-samples {limit} is more than the {available:,} that {name} has")
+    return available if limit is None else limit
+
+
+def mean_and_std(images: npt.NDArray[np.uint8]) -> tuple[float, float]:
+    """Mean and standard deviation of all pixels, on a scale of 0 to 1.
+
+    Counting is exact, and so the same on every machine; in pieces, since bincount makes an int64 copy of what it counts.
+    """
+    histogram = np.sum([np.bincount(part.reshape(-1), minlength=256) for part in np.array_split(images, 100)], axis=0)
+    levels = np.arange(256) / 255
+    mean = float(histogram @ levels / histogram.sum())
+    return mean, float(np.sqrt(histogram @ (levels - mean) ** 2 / histogram.sum()))

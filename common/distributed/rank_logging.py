@@ -1,0 +1,113 @@
+"""Rank-aware logging and progress: who says what, and where it goes.
+
+Every line carries the rank, the host and the device. The console shows rank 0, and from the others only warnings and
+errors; each rank's own file in the run directory has everything, tracebacks included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from tqdm import tqdm
+
+from common.cli import UsageError
+from common.distributed.process_group import DistEnv
+
+logger = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes to stderr above a progress bar that may be drawn there, and leaves the traceback to Python's own report."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        without_traceback = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
+        try:
+            tqdm.write(self.format(without_traceback), file=sys.stderr)
+        except OSError:  # nobody reads any more; training goes on
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
+    """Send this process's log records where they belong, for the length of the block; an exception that ends it too.
+
+    :param folder: of the log files, if it is known already (see :func:`add_log_file`)
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    console = _ConsoleHandler(logging.INFO if env.is_main else logging.WARNING)
+    console.setFormatter(_formatter(env))
+    root.addHandler(console)
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    if folder is not None:
+        add_log_file(env, folder)
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UsageError):
+            # Before the others fail for want of this rank: torchrun's report is ordered by the second of each failure.
+            get_error_handler().record_exception(error)
+            logger.error("%s: %s", type(error).__name__, error, exc_info=True)
+        raise
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+            with contextlib.suppress(OSError):  # a full disk, which what was to be written there has met already
+                handler.close()
+
+
+def add_log_file(env: DistEnv, folder: Path) -> None:
+    """From here to the end of :func:`rank_logging`, also append to ``rank<r>.log`` in ``folder``, tracebacks included."""
+    folder.mkdir(parents=True, exist_ok=True)  # another node's disk may not have rank 0's folders
+    file = logging.FileHandler(folder / f"rank{env.rank}.log", encoding="utf-8")
+    file.setFormatter(_formatter(env))
+    logging.getLogger().addHandler(file)
+
+
+def _formatter(env: DistEnv) -> logging.Formatter:
+    return logging.Formatter(
+        f"%(asctime)s %(levelname)-7s [rank {env.rank}/{env.world_size} {env.host} {env.device}] %(message)s"
+    )
+
+
+class Progress:
+    """Rank 0's progress through ``total`` steps: a bar on a terminal, a log line every ten seconds elsewhere."""
+
+    def __init__(self, env: DistEnv, title: str, total: int, initial: int = 0) -> None:
+        self._title, self._total, self._done = title, total, initial
+        self._silent = not env.is_main
+        self._last_line = time.monotonic()
+        terminal = env.is_main and sys.stderr.isatty()
+        self._bar = tqdm(total=total, initial=initial, desc=title, unit="step", leave=False) if terminal else None
+
+    def advance(self, steps: int, facts: str) -> None:
+        """``steps`` more are done; ``facts`` is what there is to say (loss, learning rate, images/s)."""
+        self._done += steps
+        if self._bar is not None:
+            self._bar.set_postfix_str(facts, refresh=False)
+            self._bar.update(steps)
+        elif not self._silent and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            logger.info("%s: step %d of %d, %s", self._title, self._done, self._total, facts)
+            self._last_line = time.monotonic()
+
+    def reach(self, done: int, facts: str) -> None:
+        """``done`` steps are done in all; ``facts`` as in :meth:`advance`."""
+        self.advance(done - self._done, facts)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

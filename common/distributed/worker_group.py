@@ -1,0 +1,268 @@
+"""Ranks of one job that stay, and do what the main process tells them, one call at a time.
+
+Benchmarks need them: jobs that are compared take turns within one command, and none may pay for its start in a timing::
+
+    with StandingRanks(2, Service, "argument", threads=1) as ranks:
+        ranks.call("run", 10)  # service.run(10) on both: [result of rank 0, result of rank 1]
+
+This is for one machine and short lives, and no way to start a training: torchrun does that.
+
+The processes are forked from multiprocessing's fork server, which has imported torch but never used it: that takes a
+fraction of a second, and CUDA is first used on the ranks themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, parent_process, resource_sharer, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch.multiprocessing
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from common.cli import UsageError
+from common.distributed.process_group import process_group
+
+END_S = 5.0  # for a rank to leave its group
+ECHO_S = 0.5  # the ranks that talked to one that died may report it before its death is seen
+
+_context = torch.multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "common.distributed.worker_group"])
+
+
+class WorkerGroup:
+    """A job of ``world_size`` processes, each with a process group and a service of its own; to be closed.
+
+    CPU tensors that are passed, in either direction, are moved to shared memory and stay shared. The ranks are daemons, so
+    they can have no loader workers. When the main process ends, even if it is killed, they do.
+
+    :param build: importable by name; ``build(env, *arguments)`` makes a rank's service, within its process group
+    :param device: and ``backend``, ``threads`` and ``timeout_s`` (for the start and for each collective): see
+        :func:`common.distributed.process_group.process_group`
+    :param name: what one of the ranks is called in errors
+    :raises UsageError: with the message of the one that a rank met
+    :raises RuntimeError: with the traceback of anything else that went wrong on a rank, or with what it died of. After an
+        error, here or from a call, the ranks have ended, also those that waited for the failed one.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        build: Callable[..., Any],
+        *arguments: Any,
+        device: str = "cpu",
+        backend: str = "auto",
+        threads: int = 0,
+        timeout_s: float = 600.0,
+        name: str = "rank",
+    ) -> None:
+        self._name = name
+        self._doing: str | None = "build"
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._rendezvous = contextlib.ExitStack()
+        try:
+            environments = self._rendezvous.enter_context(rendezvous(world_size))
+            with _ctrl_c_afterwards():
+                for rank, environment in enumerate(environments):
+                    ours, theirs = _context.Pipe()
+                    group = (device, backend, timeout_s, threads)
+                    process = _context.Process(
+                        target=_rank,
+                        args=(theirs, environment, group, build, arguments),
+                        name=f"{name}-{rank}",
+                        daemon=True,
+                    )
+                    with theirs:
+                        process.start()
+                    self._ranks.append((process, ours))
+        except BaseException:
+            self._kill()
+            raise
+        self.finish()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, in rank order."""
+        return [process.pid or 0 for process, _ in self._ranks]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """``service.method(*arguments)`` on every rank at once; what each returned, in rank order."""
+        self.start(method, *arguments)
+        return self.finish()
+
+    def start(self, method: str, *arguments: Any) -> None:
+        """Begin a call, for a main process that has something to do meanwhile."""
+        if not self._ranks:
+            raise RuntimeError(f"{method}: these ranks have ended")
+        if self._doing:
+            raise RuntimeError(f"{method} cannot start before {self._doing} is finished")
+        # One message per rank: a handle to shared memory can be received once.
+        messages = [ForkingPickler.dumps((method, arguments)) for _ in self._ranks]
+        self._doing = method
+        for (_, pipe), message in zip(self._ranks, messages, strict=True):
+            with contextlib.suppress(OSError):  # it is dead, as finish will say
+                pipe.send_bytes(message)
+
+    def finish(self) -> list[Any]:
+        """Wait for the call that was started; what each rank returned, in rank order."""
+        if not self._doing:
+            raise RuntimeError("no call was started")
+        try:
+            results = self._collect()
+        except BaseException:  # the others may wait for the failed rank, or answer when nobody asks
+            self._kill()
+            raise
+        self._doing = None
+        return results
+
+    def close(self) -> None:
+        """End the ranks: they are asked to leave, and killed if they do not or if they are still in a call."""
+        try:
+            if not self._doing:
+                for _, pipe in self._ranks:
+                    with contextlib.suppress(OSError):
+                        pipe.send(None)
+                deadline = time.monotonic() + END_S
+                for process, _ in self._ranks:
+                    process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._kill()
+
+    def _collect(self) -> list[Any]:
+        pipes = [pipe for _, pipe in self._ranks]
+        results: dict[int, Any] = {}
+        failure: Exception | None = None
+        while len(results) < len(pipes):
+            ready = wait(pipes, ECHO_S if failure else None)
+            pipe: Any
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                try:
+                    user_error, trace, results[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    raise self._death(rank) from None
+                if user_error is not None:
+                    failure = failure or UsageError(user_error)
+                elif trace is not None:
+                    failure = failure or RuntimeError(f"{self._who(rank)} failed in {self._doing}:\n{trace}")
+            if not ready:
+                break
+        if failure:
+            raise failure
+        return [results[rank] for rank in range(len(pipes))]
+
+    def _death(self, rank: int) -> RuntimeError:
+        process, _ = self._ranks[rank]
+        process.join(END_S)
+        code = process.exitcode
+        end = f"ended with exit status {code}"
+        if code is not None and code < 0:
+            end = f"died of {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            end += " (the kernel does this when memory runs out: see dmesg)"
+        return RuntimeError(f"{self._who(rank)} (pid {process.pid}) {end} in {self._doing}")
+
+    def _who(self, rank: int) -> str:
+        return f"{self._name} {rank} of {len(self._ranks)}"
+
+    def _kill(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+        for process, pipe in self._ranks:
+            process.join()
+            process.close()
+            pipe.close()
+        self._ranks.clear()
+        if self._doing:
+            resource_sharer.stop()  # it holds the shared memory that they did not live to receive
+            self._doing = None
+        self._rendezvous.close()
+
+
+@contextlib.contextmanager
+def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
+    """Hold the store at which a new job's ranks meet; what each has to find in its environment, as torchrun would set it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
+        }
+        for rank in range(world_size)
+    ]
+
+
+@contextlib.contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Let Ctrl-C wait: it must meet neither a fork server that still imports nor a rank that nobody knows of yet."""
+    resource_tracker.ensure_running()  # first: its start unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rank(pipe: Connection, environment: dict[str, str], group: Any, build: Callable[..., Any], arguments: Any) -> None:
+    """A rank's life. It answers with (a UsageError's message, any other error's traceback, the result)."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the terminal sends it to all; the main process decides
+    threading.Thread(target=_end_with_main_process, daemon=True).start()
+    os.environ.update(environment)
+    logging.getLogger("common.distributed.process_group").setLevel(logging.ERROR)  # who stops all has said so
+    # The pipe is closed before the group is left: that a rank leaves is then known before its peers complain.
+    with _reported(pipe), process_group(*group) as env, pipe, _reported(pipe):
+        _serve(pipe, build, env, *arguments)
+
+
+def _serve(pipe: Connection, build: Callable[..., Any], *arguments: Any) -> None:
+    service = build(*arguments)  # gone when this returns: a DDP module must not outlive its group
+    pipe.send((None, None, None))
+    while (call := pipe.recv()) is not None:
+        method, call_arguments = call
+        pipe.send((None, None, getattr(service, method)(*call_arguments)))
+
+
+@contextlib.contextmanager
+def _reported(pipe: Connection) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if pipe.closed:
+            raise
+        user_error = str(error) if isinstance(error, UsageError) else None
+        with contextlib.suppress(EOFError, OSError):
+            pipe.send((user_error, traceback.format_exc(), None))
+            pipe.recv()  # until we are killed: a rank that leaves would have its peers fail too
+
+
+def _end_with_main_process() -> None:
+    """A rank that is busy, or hangs in a collective, would not notice that the main process was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

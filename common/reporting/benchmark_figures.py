@@ -1,0 +1,286 @@
+"""The figures of the benchmarks: sweeps, bars, stacks of parts, and paired ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.reporting.run_figures import COLORS, new_figure
+
+if TYPE_CHECKING:
+    from common.reporting.timing import Spread
+
+STACK_COLORS = (
+    "#8fb8dc", "#d9542b", "#1f6fb4", "#b8912b", "#3a9a5b", "#8a5fb0", "#c0271a", "#7fb8a0", "#b9c0c6"
+)  # fmt: skip
+
+
+def plot_sweep(
+    path: Path,
+    x_title: str,
+    x_values: Sequence[Any],
+    curves: Mapping[str, Mapping[int, tuple[list[float], int]]],
+    *,
+    cores: int,
+    title: str,
+    logarithmic: bool = False,
+) -> None:
+    """Repeated runs over one axis: their seconds (mean, one standard deviation up and down) and images/s.
+
+    :param x_values: numbers or words, drawn at equal distances; where they are counts of workers, ``cores`` is marked
+    :param logarithmic: draw the seconds so, when they span decades
+    :param curves: for each, by position in ``x_values``, the seconds of its runs and the images in one
+    """
+    figure, axes = new_figure(1, 2, (11, 4.4), title)
+    seconds_plot, rate_plot = axes[0]
+    for number, (label, points) in enumerate(curves.items()):
+        positions = sorted(points)
+        seconds = [np.array(points[position][0]) for position in positions]
+        style: dict[str, Any] = {
+            "color": COLORS[number % len(COLORS)],
+            "marker": "os^Dv"[number // len(COLORS) % 5],
+            "label": label,
+            "linestyle": "none" if isinstance(x_values[0], str | bool) else "-",
+            "markersize": 5,
+            "capsize": 4,
+        }
+        deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in seconds]
+        seconds_plot.errorbar(positions, [runs.mean() for runs in seconds], deviations, **style)
+        rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
+        deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in rates]
+        rate_plot.errorbar(positions, [runs.mean() for runs in rates], deviations, **style)
+    for plot, y_title in ((seconds_plot, "seconds, mean and standard deviation"), (rate_plot, "images/s")):
+        plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
+        plot.set_xlabel(x_title.replace("_", " "))
+        plot.set_ylabel(y_title)
+        if logarithmic and plot is seconds_plot:
+            plot.set_yscale("log")
+        else:
+            plot.set_ylim(bottom=0)
+        plot.grid(alpha=0.25)
+        if x_title == "workers" and cores in x_values:
+            plot.axvline(list(x_values).index(cores), color="0.4", linewidth=1, linestyle="--")
+            plot.annotate(
+                f" {cores} usable cores", (list(x_values).index(cores), plot.get_ylim()[1] * 0.02), fontsize=8
+            )
+    if len(curves) > 1:
+        rate_plot.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def plot_bars(
+    path: Path,
+    bars: Mapping[str, tuple[float, float, float]],
+    *,
+    ceiling: float,
+    ceiling_title: str,
+    x_title: str,
+    title: str,
+) -> None:
+    """One bar below the other, each with its value and how many times the first's it is, and a line at the ceiling.
+
+    :param bars: median, lower and upper quartile
+    """
+    figure, axes = new_figure(1, 1, (10, 1.4 + 0.5 * len(bars)), title)
+    plot = axes[0, 0]
+    medians = [median for median, _, _ in bars.values()]
+    edge = max(ceiling, *(high for _, _, high in bars.values()))
+    errors = [[median - low for median, low, _ in bars.values()], [high - median for median, _, high in bars.values()]]
+    colors = [COLORS[5], *[COLORS[0]] * (len(bars) - 1)]
+    plot.barh(
+        range(len(bars)), medians, xerr=errors, color=colors, height=0.62, error_kw={"capsize": 3, "ecolor": "0.3"}
+    )
+    for position, median in enumerate(medians):
+        text = f"{median:,.0f}  =  {median / medians[0]:.1f}x  =  {100 * median / ceiling:.0f} % of the ceiling"
+        plot.text(1.03 * edge, position, text, va="center", fontsize=9)
+    plot.axvline(ceiling, color=COLORS[1], linewidth=1.5)
+    plot.text(ceiling, -0.62, ceiling_title + "  ", ha="right", va="bottom", fontsize=8.5, color=COLORS[1])
+    plot.set_yticks(range(len(bars)), list(bars))
+    plot.set_ylim(len(bars) - 0.45, -0.95)
+    plot.set_xlim(0, 1.55 * edge)
+    plot.set_xlabel(x_title)
+    figure.savefig(path, dpi=110)
+
+
+def plot_stacked(
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    x_values: Sequence[Any],
+    *,
+    x_title: str,
+    y_title: str,
+    title: str,
+    line: tuple[float, str] | None = None,
+    points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+) -> None:
+    """What a whole is made of: one panel beside the other, in each a stack of parts for every x.
+
+    :param panels: for each panel's title its parts, from the bottom up, one value per x
+    :param line: a height to compare with, and what it is
+    :param points: for each panel's title, totals of other things to compare with, one value per x
+    """
+    figure, axes = new_figure(1, len(panels), (1.2 + max(4.8, 0.95 * len(x_values) + 2.4) * len(panels), 4.8), title)
+    colors: dict[str, Any] = {}
+    for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
+        bottoms = np.zeros(len(x_values))
+        for name, values in parts.items():
+            color = colors.setdefault(name, STACK_COLORS[len(colors) % len(STACK_COLORS)])
+            plot.bar(range(len(x_values)), values, 0.62, bottoms, color=color, label=name)
+            bottoms += np.array(values)
+        for position, total in enumerate(bottoms):
+            plot.text(position, total, f"{total:.2f}", ha="center", va="bottom", fontsize=8.5)
+        for number, (name, values) in enumerate((points or {}).get(panel, {}).items()):
+            plot.plot(range(len(x_values)), values, "Dos"[number % 3], color="black", markersize=5, label=name)
+        if line is not None:
+            plot.axhline(line[0], color="0.25", linewidth=1, linestyle="--", label=line[1])
+        plot.set_xticks(range(len(x_values)), [str(value) for value in x_values], fontsize=8)
+        plot.set_title(panel, fontsize=10)
+        plot.set_xlabel(x_title)
+        plot.set_ylabel(y_title)
+        handles, labels = plot.get_legend_handles_labels()
+        plot.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=110)
+
+
+def plot_strategies(
+    path: Path,
+    steps: Mapping[str, tuple[list[float], float]],
+    speedups: Mapping[str, tuple[int, Spread]],
+    title: str,
+) -> None:
+    """Ways to train side by side: time per step, speedup over the devices, and memory.
+
+    :param steps: for each its milliseconds per step, one entry per round, and its peak memory in MB
+    :param speedups: for each its number of devices, and how many times as fast as the first it is
+    """
+    figure, axes = new_figure(1, 3, (15, 1.8 + 0.5 * len(steps)), title)
+    time_plot, speedup_plot, memory_plot = axes[0]
+    names = list(steps)
+    for position, (name, (milliseconds, megabytes)) in enumerate(steps.items()):
+        color = COLORS[position % len(COLORS)]
+        median = float(np.median(milliseconds))
+        jitter = np.linspace(-0.2, 0.2, len(milliseconds))
+        time_plot.plot(milliseconds, position + jitter, "o", color=color, alpha=0.4, markersize=4)
+        time_plot.plot([median, median], [position - 0.32, position + 0.32], color=color, linewidth=2.5)
+        devices, speedup = speedups[name]
+        errors = [[speedup.median - speedup.low], [speedup.high - speedup.median]]
+        style: dict[str, Any] = {"color": color, "marker": "os^Dv"[position % 5], "capsize": 4, "label": name}
+        speedup_plot.errorbar([devices + 0.02 * (position - (len(steps) - 1) / 2)], [speedup.median], errors, **style)
+        memory_plot.barh(position, megabytes, 0.6, color=color)
+        memory_plot.text(megabytes, position, f" {megabytes:,.0f}", va="center", fontsize=8.5)
+    for plot, x_title in ((time_plot, "ms per step"), (memory_plot, "peak memory per process, MB")):
+        plot.set_yticks(range(len(names)), names if plot is time_plot else [""] * len(names))
+        plot.set_ylim(len(names) - 0.5, -0.5)
+        plot.set_xlabel(x_title)
+    time_plot.set_xlim(left=0)
+    memory_plot.margins(x=0.15)
+    most = max(devices for devices, _ in speedups.values())
+    speedup_plot.plot([1, most], [1, most], color="0.4", linewidth=1, linestyle="--", label="ideal")
+    speedup_plot.set_xticks(range(1, most + 1))
+    speedup_plot.set_xlabel("devices (GPUs, or shares of the cores)")
+    speedup_plot.set_ylabel(f"times as fast as '{names[0]}'")
+    speedup_plot.grid(alpha=0.25)
+    speedup_plot.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def plot_all_reduce(
+    path: Path,
+    seconds: Mapping[str, Mapping[int, list[float]]],
+    lines: Mapping[str, tuple[float, float]],
+    bandwidths: Mapping[str, Mapping[int, float]],
+    limit: float,
+    sizes: Mapping[int, str],
+    title: str,
+) -> None:
+    """All-reduce algorithms over the size of the tensor: time with the line through it, and bus bandwidth.
+
+    :param seconds: of each algorithm, by size in bytes, one entry per round
+    :param lines: of each, alpha in seconds and beta in seconds per byte: alpha + beta * bytes
+    :param bandwidths: of each, by size, in bytes per second; :param limit: what memory allows
+    :param sizes: what each size is called, from the smallest to the largest
+    """
+    figure, axes = new_figure(1, 2, (14, 6), title)
+    time_plot, bandwidth_plot = axes[0]
+    curve = np.geomspace(min(sizes), max(sizes), 200)
+    colors = (COLORS[5], *COLORS[:5], "#c0271a", "#7fb8a0")
+    for number, (name, times) in enumerate(seconds.items()):
+        style: dict[str, Any] = {"color": colors[number % 8], "marker": "os^DvPX*"[number % 8], "markersize": 5}
+        low, median, high = 1e6 * np.quantile(list(times.values()), (0.25, 0.5, 0.75), axis=1)
+        time_plot.errorbar(list(times), median, [median - low, high - median], linestyle="none", capsize=3, **style)
+        alpha, beta = lines[name]
+        time_plot.plot(curve, 1e6 * (alpha + beta * curve), color=style["color"], linewidth=1)
+        values = [1e-9 * value for value in bandwidths[name].values()]
+        bandwidth_plot.plot(list(bandwidths[name]), values, linewidth=1.4, label=name, **style)
+    words = "the most that memory allows,\nwhere caches do not help"
+    bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
+    time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
+    bandwidth_plot.set_ylabel("bus bandwidth, GB/s")
+    larger = [*list(sizes)[1:], math.inf]
+    apart = {size: name for (size, name), after in zip(sizes.items(), larger, strict=True) if after > 2.5 * size}
+    for plot in axes[0]:
+        plot.set_xscale("log", base=2)
+        plot.set_yscale("log")
+        plot.set_xticks(list(apart), list(apart.values()), rotation=45, ha="right", fontsize=8)
+        plot.set_xlabel("size of the tensor")
+        plot.grid(alpha=0.25)
+    time_plot.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1 else f"{value:,.0f}")
+    bandwidth_plot.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path, dpi=110)
+
+
+def plot_ratios(path: Path, ratios: dict[str, list[float]], limit: float, title: str, axis_title: str) -> None:
+    """Paired ratios, one dot per round and candidate, with the median and a line at the allowed limit."""
+    figure, axes = new_figure(1, 1, (8, 1.6 + 0.6 * len(ratios)), title)
+    plot = axes[0, 0]
+    for position, values in enumerate(ratios.values()):
+        color = COLORS[position % len(COLORS)]
+        jitter = np.linspace(-0.18, 0.18, len(values))
+        plot.plot(values, position + jitter, "o", color=color, alpha=0.45, markersize=4)
+        median = float(np.median(values))
+        plot.plot([median, median], [position - 0.3, position + 0.3], color=color, linewidth=2.5)
+        plot.text(median, position + 0.34, f"{median:.3f}", ha="center", fontsize=9)
+    plot.axvline(1.0, color="0.4", linewidth=1)
+    plot.axvline(limit, color="0.4", linewidth=1, linestyle="--")
+    plot.set_yticks(range(len(ratios)), list(ratios))
+    plot.set_ylim(-0.5, len(ratios) - 0.3)
+    plot.set_xlabel(axis_title)
+    figure.savefig(path, dpi=110)
+
+
+def plot_ratio_panels(path: Path, panels: Mapping[str, Mapping[str, list[float]]], *, title: str, x_title: str) -> None:
+    """Paired ratios in panels side by side: a dot per round and candidate, with the median and quartiles, and a line at 1.
+
+    :param panels: for each panel's title its candidates' ratios; what their names begin with, up to a comma, is their color
+    """
+    names = [list(candidates) for candidates in panels.values()]
+    shared = all(one == names[0] for one in names)
+    size = (2 + (2.8 if shared else 4.4) * len(panels), 1.6 + 0.46 * max(map(len, names)))
+    figure, axes = new_figure(1, len(panels), size, title)
+    colors: dict[str, str] = {}
+    for plot, (panel, candidates) in zip(axes[0], panels.items(), strict=True):
+        edge = 0.0
+        for position, (name, ratios) in enumerate(candidates.items()):
+            color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
+            low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+            edge = max(edge, 1.25 * high)
+            plot.plot(
+                ratios, position + np.linspace(-0.15, 0.15, len(ratios)), "o", color=color, alpha=0.3, markersize=3
+            )
+            plot.plot([low, high], [position, position], color=color, linewidth=2)
+            plot.plot([median, median], [position - 0.22, position + 0.22], color=color, linewidth=2.5)
+            box = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
+            plot.text(median, position - 0.26, f"{median:.2f}", ha="center", va="bottom", fontsize=8, bbox=box)
+        plot.axvline(1.0, color="0.25", linewidth=1, linestyle="--", zorder=0)
+        plot.set_yticks(range(len(candidates)), list(candidates))
+        plot.set_ylim(len(candidates) - 0.5, -0.7)
+        plot.set_xlim(0, edge)  # a round that was disturbed may lie beyond
+        plot.tick_params(axis="y", length=0, labelleft=plot is axes[0, 0] or not shared)
+        plot.set_title(panel, fontsize=10)
+        plot.grid(axis="x", alpha=0.25)
+    figure.supxlabel(x_title, fontsize=10)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,44 @@
+"""Traces of a few training steps, for https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from common.distributed.process_group import DistEnv
+
+logger = logging.getLogger(__name__)
+
+WAIT, WARMUP, ACTIVE = 2, 2, 4  # steps that are skipped, run unrecorded with the profiler on, and recorded
+
+
+@contextlib.contextmanager
+def profile_steps(env: DistEnv, folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Record steps 5 to 8 of what runs in the block, on every rank, as ``rank<r>.json.gz`` in ``folder``.
+
+    The parts of a step have the names that the code gives them with ``torch.profiler.record_function``.
+
+    :param folder: None records nothing
+    :returns: a function to call at the end of each step
+    """
+    if folder is None:
+        yield lambda: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{env.rank}.json.gz"
+
+    def export(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(path))
+        logger.info("profile: open %s in https://ui.perfetto.dev", path)
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (env.device.type == "cuda")
+    steps = schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
+    with profile(activities=activities, schedule=steps, on_trace_ready=export) as profiler:
+        yield profiler.step
+    if not path.exists():
+        logger.warning("profile: no trace, the run ended before its step %d", WAIT + WARMUP + 1)

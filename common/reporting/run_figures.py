@@ -1,0 +1,140 @@
+"""The figures of a run, and what all figures share: they are drawn without a display and written as PNG.
+
+Those of the benchmarks are in common/reporting/benchmark_figures.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from common.training.metrics import Record
+
+MOST_NAMED_CLASSES = 45
+LONG_NAME = 18  # letters that fit above an image of the grid
+COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76")
+
+
+def plot_curves(path: Path, records: Sequence[Record], title: str) -> None:
+    """Loss, accuracy, learning rate and throughput over the run, from the records of ``metrics.jsonl``."""
+    steps = [r for r in records if r["kind"] == "step"]
+    epochs = [r for r in records if r["kind"] == "epoch"]
+    figure, axes = new_figure(2, 2, (10, 6.4), title)
+    (loss, accuracy), (rate, throughput) = axes
+
+    _line(loss, steps, "loss", 0, "train, all ranks")
+    _line(loss, epochs, "test_loss", 1, "test", marker="o")
+    _label(loss, "cross-entropy", legend=True)
+    loss.set_ylim(bottom=0)
+    _line(accuracy, epochs, "accuracy", 0, "train (augmented, with dropout)", marker="o")
+    _line(accuracy, epochs, "test_accuracy", 1, "test, every sample once", marker="o")
+    _label(accuracy, "accuracy", legend=True)
+    accuracy.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    _line(rate, steps, "learning_rate", 2)
+    _label(rate, "learning rate")
+    _line(throughput, steps, "images_per_s", 3)
+    _label(throughput, "images/s, all ranks")
+    throughput.set_ylim(bottom=0)
+    figure.savefig(path, dpi=110)
+
+
+def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequence[str], title: str) -> None:
+    """The confusion matrix.
+
+    :param confusion: int64 ``[classes, classes]``, counts; rows are the true classes, columns the predicted ones
+    """
+    side = min(max(6.8, 2.5 + 0.3 * len(classes)), 16)
+    figure, axes = new_figure(1, 1, (side + 0.6, side), title)
+    plot = axes[0, 0]
+    shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    plot.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    if len(classes) <= MOST_NAMED_CLASSES:
+        for (row, column), count in np.ndenumerate(confusion):
+            if count:
+                color = "white" if shares[row, column] > 0.5 else "black"
+                plot.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
+        recalls = [f"{name}  {100 * shares[i, i]:.1f} %" for i, name in enumerate(classes)]
+        plot.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
+        plot.set_yticks(range(len(classes)), recalls)
+    plot.set_xlabel("predicted")
+    plot.set_ylabel("true class, and the share of it that was recognized")
+    figure.savefig(path, dpi=110)
+
+
+def plot_samples(
+    path: Path,
+    images: npt.NDArray[np.uint8],
+    labels: Sequence[int],
+    predictions: Sequence[int],
+    classes: Sequence[str],
+    title: str,
+) -> None:
+    """Images in a grid of eight columns, each with what was predicted; mistakes in red, with the truth.
+
+    :param images: uint8 ``[n, channels, height, width]``, grey or RGB
+    """
+    rows = -(-len(images) // 8)
+    figure, axes = new_figure(rows, 8, (9.6, 1.4 * rows + 0.6), title)
+    for plot in axes.flat:
+        plot.set_axis_off()
+    for plot, image, label, prediction in zip(axes.flat, images, labels, predictions, strict=False):
+        plot.imshow(image.transpose(1, 2, 0).squeeze(), cmap="gray")
+        right = label == prediction
+        text = classes[prediction] if right else f"{classes[prediction]}, not {classes[label]}"
+        if len(text) > LONG_NAME:
+            text = text.replace(", ", ",\n")
+        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def plot_grid(path: Path, grid: npt.NDArray[Any], names: Sequence[str], columns: int, title: str) -> None:
+    """A grid of images as ``torchvision.utils.make_grid`` makes it, with a name under each.
+
+    :param grid: ``[height, width, 3]``, uint8 or float in [0, 1]; :param columns: of the grid
+    """
+    rows = -(-len(names) // columns)
+    figure, axes = new_figure(1, 1, (1.5 * columns, 1.65 * rows + 0.5), title)
+    plot = axes[0, 0]
+    plot.imshow(grid)
+    plot.set_axis_off()
+    height, width = grid.shape[0] / rows, grid.shape[1] / columns
+    for i, name in enumerate(names):
+        place = (i % columns + 0.5) * width, (i // columns + 1) * height - 4
+        box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
+        plot.text(*place, name, ha="center", va="bottom", fontsize=7, bbox=box)
+    figure.savefig(path, dpi=110)
+
+
+def new_figure(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, Any]:
+    """A figure of its own, drawn by Agg: pyplot would keep it alive in a global list and might look for a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _line(plot: Axes, records: Sequence[Record], name: str, color: int, label: str = "", marker: str = "") -> None:
+    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+    if points:
+        plot.plot(
+            *zip(*points, strict=True), color=COLORS[color], label=label, marker=marker, markersize=4, linewidth=1.4
+        )
+
+
+def _label(plot: Axes, y_title: str, legend: bool = False) -> None:
+    plot.set_xlabel("optimizer step")
+    plot.set_ylabel(y_title)
+    plot.grid(alpha=0.25)
+    if legend and plot.get_legend_handles_labels()[0]:
+        plot.legend(fontsize=8)

@@ -1,0 +1,127 @@
+"""Exact evaluation: every test sample counts once, on however many ranks.
+
+Each rank adds up a confusion matrix over its own share of the test set, and the matrices are summed once, at the end. So
+no collective runs per batch, and one rank may have a batch more than another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.data.datasets import Batch, ImageData
+from common.distributed.process_group import DistEnv
+from common.training.precision import Precision
+
+# Per rank; without gradients there is room for more than in training. Of larger images, fewer.
+BATCH_SIZE = 500
+BATCH_PIXELS = 500 * 28 * 28
+SMALLEST_BATCH_SIZE = 32
+MOST_NAMED_COLUMNS = 12
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model's result on a test set.
+
+    :param loss: mean cross-entropy per sample, without label smoothing
+    :param confusion: int64 ``[classes, classes]``, counts: rows are true classes, columns predicted ones
+    """
+
+    loss: float
+    confusion: npt.NDArray[np.int64]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of all samples that were recognized."""
+        return float(self.confusion.trace() / self.confusion.sum())
+
+    @property
+    def class_accuracy(self) -> npt.NDArray[np.float64]:
+        """Share of each class's samples that were recognized; nan for a class without samples."""
+        samples = self.confusion.sum(axis=1)
+        shares = np.full(len(samples), np.nan)
+        np.divide(self.confusion.diagonal(), samples, out=shares, where=samples > 0)
+        return shares
+
+    def as_dict(self, classes: tuple[str, ...]) -> dict[str, object]:
+        """For JSON."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "samples": int(self.confusion.sum()),
+            "class_accuracy": dict(zip(classes, self.class_accuracy.tolist(), strict=True)),
+            "confusion": self.confusion.tolist(),
+        }
+
+
+def evaluation_batch_size(shape: tuple[int, int, int]) -> int:
+    """Images of ``shape`` (channels, height, width) that are evaluated at once."""
+    _, height, width = shape
+    return min(BATCH_SIZE, max(SMALLEST_BATCH_SIZE, BATCH_PIXELS // (height * width)))
+
+
+@torch.inference_mode()
+def evaluate(
+    network: nn.Module, data: ImageData, env: DistEnv, precision: Precision, share: Iterable[Batch]
+) -> Evaluation:
+    """Evaluate on the test set, its samples divided over the ranks.
+
+    :param network: the plain module, its parameters and buffers the same on every rank; left in the mode it was in
+    :param share: this rank's batches of ``data.test``; all ranks' shares together hold every sample once
+    :returns: the same on every rank
+    :raises UsageError: on every rank, when one cannot read a file
+    """
+    classes = len(data.classes)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=env.device)
+    loss = torch.zeros((), dtype=torch.float64, device=env.device)
+
+    was_training = network.training
+    network.eval()
+    with env.fail_together():
+        for images, labels in share:
+            labels = labels.to(env.device)
+            with precision.autocast():
+                logits = network(data.to_input(images.to(env.device)))
+            loss += F.cross_entropy(logits.float(), labels, reduction="sum")
+            pairs = labels * classes + logits.argmax(1)
+            confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+    network.train(was_training)
+
+    env.sum_over_ranks(loss)  # the only communication: two small sums
+    env.sum_over_ranks(confusion)
+    return Evaluation(loss.item() / len(data.test), confusion.cpu().numpy())
+
+
+@torch.inference_mode()
+def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor) -> list[int]:
+    """The predicted classes of uint8 images ``[n, channels, height, width]``, on this rank alone."""
+    was_training = network.training
+    network.eval()
+    predictions: list[int] = network(data.to_input(images.to(env.device))).argmax(1).tolist()
+    network.train(was_training)
+    return predictions
+
+
+def table(result: Evaluation, classes: tuple[str, ...]) -> str:
+    """The confusion matrix as text, with each class's accuracy; of many classes, the columns are numbered."""
+    columns = classes
+    if len(classes) > MOST_NAMED_COLUMNS:
+        columns = tuple(str(number) for number in range(1, len(classes) + 1))
+        classes = tuple(f"{name} {number:>3}" for name, number in zip(classes, columns, strict=True))
+    width = max(len(name) for name in classes)
+    column = max(len(str(result.confusion.max())), *map(len, columns)) + 1
+    lines = [" " * (width + 11) + "".join(f"{name:>{column}}" for name in columns) + "   <- predicted"]
+    for name, share, counts in zip(classes, result.class_accuracy, result.confusion, strict=True):
+        lines.append(f"{name:>{width}} {100 * share:7.2f} % " + "".join(f"{count:>{column}}" for count in counts))
+    lines.append(
+        f"accuracy {100 * result.accuracy:.2f} %: {result.confusion.trace()} of {result.confusion.sum()} samples, "
+        f"loss {result.loss:.4f}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,330 @@
+"""What loading costs on this machine, where the time goes, and which setting to use.
+
+    python -m dataloading.bench --workers 4
+    python -m dataloading.bench --workers 0,2,4 --loader stock,fast --augmentation none,affine
+    python -m dataloading.bench --path-to-folder ~/photos --image-size 224 --model resnet18
+
+Each axis takes a list, and all combinations are tried. A round runs every setting once, so that all meet the same weather;
+the start of the workers is timed apart from the steady run. Without a folder, drawn faces are used that cost what those of
+Labeled Faces in the Wild do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.cli import UsageError, command, option, parse
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress, rank_logging
+from common.reporting.benchmark_figures import plot_sweep
+from common.reporting.machine import describe_machine, usable_cores
+from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.training.models import MODELS
+from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
+from dataloading.bench.stages import StageCosts, measure_stages
+from dataloading.bench.step_time import measure_step
+from dataloading.bench.sweep import Measured, measure, median_memory
+from dataloading.bench.verdict import Recommendation, confidence, explain, recommend, waiting_for
+from dataloading.dataset.augmentation import AUGMENTATIONS
+from dataloading.dataset.decoders import DECODERS, get_decoder
+from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT
+from dataloading.dataset.storage import HttpFolder, Storage
+from dataloading.http_server import serve
+from dataloading.loader.failures import explained
+from dataloading.loader.fast_loader import choose_crew
+from dataloading.synthetic import face_cache
+
+START_METHODS = tuple(multiprocessing.get_all_start_methods())  # the system's own first
+YES_NO = ("yes", "no")
+STORAGES = ("files", "http")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Settings of ``dataloading.bench``. A field that is a list is an axis of the sweep."""
+
+    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
+    workers: str = option("auto", "4 sweeps 0, 1, 2, 3, 4; a list like 0,4 has exactly those (auto: up to cores + 2)")
+    batch_size: tuple[int, ...] = option((32,), "images per batch", minimum=1)
+    loader: tuple[str, ...] = option(
+        ("stock",),
+        "torch's DataLoader, or the fast one, with the crew it chooses, or this one",
+        choices=("fast", *LOADERS),
+    )
+    augmentation: tuple[str, ...] = option(("none",), "of each image", choices=AUGMENTATIONS)
+    decoder: tuple[str, ...] = option(("pillow",), "what decodes the JPEGs", choices=DECODERS)
+    prefetch_factor: tuple[int, ...] = option((2,), "batches on their way per worker", minimum=1)
+    persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
+    start_method: tuple[str, ...] = option(
+        START_METHODS[:1], "how workers start", choices=("fork", "spawn", "forkserver")
+    )
+    in_order: tuple[str, ...] = option(("yes",), "whether batches wait for those before them", choices=YES_NO)
+    pin_memory: tuple[str, ...] = option(("no",), "page-locked batches, copied to the GPU", choices=YES_NO)
+    latency_ms: tuple[float, ...] = option((0.0,), "median wait injected into each open", minimum=0)
+    fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches at a time", minimum=1)
+    storage: str = option("files", "http serves the folder from a server on this machine", choices=STORAGES)
+    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
+    on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
+    repeats: int = option(5, "rounds that count", minimum=2)
+    batches: int = option(100, "batches of each run", minimum=1)
+    step_ms: float | None = option(None, "a training step's length, to say whether it would wait", above=0)
+    model: str | None = option(None, "measure a training step of this model instead", choices=MODELS)
+    seed: int = option(0, "of the order and the augmentation", minimum=0)
+    output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
+
+    def __post_init__(self) -> None:
+        self.worker_counts()
+        for name in self.decoder:
+            get_decoder(name)
+        for method in self.start_method:
+            if method not in START_METHODS:
+                raise UsageError(
+                    f"--start-method {method} is not there on this system: use {' or '.join(START_METHODS)}"
+                )
+        if "yes" in self.pin_memory and not torch.cuda.is_available():
+            raise UsageError("--pin-memory yes needs a GPU to copy to, and there is none here: leave it out")
+        if self.step_ms is not None and self.model is not None:
+            raise UsageError(f"--step-ms {self.step_ms} and --model {self.model} both say how long a step is: give one")
+        if self.step_ms is not None and len(self.batch_size) > 1:
+            raise UsageError(
+                f"--step-ms {self.step_ms} is the step of one --batch-size, and {self.batch_size} are several"
+            )
+        if "yes" in self.pin_memory and "fast-processes" in self.loader:
+            raise UsageError("--pin-memory yes: processes cannot write to pinned memory; use --loader fast-threads")
+        if self.storage == "http" and "://" in (self.path_to_folder or ""):
+            raise UsageError(f"--storage http serves a local folder, not {self.path_to_folder}: give one of the two")
+
+    def worker_counts(self) -> list[int]:
+        """What ``--workers`` means.
+
+        :raises UsageError: when it means nothing
+        """
+        if self.workers == "auto":
+            most = usable_cores() + 2
+            return [n for n in range(most + 1) if n <= 4 or n == most or n & (n - 1) == 0]
+        parts = self.workers.split(",")
+        try:
+            counts = [int(part) for part in parts if part.strip()]
+        except ValueError:
+            counts = []
+        if not counts or min(counts) < 0:
+            raise UsageError(f"--workers {self.workers} is no number, and no list of numbers, of 0 or more")
+        return list(dict.fromkeys(counts)) if len(parts) > 1 else list(range(counts[0] + 1))
+
+    def settings(self) -> list[Setting]:
+        """All combinations of the axes; those that mean the same once."""
+        axes: dict[str, Any] = {"loader": self.loader, "workers": self.worker_counts()}
+        for field in dataclasses.fields(Setting):
+            if field.name not in axes:
+                values = getattr(self, field.name)
+                axes[field.name] = [value == "yes" for value in values] if field.type == "bool" else values
+        combinations = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
+        return list(dict.fromkeys(self._setting(combination).canonical() for combination in combinations))
+
+    def _setting(self, combination: dict[str, Any]) -> Setting:
+        """One combination, with the crew that ``--loader fast`` would choose."""
+        if combination["loader"] == "fast":
+            per_image = combination["augmentation"] != "none" or self.image_size is not None
+            crew = choose_crew(per_image, combination["pin_memory"])
+            combination["loader"] = "fast-threads" if combination["fetch_threads"] > 1 else f"fast-{crew}"
+        return Setting(**combination)
+
+
+@command
+def main() -> None:
+    config = parse(BenchConfig, "dataloading.bench", __doc__)
+    env = DistEnv.alone(torch.device("cpu"))
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    with rank_logging(env):
+        prepare_output(config.output)
+        with explained(), contextlib.ExitStack() as stack:
+            library = _library(config, stack)
+            settings = config.settings()
+            progress = stack.enter_context(Progress(env, "bench", config.repeats + 1))
+            sweep = measure(
+                library,
+                settings,
+                batches=config.batches,
+                repeats=config.repeats,
+                device=device,
+                after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
+            )
+            steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
+            verdicts = [judge(library, task, steps) for task in tasks(sweep)]
+        with results_in(config.output):
+            print(report(config, library, sweep, verdicts))
+
+
+def _library(config: BenchConfig, stack: contextlib.ExitStack) -> Library:
+    """The folder to read from; for ``--storage http``, a server per latency, which ends with the stack."""
+    root = config.path_to_folder or os.fspath(face_cache.ensure())
+
+    def served(latency_ms: float) -> Storage:
+        return HttpFolder(stack.enter_context(serve(root, latency_ms, config.seed)))
+
+    here = with_latency(root, config.seed)  # a folder that is not there is better missed before a server is
+    return Library(
+        here if config.storage == "files" else served,
+        image_size=config.image_size,
+        on_error=config.on_error,
+        seed=config.seed,
+    )
+
+
+def tasks(sweep: list[Measured]) -> list[list[Measured]]:
+    """The sweep in parts whose settings do the same work: how images are augmented and how late the storage answers are
+    no choices between which a benchmark could decide."""
+    parts: dict[tuple[str, float], list[Measured]] = {}
+    for measured in sweep:
+        parts.setdefault((measured.setting.augmentation, measured.setting.latency_ms), []).append(measured)
+    return list(parts.values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What there is to say of the settings of one task.
+
+    :param explained: the setting to which the stage costs belong: the best with workers, if there is one, since where the
+        main process alone is faster, it is they that are puzzling
+    """
+
+    recommendation: Recommendation
+    explained: Measured
+    costs: StageCosts
+    lines: list[str]
+
+
+def step_times(config: BenchConfig, image_shape: tuple[int, int, int], device: torch.device) -> dict[int, float]:
+    """Seconds of a training step for each batch size, as given or measured; empty when nobody asks."""
+    if config.model is not None:
+        return {size: measure_step(config.model, size, image_shape, device) for size in config.batch_size}
+    return {} if config.step_ms is None else {config.batch_size[0]: config.step_ms / 1000}
+
+
+def judge(library: Library, task: list[Measured], steps: Mapping[int, float]) -> Verdict:
+    """Choose a setting, and measure why it is as fast as it is.
+
+    :param steps: seconds of a training step by batch size, to say whether it would wait
+    """
+    axes = varying([measured.setting for measured in task])
+    recommendation = recommend(task)
+    chosen = recommendation.chosen
+    with_workers = recommend([measured for measured in task if measured.setting.workers] or task).chosen
+    dataset = library.dataset(with_workers.setting)
+    costs = measure_stages(dataset, with_workers.setting)
+    lines = [
+        f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} images/s "
+        f"({confidence(recommendation, axes)})"
+    ]
+    if chosen.setting.workers == 0 < with_workers.setting.workers:
+        lines.append(
+            "but in training, the main process loads only while nothing computes; with workers, the best is "
+            f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
+        )
+    lines.append(explain(with_workers, costs, len(dataset), usable_cores()))
+    for batch_size, step_s in steps.items():
+        lines.append(waiting_for([m for m in task if m.setting.batch_size == batch_size], step_s, axes))
+    if steps and not torch.cuda.is_available():
+        lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
+    return Verdict(recommendation, with_workers, costs, lines)
+
+
+def report(config: BenchConfig, library: Library, sweep: list[Measured], verdicts: list[Verdict]) -> str:
+    """Write the JSON and the PNG, and say what they say."""
+    axes = varying([measured.setting for measured in sweep])
+    write_json(
+        config.output / "sweep.json",
+        {
+            "machine": describe_machine(),
+            "config": dataclasses.asdict(config),
+            "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
+            "verdicts": [
+                {
+                    "recommended": dataclasses.asdict(verdict.recommendation.chosen.setting),
+                    "explained": dataclasses.asdict(verdict.explained.setting),
+                    "stage_costs": dataclasses.asdict(verdict.costs),
+                    "lines": verdict.lines,
+                }
+                for verdict in verdicts
+            ],
+            "skipped": library.skipped,
+        },
+    )
+    title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
+    plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), cores=usable_cores(), title=title)
+    lines = _table(sweep, axes)
+    for verdict in verdicts:
+        lines += ["", f"an image costs one worker, with {verdict.explained.setting.label(axes)}:"]
+        lines += [*_stage_table(verdict.costs), "", *verdict.lines]
+    if library.skipped:
+        lines.append(f"files skipped, since they could not be read: {library.skipped}")
+    lines.append(
+        "(files that were read before come from memory: a folder larger than that, or cold, takes longer to read)"
+    )
+    return "\n".join([*lines, f"results in {config.output}: sweep.png, sweep.json"])
+
+
+def varying(settings: list[Setting]) -> list[str]:
+    """The axes along which the settings differ."""
+    names = [field.name for field in dataclasses.fields(Setting)]
+    return [name for name in names if len({getattr(setting, name) for setting in settings}) > 1]
+
+
+def _curves(
+    sweep: list[Measured], axes: list[str]
+) -> tuple[str, list[Any], dict[str, dict[int, tuple[list[float], int]]]]:
+    """The sweep as a figure's curves: the x axis (the workers, where they vary), its values, and for each combination of the
+    others, by position, the seconds of each run and its images."""
+    numbers = [axis for axis in axes if not isinstance(getattr(sweep[0].setting, axis), str | bool)]
+    x_axis = next((axis for axis in ("workers", *numbers) if axis in axes), axes[0] if axes else "workers")
+    others = [axis for axis in axes if axis != x_axis]
+    values = sorted({getattr(measured.setting, x_axis) for measured in sweep})
+    curves: dict[str, dict[int, tuple[list[float], int]]] = {}
+    for measured in sweep:
+        point = measured.steady, measured.batches * measured.setting.batch_size
+        position = values.index(getattr(measured.setting, x_axis))
+        curves.setdefault(measured.setting.label(others), {})[position] = point
+    return x_axis, values, curves
+
+
+def _table(sweep: list[Measured], axes: list[str]) -> list[str]:
+    width = max(len(measured.setting.label(axes)) for measured in sweep)
+    lines = [
+        f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory (with its share)"
+    ]
+    for measured in sweep:
+        memory = median_memory(measured)
+        shared = "" if memory is None or memory.proportional is None else f" ({memory.proportional:.0f})"
+        megabytes = "" if memory is None else f"{memory.unique:6.0f}{shared} MB"
+        lines.append(
+            f"{measured.setting.label(axes):>{width}}   {statistics.median(measured.first_batch):9.3f} s   "
+            f"{statistics.mean(measured.steady):7.3f} ± {statistics.stdev(measured.steady):5.3f} s   "
+            f"{measured.images_per_s:9,.0f}   {megabytes}"
+        )
+    return lines
+
+
+def _stage_table(costs: StageCosts) -> list[str]:
+    lines = [
+        f"{name:>12}: {1e6 * stage.wall:7.0f} µs  {100 * stage.wall / costs.wall:3.0f} %"
+        for name, stage in costs.stages.items()
+    ]
+    lines.append(
+        f"{'fail_together':>12}: {1e6 * costs.wall:7.0f} µs, and the main process {1e6 * costs.receiving:.0f} µs to receive it"
+    )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One way to load, and the loader that it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dataloading.dataset.augmentation import course_transform
+from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.latency import DelayedStorage
+from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
+from dataloading.dataset.storage import Storage, open_storage
+from dataloading.loader.fast_loader import FastLoader
+from dataloading.loader.stock_loader import FLOAT_BYTES, stock_loader
+
+LOADERS = ("stock", "fast-threads", "fast-processes")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a person may choose.
+
+    :param loader: ``stock``: ``DataLoader`` over images that become float tensors one by one and are collated, as courses
+        have it; ``fast-threads`` and ``fast-processes``: ours, with this crew
+    :param workers: processes, or threads; 0 loads in the main process
+    :param fetch_threads: that fetch a batch's files at the same time, inside each worker
+    :param latency_ms: median of the wait that each open is made to take; 0 for none
+    """
+
+    loader: str = "stock"
+    workers: int = 0
+    batch_size: int = 32
+    prefetch_factor: int = 2
+    persistent_workers: bool = False
+    start_method: str = "fork"
+    in_order: bool = True
+    pin_memory: bool = False
+    augmentation: str = "none"
+    decoder: str = "pillow"
+    latency_ms: float = 0.0
+    fetch_threads: int = 1
+
+    def canonical(self) -> Setting:
+        """The same with what has no meaning here at its default, so that two settings that mean the same are equal."""
+        meaningless = self.meaningless()
+        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in meaningless}
+        return dataclasses.replace(self, **defaults)
+
+    def meaningless(self) -> set[str]:
+        """The fields that change nothing here."""
+        names: set[str] = set()
+        if self.workers == 0:
+            names |= {"prefetch_factor", "persistent_workers", "start_method", "in_order"}
+        if self.loader == "stock":
+            return names
+        names.add("in_order")  # the fast loader keeps it
+        if not self.uses_processes:  # threads take no time to start
+            names |= {"persistent_workers", "start_method"}
+        if self.uses_processes or self.workers == 0:  # each fetches file after file
+            names.add("fetch_threads")
+        return names
+
+    @property
+    def uses_processes(self) -> bool:
+        """Whether its workers are processes."""
+        return self.workers > 0 and self.loader in ("stock", "fast-processes")
+
+    def label(self, axes: Iterable[str]) -> str:
+        """What is particular to it, among settings that differ in these fields only."""
+        meaningful = [axis for axis in axes if axis not in self.meaningless()]
+        return ", ".join(_phrase(axis, getattr(self, axis)) for axis in meaningful) or "this setting"
+
+
+def _phrase(axis: str, value: Any) -> str:
+    if axis == "workers":
+        return f"{value} worker{'' if value == 1 else 's'}"
+    if axis == "loader":
+        return str(value)
+    if isinstance(value, bool):
+        return axis.replace("_", "-") if value else f"no {axis.replace('_', '-')}"
+    return f"{axis.replace('_', '-')} {value:g}" if isinstance(value, float) else f"{axis.replace('_', '-')} {value}"
+
+
+class Library:
+    """Data sets over one folder, one for each way to read it; the folder is listed once.
+
+    :param storage: gives what to read from, for a latency in ms
+    :param image_size: :param on_error: of :class:`LFWDataset`
+    """
+
+    def __init__(
+        self,
+        storage: Callable[[float], Storage],
+        *,
+        image_size: int | None = None,
+        on_error: str = "raise",
+        seed: int = 0,
+    ) -> None:
+        self._storage = functools.cache(lambda latency_ms: Listed(storage(latency_ms)))
+        self._image_size, self._on_error, self._seed = image_size, on_error, seed
+        self._datasets: dict[tuple[str, str, float, bool], LFWDataset] = {}
+
+    def dataset(self, setting: Setting) -> LFWDataset:
+        """The files as the setting reads them: with the course's ``ToTensor`` for the stock loader."""
+        stock = setting.loader == "stock"
+        key = setting.decoder, setting.augmentation, setting.latency_ms, stock
+        if key not in self._datasets:
+            self._datasets[key] = LFWDataset(
+                self._storage(setting.latency_ms),
+                transform=course_transform("none") if stock else None,
+                with_label=True,
+                decoder=setting.decoder,
+                augmentation=setting.augmentation,
+                seed=self._seed,
+                image_size=self._image_size,
+                on_error=self._on_error,
+            )
+        return self._datasets[key]
+
+    @property
+    def skipped(self) -> int:
+        """Files skipped by all of them."""
+        return sum(dataset.skipped for dataset in self._datasets.values())
+
+    def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
+        """A loader of so many batches, over the files again and again where they are too few. Each iterates over
+        ``(images, labels)``; what it starts ends with its iterator, or for persistent workers with itself."""
+        dataset = self.dataset(setting)
+        sampler = ShuffledSampler(len(dataset), seed=self._seed, length=batches * setting.batch_size)
+        if setting.loader == "stock":
+            return _stock(setting, dataset, sampler)
+        crew = "processes" if setting.uses_processes else "threads"
+        return FastLoader(
+            LFWBatches(dataset),
+            batch_sampler=ShuffledBatches(sampler, setting.batch_size),
+            num_workers=setting.workers * (1 if crew == "processes" else setting.fetch_threads),
+            crew=crew,
+            prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
+            persistent_workers=setting.persistent_workers,
+            pin_memory=setting.pin_memory,
+            multiprocessing_context=setting.start_method,
+        )
+
+
+def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> DataLoader[Any]:
+    workers: dict[str, Any] = {}
+    if setting.workers:
+        workers = {
+            "prefetch_factor": setting.prefetch_factor,
+            "persistent_workers": setting.persistent_workers,
+            "multiprocessing_context": setting.start_method,
+            "in_order": setting.in_order,
+        }
+    return stock_loader(
+        ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
+        setting.workers,
+        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
+        batch_size=setting.batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        pin_memory=setting.pin_memory,
+        **workers,
+    )
+
+
+def with_latency(root: str, seed: int) -> Callable[[float], Storage]:
+    """For a :class:`Library`: a folder or URL, whose files wait here before they are opened."""
+    listed = Listed(open_storage(root))
+    return lambda latency_ms: DelayedStorage(listed, latency_ms, seed) if latency_ms else listed
+
+
+class Listed:
+    """A storage that is listed once."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.root, self.open = storage.root, storage.open
+        self._names = storage.names()
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_names": []}  # a worker reads files, and a list of all names would be its own

@@ -1,0 +1,161 @@
+"""What one image costs, stage by stage, and what a batch costs on its way to the main process.
+
+The stages are timed where they happen, in the data set itself (``LFWDataset.span``), in one process that has nothing else
+to do. Next to the wall time stands the time that the CPU worked: a stage that only waits costs no core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from common.data.datasets import BatchKey
+from dataloading.bench.settings import Setting
+from dataloading.dataset.batches import LFWBatches, collate
+from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.sampler import SampleKey
+from dataloading.loader.stock_loader import each, stock_loader
+
+STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "hand-over")
+SAMPLES = 256
+SLOW_SAMPLES = 64
+SENT_BATCHES = 60
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Seconds per image: of the clock, and of the CPU."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What an image costs on its way into a batch.
+
+    :param stages: by the names of :data:`STAGES`, those that the setting has
+    :param receiving: of the ``hand-over``, the main process's own part: CPU seconds per image
+    """
+
+    stages: dict[str, Stage]
+    receiving: float
+
+    @property
+    def wall(self) -> float:
+        """Seconds per image of one worker."""
+        return sum(stage.wall for stage in self.stages.values())
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds per image."""
+        return sum(stage.cpu for stage in self.stages.values())
+
+    @property
+    def waiting(self) -> float:
+        """The share of it in which the CPU had nothing to do."""
+        return max(0.0, 1 - self.cpu / self.wall)
+
+    @property
+    def largest(self) -> str:
+        """The stage that takes most of the CPU."""
+        return max(self.stages, key=lambda name: self.stages[name].cpu)
+
+
+class _Stopwatch:
+    """Adds up the time of spans by their name."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        yield
+        self.wall[stage] += time.perf_counter() - wall
+        self.cpu[stage] += time.thread_time() - cpu
+
+    def clear(self) -> None:
+        self.wall.clear()
+        self.cpu.clear()
+
+
+def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
+    """Load some images in this process with a stopwatch, and send batches of them over from a worker.
+
+    :param dataset: as ``Library.dataset`` gives it for the setting
+    """
+    rng = np.random.default_rng(0)
+    batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # whole ones
+    samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
+    whole = None if setting.loader == "stock" else LFWBatches(dataset)  # which decodes a file, to know the shape
+    stopwatch, before, threads = _Stopwatch(), dataset.span, torch.get_num_threads()
+    dataset.span = stopwatch
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        for epoch in range(2):  # the first warms up
+            stopwatch.clear()
+            items = []
+            for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
+                if whole is not None:
+                    whole.__getitems__(BatchKey(epoch, part))
+                else:
+                    items = [dataset[SampleKey(epoch, sample)] for sample in part.tolist()]
+                    with stopwatch("collate"):
+                        collate(items)
+    finally:
+        dataset.span = before
+        torch.set_num_threads(threads)
+    receiving = 0.0
+    if items and setting.uses_processes:
+        total, receiving = _send(items, setting)
+        collating = stopwatch.wall["collate"] / len(samples)
+        stopwatch.wall["hand-over"] = stopwatch.cpu["hand-over"] = max(0.0, total - collating) * len(samples)
+    stages = {
+        name: Stage(stopwatch.wall[name] / len(samples), stopwatch.cpu[name] / len(samples))
+        for name in STAGES
+        if name in stopwatch.wall
+    }
+    return StageCosts(stages, receiving)
+
+
+class _Ready(Dataset[Any]):
+    """Items that lie ready: a worker has nothing to do but collate them and hand them over."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return self.items
+
+
+def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
+    """Seconds per image of one worker that only collates and sends, and of these the main process's CPU seconds.
+
+    In a worker, ``default_collate`` writes into shared memory, whose pages are made as it does; so it is timed there, and
+    the part that it takes anyway is known.
+    """
+    count = SENT_BATCHES * len(items)
+    loader = stock_loader(
+        _Ready(items),
+        1,
+        batch_size=len(items),
+        sampler=range(count),
+        collate_fn=collate,
+        multiprocessing_context=setting.start_method,
+    )
+    iterator = each(loader)
+    for _ in range(SENT_BATCHES // 4):
+        next(iterator)
+    wall, cpu = time.perf_counter(), time.thread_time()
+    images = sum(len(items) for _ in iterator)
+    return (time.perf_counter() - wall) / images, (time.thread_time() - cpu) / images

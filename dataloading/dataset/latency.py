@@ -1,0 +1,38 @@
+"""Slow storage on a fast disk: every open waits, for a time that is a pure function of (seed, file name).
+
+Object stores and network file systems answer in tens of milliseconds, some requests much later than most. The waits are
+log-normal around the wanted median, as such a store's are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+
+from common.training.randomness import hash64
+from dataloading.dataset.storage import Reader, Storage
+
+SIGMA = 0.3  # of the wait's logarithm: one in twenty takes 1.6 times the median or more
+
+
+def delay_s(latency_ms: float, seed: int, name: str) -> float:
+    """Seconds that the file's request waits; ``latency_ms`` is the median over all names."""
+    share = (int(hash64(seed, "latency", name)) >> 11) * 2.0**-53
+    normal = statistics.NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
+    return latency_ms / 1000 * math.exp(SIGMA * normal)
+
+
+class DelayedStorage:
+    """A storage whose files take ``latency_ms`` longer to open."""
+
+    def __init__(self, storage: Storage, latency_ms: float, seed: int = 0) -> None:
+        self.root, self._storage = storage.root, storage
+        self._latency_ms, self._seed = latency_ms, seed
+
+    def names(self) -> list[str]:
+        return self._storage.names()
+
+    def open(self, name: str) -> Reader:
+        time.sleep(delay_s(self._latency_ms, self._seed, name))
+        return self._storage.open(name)

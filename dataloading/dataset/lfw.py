@@ -1,0 +1,228 @@
+"""A folder of JPEG files in the layout of Labeled Faces in the Wild, opened and decoded as they are asked for.
+
+    python -m dataloading.lfw_dataset
+    python -m dataloading.lfw_dataset --path-to-folder ~/lfw --visualize-batch
+    python -m dataloading.lfw_dataset -get_timing -num_workers 1 -batches_to_check 100 -batch_size 512
+
+``<root>/<Person_Name>/<Person_Name>_<NNNN>.jpg``, or files directly in the folder. Nothing is held in memory but the
+list of names, so the set may be of any size. Without a folder, faces drawn for the purpose are used (dataloading/synthetic/faces.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from common.cli import UsageError
+from dataloading.dataset.augmentation import Draws, ImageAugmentation
+from dataloading.dataset.decoders import NotDecodable, Pixels, get_decoder, open_pillow
+from dataloading.dataset.file_list import FileList
+from dataloading.dataset.sampler import SampleKey
+from dataloading.dataset.storage import BadFile, Storage, Unskippable, open_storage
+
+logger = logging.getLogger(__name__)
+
+ON_ERROR: tuple[str, ...] = ("raise", "skip")
+SKIP_LIMIT = 100
+Span = Callable[[str], AbstractContextManager[None]]
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def no_span(stage: str) -> AbstractContextManager[None]:
+    """Takes no time of a stage; :mod:`dataloading.timeline.tracing` has one that does."""
+    return _NOTHING
+
+
+class Skipped:
+    """What stands for a sample that could not be read, until its batch is put together without it."""
+
+
+class LFWDataset(Dataset[Any]):
+    """Images from files.
+
+    :param root: a folder, or a URL: ``file://``, ``http://``, or of any protocol that fsspec has a plugin for
+    :param transform: from a Pillow image (RGB) to whatever is wanted; None gives the image itself
+    :param with_label: give ``(image, person)`` pairs, the person as an index into :attr:`people`
+    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param augmentation: done before ``transform``, a pure function of (``seed``, epoch, sample)
+    :param image_size: make every image a square of so many pixels; None leaves them as they are
+    :param on_error: ``"skip"`` gives :class:`Skipped` for a file that cannot be read or decoded, and warns with its name;
+        :func:`dataloading.dataset.batches.collate` leaves it out
+    :param skip_limit: so many files may be skipped, over all workers and epochs, until that too is an error
+    :raises UsageError: when there is no such folder, or no JPEG in it
+    """
+
+    def __init__(
+        self,
+        root: str | Path | Storage,
+        transform: Callable[[Image.Image], Any] | None = None,
+        *,
+        with_label: bool = False,
+        decoder: str = "pillow",
+        augmentation: str = "none",
+        seed: int = 0,
+        image_size: int | None = None,
+        on_error: str = "raise",
+        skip_limit: int = SKIP_LIMIT,
+    ) -> None:
+        self.storage = open_storage(root) if isinstance(root, str | Path) else root
+        self.transform, self.with_label = transform, with_label
+        self.decoder, self.augmentation, self.seed = decoder, ImageAugmentation(augmentation), seed
+        self.image_size, self.on_error, self.skip_limit = image_size, on_error, skip_limit
+        self.span: Span = no_span
+        self._decode = get_decoder(decoder)  # if it is missing, say so now and not in a worker
+
+        names = sorted(self.storage.names())
+        if not names:
+            raise UsageError(
+                f"{self.storage.root} holds no JPEG file, nor do the folders in it: "
+                "a data set is <folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg, or <folder>/<name>.jpg"
+            )
+        # A file that lies in no folder is of the person whose name comes before its number.
+        folders = [name.split("/")[0] if "/" in name else name.rsplit(".", 1)[0].rsplit("_", 1)[0] for name in names]
+        people, labels = np.unique(np.array(folders), return_inverse=True)
+        self.files = FileList(names)
+        self.people: tuple[str, ...] = tuple(people.tolist())
+        self.labels: npt.NDArray[np.int64] = labels.astype(np.int64)
+        # A mark for each file, so that one that is met again counts once; shared, so that every worker can add up all.
+        self._skipped = torch.zeros(len(names), dtype=torch.uint8).share_memory_() if on_error == "skip" else None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, key: int | SampleKey) -> Any:
+        """One sample, in this epoch (0 for a plain index).
+
+        :raises BadFile: with the file's name, when it cannot be read or decoded
+        """
+        epoch, sample = key if isinstance(key, SampleKey) else (0, int(key))
+        draws = self.augmentation.draw(self.seed, epoch, np.array([sample]))[0] if self.augmentation else None
+        try:
+            image = self.image(sample, draws)
+        except BadFile as error:
+            self.skip_or_raise(sample, error)
+            return Skipped()
+        with self.span("transform"):
+            result = image if self.transform is None else self.transform(image)
+        return (result, int(self.labels[sample])) if self.with_label else result
+
+    def subset(self, samples: npt.NDArray[np.int64], people: npt.NDArray[np.int64]) -> LFWDataset:
+        """A data set of some of the files, in the order of ``samples``; all else is as it is here.
+
+        :param people: to whom these files belong, as ascending indices into :attr:`people`: its people, labelled from 0 on
+        """
+        part = copy.copy(self)
+        part.files = self.files.subset(samples)
+        part.people = tuple(self.people[person] for person in people.tolist())
+        part.labels = np.searchsorted(people, self.labels[samples]).astype(np.int64)
+        if self._skipped is not None:
+            part._skipped = torch.zeros(len(samples), dtype=torch.uint8).share_memory_()
+        return part
+
+    def path(self, sample: int) -> str:
+        """Where a sample's file lies."""
+        return f"{self.storage.root.rstrip('/')}/{self.files[sample]}"
+
+    def read(self, sample: int) -> bytes:
+        """A sample's file as it is."""
+        with self.span("open"):
+            reader = self.storage.open(self.files[sample])
+        try:
+            with self.span("read"):
+                return reader.read()
+        finally:
+            reader.close()
+
+    def image(self, sample: int, draws: Draws | None = None) -> Image.Image:
+        """A sample as a Pillow image in RGB: decoded, resized, augmented."""
+        image = self._decoded(sample)
+        if self.image_size is not None and image.size != (self.image_size, self.image_size):
+            with self.span("resize"):
+                image = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, reducing_gap=2.0)
+        if self.augmentation:
+            assert draws is not None, "an augmentation needs its draws"
+            with self.span("augment"):
+                image = self.augmentation(image, draws)
+        return image
+
+    def pixels_into(self, out: Pixels, sample: int, draws: Draws | None = None) -> None:
+        """Write a sample's pixels where the batch wants them, by the shortest way.
+
+        :param out: uint8 ``[height, width, 3]``, C-contiguous
+        :param draws: the sample's row of ``augmentation.draw``; None when there is no augmentation
+        :raises BadFile: when it cannot be read or decoded, or is of another size
+        """
+        if self.augmentation or self.image_size is not None:
+            pixels = np.asarray(self.image(sample, draws))
+            if pixels.shape == out.shape:
+                out[:] = pixels
+        else:
+            data = self.read(sample)
+            try:
+                with self.span("decode"):
+                    pixels = self._decode(data, out)
+            except NotDecodable as error:
+                raise self._bad(sample, error) from error
+        if pixels.shape != out.shape:
+            height, width = pixels.shape[:2]
+            raise Unskippable(
+                f"{self.path(sample)} has {width}x{height} pixels, where the first image has {out.shape[1]}x{out.shape[0]}: "
+                "images of several sizes make no batch; give --image-size"
+            )
+
+    def image_shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of every image: what ``image_size`` says, or what the first readable file has."""
+        if self.image_size is not None:
+            return self.image_size, self.image_size, 3
+        for sample in range(len(self)):
+            try:
+                width, height = self._decoded(sample).size
+                return height, width, 3
+            except BadFile:  # to be counted when a batch wants it
+                if self._skipped is None:
+                    raise
+        raise UsageError(f"{self.storage.root}: none of its {len(self)} files can be decoded")
+
+    @property
+    def skipped(self) -> int:
+        """Files skipped so far, by all workers."""
+        return 0 if self._skipped is None else int(self._skipped.count_nonzero())
+
+    def skip_or_raise(self, sample: int, error: BadFile) -> None:
+        """Mark a file as skipped, and say so the first time.
+
+        :raises BadFile: the error itself if files are not to be skipped, or too many were
+        """
+        if self._skipped is None or isinstance(error, Unskippable):
+            raise error
+        if self._skipped[sample]:
+            return
+        self._skipped[sample] = 1
+        if self.skipped > self.skip_limit:
+            raise Unskippable(f"{error}; more than {self.skip_limit} files could not be read, so this is not skipped")
+        logger.warning("skipped: %s", error)
+
+    def _decoded(self, sample: int) -> Image.Image:
+        data = self.read(sample)
+        try:
+            with self.span("decode"):
+                if self.decoder == "pillow":
+                    return open_pillow(data)
+                return Image.fromarray(self._decode(data, None))
+        except NotDecodable as error:
+            raise self._bad(sample, error) from error
+
+    def _bad(self, sample: int, error: NotDecodable) -> BadFile:
+        return BadFile(f"{self.path(sample)} is {error}; fetch it again, or remove it")

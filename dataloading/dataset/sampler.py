@@ -1,0 +1,93 @@
+"""The order of the samples: a shuffle that is a pure function of (seed, epoch).
+
+A sampler for the stock ``DataLoader`` yields one :class:`SampleKey` at a time, a batch sampler one :class:`BatchKey`. The
+epoch travels with each, since a worker's copy of the data set never sees a ``set_epoch``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.data.datasets import BatchKey
+from common.training.randomness import derive_seed
+
+
+class SampleKey(NamedTuple):
+    """This sample, as it looks in this epoch."""
+
+    epoch: int
+    sample: int
+
+
+class ShuffledSampler:
+    """Yields every sample once per epoch, as ``DataLoader(sampler=...)`` wants it.
+
+    :param samples: in the data set
+    :param shuffle: otherwise they come in their order
+    :param length: yield so many instead, in one order after the other, all as of this epoch (a benchmark's run is as long
+        as it says)
+    """
+
+    def __init__(self, samples: int, *, seed: int = 0, shuffle: bool = True, length: int | None = None) -> None:
+        self._samples, self._seed, self._shuffle, self._length = samples, seed, shuffle, length
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """To be called before each epoch: another order, and other augmentations."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[SampleKey]:
+        rounds = itertools.count(self.epoch) if self._length is not None else (self.epoch,)
+        keys = (SampleKey(self.epoch, sample) for number in rounds for sample in self.order(number))
+        return itertools.islice(keys, len(self))
+
+    def __len__(self) -> int:
+        return self._samples if self._length is None else self._length
+
+    def order(self, epoch: int) -> list[int]:
+        """The samples as they come in an epoch."""
+        if not self._shuffle:
+            return list(range(self._samples))
+        order: list[int] = (
+            np.random.default_rng(derive_seed(self._seed, "order", epoch)).permutation(self._samples).tolist()
+        )
+        return order
+
+
+class ShuffledBatches:
+    """A sampler's samples in whole batches, for ``DataLoader(batch_sampler=...)`` over a data set that fetches these.
+
+    :param sampler: yields :class:`SampleKey`, or indices, which are taken to be of this epoch
+    :param drop_last: leave out the last batch when it is not full
+    """
+
+    def __init__(self, sampler: Iterable[int | SampleKey], batch_size: int, *, drop_last: bool = False) -> None:
+        self._sampler, self._batch_size, self._drop_last = sampler, batch_size, drop_last
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[BatchKey]:
+        keys = iter(self._sampler)
+        while batch := list(itertools.islice(keys, self._batch_size)):
+            if len(batch) == self._batch_size or not self._drop_last:
+                yield as_batch_key(batch, self._epoch)
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self._sampler), self._batch_size)  # type: ignore[arg-type]
+        return full + (rest > 0 and not self._drop_last)
+
+
+def as_batch_key(batch: BatchKey | Sequence[int | SampleKey], epoch: int) -> BatchKey:
+    """What any batch sampler yields, as a :class:`BatchKey`; plain indices are taken to be of ``epoch``."""
+    if isinstance(batch, BatchKey):
+        return batch
+    keys = [key if isinstance(key, SampleKey) else SampleKey(epoch, int(key)) for key in batch]
+    return BatchKey(keys[0].epoch if keys else epoch, np.array([key.sample for key in keys], np.int64))

@@ -1,0 +1,113 @@
+"""A folder of faces as something to learn: whose face is it?
+
+    torchrun --nproc_per_node=2 -m ddp.train --dataset lfw
+
+The people with enough images are the classes. A fifth of each person's images is for testing: which, follows from their
+names alone, so that it is the same on every machine and stays as it is when other people join the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from common.cli import UsageError
+from common.data.augmentation import NO_AUGMENTATION, Augmentation
+from common.data.datasets import BatchKey, ImageData, first_samples, mean_and_std
+from common.training.randomness import hash64
+from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.lfw import LFWDataset
+from dataloading.loader.fast_loader import FastLoader
+from dataloading.synthetic import face_cache
+
+NAME = "lfw"
+TEST_SHARE = 5  # of a person's images, one in so many is for testing, and one at least
+STATISTICS_SAMPLES = 512
+STATISTICS_THREADS = 8  # more than cores, should the files come from far away
+
+Indices = npt.NDArray[np.int64]
+
+
+def load_lfw(
+    folder: str | None = None,
+    *,
+    min_images_per_person: int = 40,
+    image_size: int = 64,
+    augmentation: Augmentation = NO_AUGMENTATION,
+    seed: int = 0,
+    train_samples: int | None = None,
+    test_samples: int | None = None,
+    decoder: str = "pillow",
+) -> ImageData:
+    """The people of a folder as classes, in the order of their names; their images stay files until they are asked for.
+
+    :param folder: or URL, in LFW's layout; the embedded faces when None (see :mod:`dataloading.synthetic.face_cache`)
+    :param min_images_per_person: people with fewer are left out; at least 2, for a training and a test image
+    :param image_size: height and width of the images, which are resized
+    :param augmentation: of a training batch; what it uncovers becomes the training images' mean grey
+    :param seed: of the augmentation; the data itself is the same for every seed
+    :param train_samples: :param test_samples: take only so many, the first in an order that mixes the people
+    :param decoder: of ``dataloading.dataset.decoders.DECODERS``
+    :returns: mean, standard deviation and fingerprint (beside names and labels) are those of the first
+        :data:`STATISTICS_SAMPLES` training images
+    :raises UsageError: when there is no such folder, it holds fewer than two people with so many images, or too few
+        samples, or one of those first images is damaged
+    """
+    files = LFWDataset(folder or face_cache.ensure(), decoder=decoder, seed=seed, image_size=image_size)
+    people = _people(files, min_images_per_person)
+    train_indices, test_indices = _split(files, people)
+    train = files.subset(train_indices[: first_samples("train", train_samples, len(train_indices), NAME)], people)
+    test = files.subset(test_indices[: first_samples("test", test_samples, len(test_indices), NAME)], people)
+
+    pixels = _first_images(train)
+    mean, std = mean_and_std(pixels)
+    digest = hashlib.sha256(pixels.tobytes())
+    for half in (train, test):
+        digest.update("\n".join(half.files).encode("utf-8", "surrogateescape"))
+        digest.update(half.labels.tobytes())
+    return ImageData(
+        name=NAME,
+        train=LFWBatches(train, replace(augmentation, fill=round(255 * mean))),
+        test=LFWBatches(test),
+        classes=train.people,
+        mean=mean,
+        std=std,
+        fingerprint=digest.hexdigest()[:16],
+    )
+
+
+def _people(files: LFWDataset, min_images: int) -> Indices:
+    """Those with enough images, as ascending indices into ``files.people``."""
+    images = np.bincount(files.labels)
+    people = np.flatnonzero(images >= min_images)
+    if len(people) < 2:
+        most = " and ".join(map(str, np.sort(images)[:-3:-1]))
+        raise UsageError(
+            f"--min-images-per-person {min_images}: in {files.storage.root}, {len(people)} of {len(images)} people have so "
+            f"many, and two are needed; the most images are {most}: lower it, or give another --data-dir"
+        )
+    return people
+
+
+def _split(files: LFWDataset, people: Indices) -> tuple[Indices, Indices]:
+    """Indices of the training and of the test images, each in the order of a hash of the file's name."""
+    names = np.array([zlib.crc32(name.encode("utf-8", "surrogateescape")) for name in files.files])
+    order = np.argsort(hash64("lfw-split", names), kind="stable")
+    tested = np.zeros(len(files), bool)
+    for person in people:
+        own = order[files.labels[order] == person]
+        tested[own[: max(1, len(own) // TEST_SHARE)]] = True
+    chosen = np.isin(files.labels, people)
+    return order[(chosen & ~tested)[order]], order[tested[order]]
+
+
+def _first_images(train: LFWDataset) -> npt.NDArray[np.uint8]:
+    """uint8 ``[n, 3, height, width]``."""
+    key = BatchKey(0, np.arange(min(len(train), STATISTICS_SAMPLES)))
+    loader = FastLoader(LFWBatches(train), batch_sampler=[key], num_workers=STATISTICS_THREADS, crew="threads")
+    (batch,) = loader
+    return batch.images.numpy()

@@ -1,0 +1,199 @@
+"""All-reduce between the ranks of one host: no bytes travel, since every rank reads and writes what the others hold.
+
+Each rank allocates its buffers in memory that the others map too. An all-reduce is then
+
+    wait until all have come  ->  add up one part of all buffers, write the sum to all of them  ->  wait until all are done
+
+and either wait is one message on a Unix-domain socket from each rank to each. Sockets, and not flags in the shared memory,
+because a rank that sleeps at a socket leaves its core to the others' computation, because the kernel orders reads and writes
+of the memory around the messages, and because it reports a rank's end at once, whatever ended it.
+
+Nothing here has a name in the file system: the sockets are in Linux's abstract namespace, and the memory is known by file
+descriptors alone, which travel over the sockets. So nothing can be left behind, whoever is killed whenever; nor does it
+matter how small /dev/shm is.
+
+    torchrun --nproc_per_node=2 -m ddp.train --strategy handwritten --all-reduce shared-memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+
+import psutil
+import torch
+from torch import Tensor
+
+from common.cli import UsageError
+from ddp.all_reduce.algorithms import AllReduce
+from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
+from ddp.all_reduce.p2p import P2P
+
+BLOCK_BYTES = 256 << 10  # of each rank's buffer; those of two ranks stay in a core's second-level cache
+SCRATCH_BYTES = 4 << 20
+SMALL_BYTES = 64 << 10  # up to here, to wait once and add more is faster than to wait twice
+ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
+
+
+class SharedMemory(AllReduce):
+    """Sums CPU tensors over the ranks of one host; in rank order, so that the same bits come out on all, every time.
+
+    Two steps for n bytes and p ranks, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It
+    reads n/p bytes of each of p buffers and writes as many. Time: 2 alpha + 2pn / bandwidth, of the memory that all share or
+    of their caches, and alpha, to wake a rank, is some 10 us.
+
+    Tensors that are small, or do not lie in memory of :meth:`allocate`, are copied there and back.
+
+    :param p2p: all on one host
+    :param parts: of a buffer; the i-th rank adds up the i-th. As many as there are ranks when None
+    :param between: called with each part of the sum by the rank that has added it up, before the others get it:
+        :mod:`ddp.all_reduce.hierarchical` adds what other hosts have
+    :raises UsageError: on all ranks, if they are on several hosts or have not enough memory; outside Linux
+    """
+
+    def __init__(self, p2p: P2P, parts: int | None = None, between: Callable[[Tensor], None] | None = None) -> None:
+        super().__init__()
+        hosts = find_hosts(p2p)
+        if len(set(hosts)) > 1:
+            names = ", ".join(p2p.hosts[hosts.index(host)] for host in dict.fromkeys(hosts))
+            raise UsageError(
+                f"--all-reduce shared-memory needs all ranks on one host; these are on {names}: use hierarchical"
+            )
+        self._peers, self._parts, self._between = p2p, parts or p2p.size, between
+        self._sockets = LocalSockets(p2p)
+        self._scratch = _Segment(p2p, self._sockets, SCRATCH_BYTES + 2 * SMALL_BYTES)
+        self._segments = [self._scratch]
+        self._turn = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros ``[numel]`` that all ranks map: they, and any part of them, are summed where they are.
+
+        A collective, to be called while no sum is under way.
+
+        :raises UsageError: on all ranks, if there is not enough memory; for another device than the CPU
+        """
+        _require_cpu(device)
+        segment = _Segment(self._peers, self._sockets, numel * dtype.itemsize)
+        self._segments.append(segment)
+        return segment.memory[self._peers.rank].view(dtype)
+
+    def run(self, buffer: Tensor) -> None:
+        _require_cpu(buffer.device)
+        try:
+            if buffer.nbytes > SMALL_BYTES or self._between:
+                self._run_large(buffer)
+            else:
+                self._run_small(buffer)
+        except BaseException:
+            self._sockets.close()  # those that wait for this rank learn at once that it does not come
+            raise
+
+    def _run_small(self, buffer: Tensor) -> None:
+        """Every rank shows a copy of what it has, and adds up all copies by itself.
+
+        One wait is enough, since there are two places for copies, in turn: while others still read these, the next go to the
+        other, and when those after the next come here, all have met for the next.
+        """
+        self._turn = 1 - self._turn
+        copies = self._scratch.views(SCRATCH_BYTES + self._turn * SMALL_BYTES, buffer)
+        copies[self._peers.rank].copy_(buffer)
+        self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype}")
+        buffer.copy_(copies[0])
+        for other in copies[1:]:
+            buffer += other
+
+    def _run_large(self, buffer: Tensor) -> None:
+        if not buffer.numel():  # it lies nowhere
+            return
+        for number, segment in enumerate(self._segments):
+            offset = buffer.data_ptr() - segment.memory[self._peers.rank].data_ptr()
+            if 0 <= offset <= segment.nbytes - buffer.nbytes:
+                self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype} from byte {offset} of allocation {number}")
+                self._sum_part(segment.views(offset, buffer))
+                self._sockets.meet("to the end of a sum")
+                return
+        for piece in buffer.split(SCRATCH_BYTES // buffer.element_size()):
+            scratch = self._scratch.views(0, piece)[self._peers.rank]
+            scratch.copy_(piece)
+            self._run_large(scratch)
+            piece.copy_(scratch)
+
+    def _sum_part(self, buffers: list[Tensor]) -> None:
+        """Add up this rank's part of all buffers, in blocks that stay in its cache until the sum is written to them all."""
+        numel = buffers[0].numel()
+        length = -(-numel // (self._parts * ALIGNMENT)) * ALIGNMENT
+        begin, end = (min(numel, index * length) for index in (self._peers.rank, self._peers.rank + 1))
+        if begin == end:
+            return
+        block = end - begin if self._between else BLOCK_BYTES // buffers[0].element_size()
+        for first, *others in zip(*(buffer[begin:end].split(block) for buffer in buffers), strict=True):
+            for other in others:
+                first += other
+            if self._between:
+                self._between(first)
+            for other in others:
+                other.copy_(first)
+
+    def close(self) -> None:
+        super().close()
+        self._sockets.close()
+        for segment in self._segments:
+            segment.memory.clear()
+
+
+class _Segment:
+    """As many bytes of each rank, mapped by all: ``memory[rank]``, uint8 ``[nbytes]``.
+
+    :param nbytes: the same on all ranks
+    :raises UsageError: on all ranks
+    """
+
+    def __init__(self, p2p: P2P, sockets: LocalSockets, nbytes: int) -> None:
+        self.nbytes = nbytes
+        length = max(nbytes, 1)  # nothing cannot be mapped
+        files = [_anonymous_file(length, p2p.size)]
+        try:
+            files = sockets.meet(f"to allocate {nbytes} bytes", *files)
+            if any(os.fstat(file).st_size < length for file in files):
+                raise UsageError(
+                    f"--all-reduce shared-memory found no {_mib(p2p.size * length)} of memory on "
+                    f"{p2p.hosts[p2p.rank]}, which has {_mib(psutil.virtual_memory().available)} left: free some, "
+                    "start fewer ranks there, or raise ulimit -f"
+                )
+            # torch keeps a mapping for as long as a tensor lies in it.
+            mappings = [mmap.mmap(file, length, mmap.MAP_SHARED | mmap.MAP_POPULATE) for file in files]
+        finally:
+            for file in files:
+                os.close(file)
+        self.memory = [torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes] for mapping in mappings]
+
+    def views(self, offset: int, like: Tensor) -> list[Tensor]:
+        """Of each rank's memory as much as a tensor needs, with its dtype."""
+        return [memory[offset : offset + like.nbytes].view(like.dtype) for memory in self.memory]
+
+
+def _anonymous_file(length: int, copies: int) -> int:
+    """Zeros in memory, known by a file descriptor; shorter than ``length`` if there is not enough memory.
+
+    The file gets its memory now: else the first write to a page that cannot be had would be a SIGBUS.
+
+    :param copies: that the ranks of this host make at the same time
+    """
+    file = os.memfd_create("all-reduce")
+    if (
+        copies * length <= psutil.virtual_memory().available
+    ):  # beyond that, the kernel kills somebody rather than refuse
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(file, 0, length)
+    return file
+
+
+def _require_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise UsageError(f"--all-reduce shared-memory sums tensors of the CPU, not of {device}: use backend")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,153 @@
+"""What the trainer's step costs on top of the mathematics (``python -m ddp.bench overhead``).
+
+Three loops take turns, a few steps each:
+
+- ``bare``: forward, loss, backward, optimizer, on one batch that lies ready on the device. No DDP.
+- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds what DDP costs by itself (the trainer goes
+  without it then); with several, the gradients' way across.
+- ``trainer``: ``ddp.train``'s own step: fetching, augmenting and moving each batch, seeding, schedule, metrics.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.cli import option, parse
+from common.data import datasets
+from common.data.datasets import Batch
+from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
+from common.distributed.rank_logging import Progress, rank_logging
+from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.machine import describe_machine
+from common.reporting.run_directory import prepare_output, write_json
+from common.reporting.timing import Spread, interleave, paired_ratio
+from common.training.models import MODELS
+from common.training.optimization import build_optimizer
+from common.training.precision import PRECISIONS
+from ddp.bench.step_loops import timed, trainer_step
+from ddp.config import TrainConfig, micro_batch_size
+from ddp.job import Job, build_job, wrap
+
+LIMIT = 1.05
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class OverheadConfig:
+    """Settings of ``ddp.bench overhead``."""
+
+    model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
+    batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
+    precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
+    workers: int = option(0, "loader processes per rank, as in ddp.train", minimum=0)
+    builds: int = option(
+        4, "times that all loops are built anew: where their tensors lie can cost one a few percent", minimum=1
+    )
+    rounds: int = option(8, "rounds per build that count", minimum=2)
+    steps: int = option(10, "steps of each loop in a round", minimum=1)
+    device: str = option("auto", "as in ddp.train", choices=DEVICES)
+    backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
+    threads: int = option(0, "as in ddp.train", minimum=0)
+    output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG")
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse(OverheadConfig, "ddp.bench overhead", __doc__, argv)
+    with process_group(config.device, config.backend, threads=config.threads) as env, rank_logging(env):
+        with env.fail_together():
+            micro_batch_size(config.batch_size, env.world_size, 1)
+            prepare_output(config.output)
+        seconds = measure(config, env)
+        if env.is_main:
+            print(report(config, env, seconds))
+
+
+def measure(config: OverheadConfig, env: DistEnv) -> dict[str, list[float]]:
+    """Seconds per step of each loop, one median-able number per round."""
+    train_config = TrainConfig(
+        model=config.model,
+        batch_size=config.batch_size,
+        precision=config.precision,
+        workers=config.workers,
+        epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+    )
+    data = datasets.load("glyphs", augmentation=train_config.augmentation)
+    seconds: dict[str, list[float]] = {}
+    with Progress(env, "bench", config.builds * (config.rounds + WARMUP)) as progress:
+        for _ in range(config.builds):
+            job = build_job(train_config, env, data)
+            candidates = {
+                "bare": _steps(config, env, _bare_loop(job, with_ddp=False)),
+                "bare, DDP": _steps(config, env, _bare_loop(job, with_ddp=True)),
+                "trainer": _steps(config, env, trainer_step(job)),
+            }
+            taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+            for name, values in taken.items():
+                seconds.setdefault(name, []).extend(values)
+    return seconds
+
+
+def report(config: OverheadConfig, env: DistEnv, seconds: dict[str, list[float]]) -> str:
+    """Write the JSON and the PNG, and say what they say."""
+    against = "bare" if env.world_size == 1 else "bare, DDP"
+    ratios = {
+        name: [a / b for a, b in zip(seconds[name], seconds[against], strict=True)]
+        for name in seconds
+        if name != against
+    }
+    write_json(
+        config.output / "overhead.json",
+        {
+            "machine": describe_machine(),
+            "world_size": env.world_size,
+            "seconds_per_step": seconds,
+            "against": against,
+        },
+    )
+    title = f"{config.model}, {env.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
+    plot_ratios(config.output / "overhead.png", ratios, LIMIT, title, f"time per step, as a multiple of '{against}'")
+    lines = [f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
+    lines += [
+        f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()
+    ]
+    lines += [f"{name:>10} / {against}: {paired_ratio(seconds[name], seconds[against]):.3f}" for name in ratios]
+    return "\n".join([*lines, f"results in {config.output}: overhead.json, overhead.png"])
+
+
+def _steps(config: OverheadConfig, env: DistEnv, step: Callable[[], None]) -> Callable[[], float]:
+    def run() -> None:
+        for _ in range(config.steps):
+            step()
+
+    return timed(env, config.steps, run)
+
+
+def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
+    """The mathematics of one step, on its own copy of the model and one batch that lies ready."""
+    network = copy.deepcopy(job.network)
+    model: nn.Module = wrap(network, job.env) if with_ddp else network
+    optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)
+    images, labels = _first_batch(job)
+    precision = job.precision
+
+    def step() -> None:
+        with precision.autocast():
+            loss = F.cross_entropy(model(images).float(), labels)
+        precision.scaler.scale(loss).backward()
+        precision.scaler.step(optimizer)
+        precision.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _first_batch(job: Job) -> tuple[Tensor, Tensor]:
+    batch: Batch = next(iter(job.loader))
+    images = job.data.to_input(batch.images.to(job.env.device), job.config.memory_format)
+    return images, batch.labels.to(job.env.device)

@@ -1,0 +1,208 @@
+"""What it costs to be ready for everything that can go wrong (``python -m ddp.bench safety``).
+
+Five loops take turns, a chunk of steps each, on models of their own:
+
+- ``plain``: the step without any of it: no flags, no look at the gradients, no watchdog. ``plain again`` is the same: what
+  differs between the two is noise.
+- ``guarded``: ``ddp.train``'s own step, with the flags on their way with the gradients, the check for inf and nan, and the
+  watchdog listening. No checkpoint.
+- ``saving in the background``: the same, with a checkpoint in each chunk, which is on the disk when the chunk ends.
+- ``saving``: the same, but training waits for the disk.
+
+Each guard is also timed by itself (ddp/bench/guard_costs.py), since all together cost less than one step differs from the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch.profiler import record_function
+
+from common.cli import option, parse
+from common.data import datasets
+from common.data.datasets import Batch, ImageData
+from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
+from common.distributed.rank_logging import Progress, rank_logging
+from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.machine import describe_machine
+from common.reporting.run_directory import prepare_output, write_json
+from common.reporting.timing import Spread, interleave, paired_ratio
+from common.training.metrics import MetricsWriter
+from common.training.models import MODELS
+from common.training.optimization import build_optimizer
+from common.training.randomness import seed_torch
+from ddp.bench.guard_costs import time_guards
+from ddp.bench.step_loops import endless_batches, reduce_metrics, timed, trainer_step
+from ddp.checkpoint.checkpointer import Checkpointer
+from ddp.config import TrainConfig, micro_batch_size
+from ddp.job import Job, build_job, wrap
+
+LIMIT = 1.03
+WARMUP = 1
+PLAIN = ("plain", "plain again")
+GUARDED, BACKGROUND, WAITING = "guarded", "saving in the background", "saving"
+LOOPS = (*PLAIN, GUARDED, BACKGROUND, WAITING)
+AGAINST = {"plain again": "plain", GUARDED: "plain", BACKGROUND: GUARDED, WAITING: GUARDED}
+
+
+@dataclass(frozen=True)
+class SafetyConfig:
+    """Settings of ``ddp.bench safety``."""
+
+    model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
+    batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
+    builds: int = option(
+        8, "times that all loops are built anew: where their tensors lie can cost one a few percent", minimum=1
+    )
+    rounds: int = option(3, "rounds per build that count", minimum=2)
+    steps: int = option(50, "steps of each loop in a round, with one checkpoint where there are any", minimum=1)
+    looks: int = option(300, "times that each guard is timed by itself", minimum=2)
+    device: str = option("auto", "as in ddp.train", choices=DEVICES)
+    backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
+    threads: int = option(0, "as in ddp.train", minimum=0)
+    output: Path = option(
+        Path("runs/bench-safety"), "folder of the JSON and the PNG, and for a while of the checkpoints"
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    config = parse(SafetyConfig, "ddp.bench safety", __doc__, argv)
+    with process_group(config.device, config.backend, threads=config.threads) as env, rank_logging(env):
+        with env.fail_together():
+            micro_batch_size(config.batch_size, env.world_size, 1)
+            prepare_output(config.output)
+        run = TrainConfig(
+            model=config.model,
+            batch_size=config.batch_size,
+            run_dir=config.output / "checkpoints",
+            epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+        )
+        data = datasets.load("glyphs", augmentation=run.augmentation)
+        seconds = measure(config, run, data, env)
+        guards = time_guards(build_job(run, env, data), config.looks)
+        if env.is_main:
+            print(report(config, env, seconds, guards))
+
+
+def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEnv) -> dict[str, list[float]]:
+    """Seconds per step of each loop, one number per round."""
+    seconds: dict[str, list[float]] = {}
+    with (
+        _folder(run.run_dir, env),
+        MetricsWriter(run.run_dir, silent=not env.is_main) as metrics,
+        Progress(env, "bench", config.builds * (config.rounds + WARMUP)) as progress,
+    ):
+        for build in range(config.builds):
+            with contextlib.ExitStack() as watched:
+                # In another order each time: of loops that do the same, one that is built or run earlier can be 4 % faster.
+                names = random.Random(build).sample(LOOPS, len(LOOPS))
+                candidates = {}
+                for name in names:
+                    job = build_job(run, env, data)
+                    if name in PLAIN:
+                        candidates[name] = _steps(job, config.steps, _plain_step(job))
+                        continue
+                    watched.enter_context(job.watchdog)
+                    checkpointer = Checkpointer(replace(run, async_checkpoint=name == BACKGROUND), env, metrics)
+                    saves = name in (BACKGROUND, WAITING)
+                    candidates[name] = _steps(job, config.steps, trainer_step(job), checkpointer if saves else None)
+                taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+            for name in LOOPS:
+                seconds.setdefault(name, []).extend(taken[name])
+    return seconds
+
+
+@contextlib.contextmanager
+def _folder(path: Path, env: DistEnv) -> Iterator[None]:
+    """A folder for the length of the block."""
+    with env.fail_together():
+        path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if env.is_main:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], guards: dict[str, list[float]]) -> str:
+    """Write the JSON and the PNG, and say what they say."""
+    ratios = {
+        f"{name} / {other}": [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
+        for name, other in AGAINST.items()
+    }
+    facts = {"machine": describe_machine(), "world_size": env.world_size, "steps_per_checkpoint": config.steps}
+    measured = {"seconds_per_step": seconds, "ratios": ratios, "seconds_of_guards": guards}
+    write_json(config.output / "safety.json", {**facts, **measured})
+    title = (
+        f"{config.model}, {env.world_size} rank(s), batch {config.batch_size}, a checkpoint per {config.steps} steps"
+    )
+    plot_ratios(config.output / "safety.png", ratios, LIMIT, title, "ratio of the times per step")
+    lines = [f"{title}; {config.builds} x {config.rounds} rounds, median [quartiles]"]
+    lines += [f"{name:>24}: {Spread.of([1000 * s for s in taken]):.2f} ms per step" for name, taken in seconds.items()]
+    lines += [
+        f"{name:>24} / {other}: {paired_ratio(seconds[name], seconds[other]):.3f}" for name, other in AGAINST.items()
+    ]
+    together = [sum(each) for each in zip(*guards.values(), strict=True)]
+    share = statistics.median(together) / statistics.median(seconds["plain"])
+    lines += [f"{name:>26}: {Spread.of([1e3 * s for s in taken]):.3f} ms" for name, taken in guards.items()]
+    lines += [
+        f"all guards by themselves: {1e3 * statistics.median(together):.3f} ms, {100 * share:.2f} % of a plain step"
+    ]
+    return "\n".join([*lines, f"results in {config.output}: safety.json, safety.png"])
+
+
+def _steps(
+    job: Job, steps: int, step: Callable[[], None], checkpointer: Checkpointer | None = None
+) -> Callable[[], float]:
+    """Take some steps; with a checkpoint, if there is a saver, which is on the disk in the end."""
+
+    def run() -> None:
+        for number in range(steps):
+            step()
+            if checkpointer is not None and number == 0:
+                checkpointer.save(job)
+        if checkpointer is not None:
+            checkpointer.finish()
+
+    return timed(job.env, steps, run)
+
+
+def _plain_step(job: Job) -> Callable[[], None]:
+    """:func:`ddp.train.train_step` without what guards it, on a model whose DDP carries no flags."""
+    stream: Iterator[Batch] = endless_batches(job)
+    config, device = job.config, job.env.device
+    network = copy.deepcopy(job.network)
+    model = wrap(network, job.env) if job.env.world_size > 1 else network
+    model.train()
+    optimizer = build_optimizer(
+        config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
+    )
+
+    def step() -> None:
+        with record_function("data"), job.window.waiting():
+            images, labels = next(stream)
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        seed_torch(device, config.seed, "dropout", job.step, 0, job.env.rank)
+        with record_function("forward"), job.precision.autocast():
+            logits = model(job.data.to_input(images, config.memory_format))
+            loss = F.cross_entropy(logits.float(), labels)
+        with record_function("backward"):
+            loss.backward()
+        job.window.add(loss, logits, labels)
+        with record_function("optimizer"):
+            for group in optimizer.param_groups:
+                group["lr"] = config.rate_at(job.step, job.sampler.steps_per_epoch)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        job.step += 1
+        reduce_metrics(job)
+
+    return step

@@ -1,0 +1,167 @@
+"""What a training step's time is made of, seen from all ranks at once.
+
+Every rank stamps five moments of each step with the machine's one clock:
+
+    began --- input --- compute --- ready --- wait --- reduced --- update --- ended
+
+``ready`` is when its last bucket of gradients is complete and handed to the all-reduce (a comm hook sees it), ``reduced`` when
+the backward pass returns, with all buckets averaged. Between the two a rank waits: until the slowest rank is ready, that is
+*imbalance*; from then on it is *communication* that nothing hides. All-reduces that ran while gradients were still computed
+do not show; that is DDP's overlap. (On the CPU it is not free: gloo's threads take their time from the same cores, and what
+that costs is found in *compute*.)
+
+Data parallelism in one process communicates too, by copying: scatter, replicate, gather and reduce. On CPU devices that is
+*communication*; on GPUs it cannot be told from *compute* without waiting between the steps (dataparallel.bench does).
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from common.data.datasets import Batch
+from common.distributed.process_group import DistEnv
+from common.training.recipes import load_in_memory
+from dataparallel.bench.stopwatch import Stopwatch
+from dataparallel.parallel import HandwrittenDataParallel
+from ddp.bench.step_loops import endless_batches
+from ddp.config import TrainConfig
+from ddp.job import build_job, wrap
+from ddp.resilience.flags import FlagCarrier
+from ddp.train import train_step
+
+COPYING = ("scatter", "replicate", "gather", "reduce")
+PARTS = ("input", "compute", "imbalance", "communication", "update")
+
+
+@dataclass
+class Stamps:
+    """A step's moments on one rank, in seconds of ``time.perf_counter``, which all processes of a machine share;
+    ``input`` and ``copying`` (between the devices of one process) are durations."""
+
+    began: float
+    input: float = 0.0
+    ready: float = 0.0
+    reduced: float = 0.0
+    ended: float = 0.0
+    copying: float = 0.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds per step, means over ranks and steps; they add up to ``total``.
+
+    :param input: waiting for the batch; :param compute: forward and backward; :param imbalance: waiting for slower ranks
+    :param communication: all-reduce that computing does not hide; :param update: optimizer and metrics
+    """
+
+    input: float
+    compute: float
+    imbalance: float
+    communication: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.input + self.compute + self.imbalance + self.communication + self.update
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[Stamps]]) -> Parts:
+        """:param ranks: for each rank the stamps of the same steps"""
+        parts = []
+        for step in zip(*ranks, strict=True):
+            all_ready = max(stamps.ready for stamps in step)
+            for stamps in step:
+                computed = stamps.ready - stamps.began - stamps.input - stamps.copying
+                waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready + stamps.copying
+                parts.append((stamps.input, computed, waited, exposed, stamps.ended - stamps.reduced))
+        return cls(*(statistics.fmean(values) for values in zip(*parts, strict=True)))
+
+
+class Runner:
+    """A rank's service: ``ddp.train``'s job, with its step's moments stamped.
+
+    :param wrapper: ``"none"`` for the plain module, ``"handwritten"`` or ``"torch"`` for data parallelism in one process,
+        ``"ddp"``
+    :param devices: of data parallelism in one process
+    """
+
+    def __init__(self, env: DistEnv, config: TrainConfig, wrapper: str, devices: int) -> None:
+        self._place = env
+        self._job = job = build_job(config, env, load_in_memory(config))
+        self._stamps = Stamps(0.0)
+        self._stopwatch: Stopwatch | None = None
+        if wrapper == "ddp":
+            if env.world_size == 1:  # where build_job goes without it
+                job.model = wrap(job.carrier, env)
+            # (torch wants the class itself in a hook's annotations, or none.)
+            job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))  # type: ignore[operator]
+        elif wrapper == "handwritten":
+            kind = env.device.type
+            names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
+            parallel = HandwrittenDataParallel(job.network, names)
+            job.model = job.carrier = FlagCarrier(parallel, env.device)
+            if kind == "cpu":  # on GPUs, it would wait for them between the steps, and make the whole slower
+                self._stopwatch = parallel.step = Stopwatch(parallel.devices)
+        elif wrapper == "torch":
+            job.model = job.carrier = FlagCarrier(nn.DataParallel(job.network, list(range(devices))), env.device)
+        job.optimizer.register_step_pre_hook(self._before_update)
+        job.model.train()
+        self._batches = self._timed(endless_batches(job))
+
+    def run(self, steps: int) -> list[Stamps]:
+        """Take some steps, beginning with all ranks at once."""
+        taken = []
+        dist.barrier()
+        self._synchronize()
+        for _ in range(steps):
+            self._stamps = Stamps(time.perf_counter())
+            train_step(self._job, self._batches)
+            self._synchronize()
+            self._stamps.ended = time.perf_counter()
+            if self._stopwatch is not None:
+                seconds = self._stopwatch.take()
+                self._stamps.copying = sum(seconds[step] for step in COPYING)
+            taken.append(self._stamps)
+        return taken
+
+    def peak_memory(self) -> float:
+        """MB: allocated on the GPU, if there is one, else resident (libraries included)."""
+        if self._place.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._place.device) / 1e6
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+    def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """What DDP does with a bucket anyway, once the moment is noted."""
+        if bucket.is_last():
+            if self._place.device.type == "cuda":  # its own work, and not the all-reduces that already run beside it
+                torch.cuda.current_stream(self._place.device).synchronize()
+            self._stamps.ready = time.perf_counter()
+        group = dist.group.WORLD
+        assert group is not None
+        return allreduce_hook(group, bucket)
+
+    def _before_update(self, *_: Any) -> None:
+        self._synchronize()
+        self._stamps.reduced = time.perf_counter()
+        self._stamps.ready = self._stamps.ready or self._stamps.reduced  # without DDP there is nothing to wait for
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            began = time.perf_counter()
+            batch = next(batches)
+            self._stamps.input += time.perf_counter() - began
+            yield batch
+
+    def _synchronize(self) -> None:
+        if self._place.device.type == "cuda":
+            torch.cuda.synchronize(self._place.device)

@@ -1,0 +1,63 @@
+"""Replicas: what makes the ranks' modules the same when training begins, and their buffers while it goes on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.cli import UsageError
+from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
+
+
+class ReplicasDiffer(UsageError, ValueError):
+    """The ranks have built different modules, as all of them have found out."""
+
+    seen_by_all = True
+
+
+def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup) -> None:
+    """Compare what the ranks have built, before anything is sent: differing shapes would be a hang, or garbage.
+
+    :param settings: whatever else must be the same on all ranks
+    :raises ReplicasDiffer: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
+    """
+    mine = {name: _describe(tensor) for name, tensor in replicated(module).items()}
+    mine |= {name: str(value) for name, value in settings.items()}
+    everyone: list[dict[str, str]] = [{}] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name in dict.fromkeys([*everyone[0], *theirs]):
+            here, there = theirs.get(name, "none of that name"), everyone[0].get(name, "none of that name")
+            if here != there:
+                difference = f"{name} is {here} on rank {rank}, but {there} on rank 0"
+                raise ReplicasDiffer(f"the ranks' modules differ: {difference}")
+        if list(theirs) != list(everyone[0]):
+            raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
+
+
+def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:
+    """What is the same on every rank: the module's parameters and buffers by name, but for those that it wants left alone
+    (as torch's DDP does: ``module._ddp_params_and_buffers_to_ignore``)."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = (module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
+    return {name: tensor for name, tensor in itertools.chain(*named) if name not in ignored}
+
+
+def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite the tensors with those of rank ``source`` of the group, many small ones in one message."""
+    for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        dist.broadcast(flat, group=group, group_src=source)
+        if group.rank() != source:
+            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+
+
+def _describe(tensor: Tensor) -> str:
+    frozen = "" if tensor.requires_grad else ", without gradient"
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}{frozen}".removeprefix("torch.")

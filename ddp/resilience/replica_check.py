@@ -1,0 +1,76 @@
+"""Replicas compared while they train: DDP keeps them equal bit for bit, unless something else writes to one.
+
+DDP sends gradients, never parameters (but for its first moment). A bit that flips in one rank's memory, an optimizer that
+depends on the rank, a gradient clipped before it was averaged: from then on the ranks train different models, and nothing
+says so. So now and then each rank sends a digest of every parameter, 8 bytes, and all compare.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.distributed.process_group import DistEnv
+from ddp.by_hand.replicas import replicated
+
+MOST_NAMED = 3
+
+
+class ReplicasDiverged(RuntimeError):
+    """The ranks' parameters are no longer the same, as all of them have found out."""
+
+
+def require_equal_replicas(network: nn.Module, env: DistEnv, step: int) -> None:
+    """Compare a digest of every parameter over the ranks: a collective, in which each rank sends 8 bytes per parameter.
+
+    Buffers are not compared: BatchNorm's running statistics are each rank's own between epochs.
+
+    :param network: the same on all ranks, memory formats included, as DDP requires too; of any dtypes, on any device
+    :param step: that is told
+    :raises ReplicasDiverged: on every rank, naming the first tensors that differ, and on which ranks if more than half of
+        the ranks agree. A flipped bit is always found, any other difference but for one in 2^32.
+    """
+    if env.world_size == 1:
+        return
+    parameters = replicated(network, buffers=False)
+    own = torch.tensor([digest(parameter) for parameter in parameters.values()], dtype=torch.int64, device=env.device)
+    everyone = [torch.empty_like(own) for _ in range(env.world_size)]
+    dist.all_gather(everyone, own)
+    by_rank = [digests.tolist() for digests in everyone]
+    found = differences(list(parameters), list(zip(*by_rank, strict=True)))
+    if found:
+        more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise ReplicasDiverged(f"at step {step} the replicas have diverged: {', '.join(found[:MOST_NAMED])}{more}")
+
+
+def digest(tensor: Tensor) -> int:
+    """CRC-32 of the tensor's bytes as they lie in memory; any shape and dtype, on any device, NaNs included.
+
+    It finds every single flipped bit, and is the fastest in the standard library: 4 ms for 25 MB, where SHA-1 takes 12.
+    """
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # channels_last is read as it lies, not copied
+    dense = tensor.detach().cpu().permute(dims).contiguous()
+    return zlib.crc32(dense.view(-1).view(torch.uint8).numpy().data)
+
+
+def differences(names: Sequence[str], digests: Sequence[Sequence[int]]) -> list[str]:
+    """What to say of each parameter on which the ranks differ.
+
+    :param digests: of each parameter, those of all ranks
+    """
+    found = []
+    for name, values in zip(names, digests, strict=True):
+        usual, agreeing = Counter(values).most_common(1)[0]
+        if agreeing == len(values):
+            continue
+        where = f"between the {len(values)} ranks"  # nobody can tell which are right
+        if 2 * agreeing > len(values):
+            others = [str(rank) for rank, value in enumerate(values) if value != usual]
+            where = f"on rank{'s' * (len(others) > 1)} {', '.join(others)} of {len(values)}"
+        found.append(f"parameter {name!r} differs {where}")
+    return found

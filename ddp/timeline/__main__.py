@@ -1,0 +1,242 @@
+"""One training step as a picture: what each rank computes and what travels between them, at every moment.
+
+    python -m ddp.timeline
+    python -m ddp.timeline --model resnet18 --all-reduce shared-memory
+    python -m ddp.timeline --bucket-cap-mb 1000    # one bucket: nothing is hidden
+
+Trains with the hand-written DDP on the CPU and draws the step of median duration: forward, backward with each gradient as it
+becomes ready, each bucket's all-reduce beside it, the wait for what still travels, and the update. Beside the picture lies
+a trace of all steps, which opens at https://ui.perfetto.dev.
+
+On GPUs, ``ddp.train --profile`` records the like: the host's clock, which is read here, does not know when they are done.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from common.cli import UsageError, command, option, parse
+from common.distributed.process_group import DistEnv, require_alone
+from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.worker_group import WorkerGroup
+from common.reporting.machine import describe_machine
+from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.timing import Spread
+from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
+from common.training.models import LEAST_SAMPLES, MODELS
+from ddp.all_reduce.choice import ALL_REDUCES
+from ddp.by_hand.buckets import MIB
+from ddp.config import TrainConfig, micro_batch_size
+from ddp.timeline.figure import lanes, plot_step
+from ddp.timeline.overlap import Parts, divide
+from ddp.timeline.recording import Recorder, Step
+
+WARMUP = 3  # steps; after the first, the buckets are final
+BLOCK = 5  # steps that follow each other
+MOST_SIZES = 6  # of buckets, in the title
+
+
+@dataclass(frozen=True)
+class TimelineConfig:
+    """Settings of ``ddp.timeline``.
+
+    :raises UsageError: for a global batch that does not divide, or leaves a rank too few samples
+    """
+
+    model: str = option("mlp", "the model that is trained, on glyphs", choices=MODELS)
+    batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
+    ranks: int = option(2, "processes", minimum=1, maximum=64)
+    threads: int = option(1, "for compute, of each rank", minimum=1, maximum=1024)
+    all_reduce: str = option("backend", "what sums the buckets over the ranks", choices=ALL_REDUCES)
+    bucket_cap_mb: float | None = option(None, "MiB of a bucket (default: 1 of the first, 25 of the others)", above=0)
+    steps: int = option(20, "steps of which the one of median duration is drawn", minimum=2)
+    output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the moments")
+
+    def __post_init__(self) -> None:
+        samples = micro_batch_size(self.batch_size, self.ranks, 1)
+        if samples < LEAST_SAMPLES.get(self.model, 1):
+            raise UsageError(f"{self.model} cannot normalize a single sample per rank: use a larger --batch-size")
+
+
+@command
+def main() -> None:
+    config = parse(TimelineConfig, "ddp.timeline", __doc__)
+    require_alone("ddp.timeline")
+    with rank_logging(DistEnv.alone(torch.device("cpu"))):
+        prepare_output(config.output)
+        run = measure(config)
+        with results_in(config.output):
+            print(report(config, run))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured.
+
+    :param buckets: in the order in which they are sent: for each of its parameters, the gradient's bytes
+    :param steps: for each step its moments on each rank; :param shown: the one of median duration
+    :param alone: for each rank, seconds of backward passes that are not synchronized
+    """
+
+    pids: list[int]
+    parameters: list[str]
+    buckets: list[dict[str, int]]
+    steps: list[list[Step]]
+    alone: list[list[float]]
+
+    @property
+    def shown(self) -> int:
+        durations = [statistics.fmean(rank.ended - rank.began for rank in step) for step in self.steps]
+        return durations.index(statistics.median_low(durations))
+
+
+def measure(config: TimelineConfig) -> Run:
+    """Train for some steps, in turns with backward passes that communicate nothing."""
+    learning = TrainConfig(model=config.model, batch_size=config.batch_size, epochs=10**6)  # the schedule needs an end
+    env = DistEnv.alone(torch.device("cpu"))
+    steps: list[list[Step]] = []
+    alone: list[list[float]] = [[] for _ in range(config.ranks)]
+    with (
+        WorkerGroup(
+            config.ranks, Recorder, learning, config.all_reduce, config.bucket_cap_mb, threads=config.threads
+        ) as ranks,
+        Progress(env, "timeline", config.steps) as progress,
+    ):
+        ranks.call("run", WARMUP)
+        while len(steps) < config.steps:
+            count = min(BLOCK, config.steps - len(steps))
+            steps += map(list, zip(*ranks.call("run", count), strict=True))
+            for mine, seconds in zip(alone, ranks.call("compute", count), strict=True):
+                mine += seconds
+            progress.advance(count, f"{1e3 * (steps[-1][0].ended - steps[-1][0].began):.0f} ms each")
+        parameters, buckets = ranks.call("parameters")[0], ranks.call("buckets")[0]
+        return Run(ranks.pids, parameters, buckets, steps, alone)
+
+
+def report(config: TimelineConfig, run: Run) -> str:
+    """Write the picture, the trace and the moments, and say what they say."""
+    origin = min(rank.began for rank in run.steps[0])
+    steps = [[rank.since(origin) for rank in step] for step in run.steps]
+    parts = [divide(step) for step in steps]
+    title, shown = _title(config, run), run.shown
+    plot_step(config.output / "timeline.png", steps[shown], parts[shown], run.parameters, run.buckets, title)
+    write_trace(config.output / "trace.json", trace_events(run, steps))
+    write_json(
+        config.output / "steps.json",
+        {
+            "machine": describe_machine(),
+            "config": asdict(config),
+            "parameters": run.parameters,
+            "buckets": run.buckets,
+            "shown": shown,
+            "backward_alone": run.alone,
+            "steps": [
+                [{"moments": asdict(rank), "parts": asdict(its)} for rank, its in zip(*both, strict=True)]
+                for both in zip(steps, parts, strict=True)
+            ],
+        },
+    )
+    names = "timeline.png, trace.json, steps.json"
+    return "\n".join(
+        [
+            title,
+            *_table(parts),
+            *_sentences(run, parts),
+            f"drawn is step {shown + 1} of {len(steps)}, the one of median duration",
+            f"results in {config.output}: {names} (the trace opens at https://ui.perfetto.dev)",
+        ]
+    )
+
+
+def _title(config: TimelineConfig, run: Run) -> str:
+    sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in run.buckets]
+    shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
+    ranks, threads = _count(config.ranks, "rank"), _count(config.threads, "thread")
+    return (
+        f"{config.model}, global batch {config.batch_size}, {ranks} of {threads}, all-reduce: {config.all_reduce}, "
+        f"{_count(len(sizes), 'bucket')} of {', '.join(shown)} MiB"
+    )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number > 1)}"
+
+
+ROWS = {
+    "step": "step",
+    "data": "  data",
+    "forward": "  forward",
+    "backward": "  backward",
+    "compute": "    until the last gradient is ready",
+    "exposed": "    then all-reduce, exposed",
+    "waiting": "    then waiting for slower ranks",
+    "optimizer": "  optimizer",
+    "all_reduce": "all-reduce, all buckets",
+    "hidden": "  hidden behind backward",
+}
+
+
+def _table(steps: list[list[Parts]]) -> list[str]:
+    ranks = range(len(steps[0]))
+    lines = [f"{'ms, median [quartiles]':<38}" + "".join(f"{f'rank {rank}':>28}" for rank in ranks)]
+    for name, words in ROWS.items():
+        spreads = [Spread.of([1e3 * getattr(step[rank], name) for step in steps]) for rank in ranks]
+        lines.append(f"{words:<38}" + "".join(f"{f'{spread:.1f}':>28}" for spread in spreads))
+    return lines
+
+
+def _sentences(run: Run, steps: list[list[Parts]]) -> list[str]:
+    """What the table comes to, over all ranks: medians over the steps."""
+    shares = [sum(rank.hidden for rank in step) / sum(rank.all_reduce for rank in step) for step in steps]
+    hidden = Spread.of([100 * share for share in shares])
+    exposed, waiting, compute = (
+        1e3 * statistics.median(statistics.fmean(getattr(rank, name) for rank in step) for step in steps)
+        for name in ("exposed", "waiting", "compute")
+    )
+    alone = 1e3 * statistics.median(map(statistics.fmean, zip(*run.alone, strict=True)))
+    return [
+        f"hidden: {hidden:.0f} % of the time in which buckets are summed, since gradients are still computed meanwhile; for "
+        f"{exposed:.1f} ms of a step there is nothing left to compute, and for {waiting:.1f} ms more the slowest rank is "
+        "awaited",
+        f"all-reduces share the cores with what hides them: all gradients are ready after {compute:.1f} ms of backward, and "
+        f"after {alone:.1f} ms where nothing is sent: {compute / alone:.2f} times as long",
+    ]
+
+
+def trace_events(run: Run, steps: list[list[Step]]) -> list[Event]:
+    """All steps in Chrome's trace event format: a process per rank, with what it computes and its all-reduces below."""
+    events: list[Event] = []
+    for rank, pid in enumerate(run.pids):
+        taken = [step[rank] for step in steps]
+        compute: Lane = (pid, pid)
+        names = ["compute", "all-reduce", *("more all-reduce",) * max(max(lanes(step.sent)) for step in taken)]
+        for position, name in enumerate(names):
+            events += lane_names((pid, pid + position), f"rank {rank}", name, rank, position)
+        for number, step in enumerate(taken):
+            spans = {
+                "data": (step.began, step.loaded),
+                "forward": (step.loaded, step.forwarded),
+                "backward": (step.forwarded, step.returned),
+                "wait": (step.computed, step.returned),
+                "optimizer": (step.returned, step.ended),
+            }
+            events.append(complete(f"step {number + 1}", step.began, step.ended, compute, "step"))
+            events += [complete(name, *span, compute, "part") for name, span in spans.items()]
+            for name, moment in zip(run.parameters, step.ready, strict=True):
+                events.append(
+                    {**at(moment, compute), "ph": "i", "s": "t", "name": f"{name} is ready", "cat": "gradient"}
+                )
+            for index, (sending, lane) in enumerate(zip(step.sent, lanes(step.sent), strict=True)):
+                facts = {"bytes": sum(run.buckets[index].values()), "parameters": list(run.buckets[index])}
+                env = (pid, pid + 1 + lane)
+                name = f"bucket {index + 1}"
+                events.append(complete(name, sending.started, sending.ended, env, "all-reduce", **facts))
+    return events
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""A training step's moments on a rank: when each gradient is ready, each bucket is handed over, and each bucket is summed.
+
+Moments are seconds of ``time.perf_counter``, which on Linux is CLOCK_MONOTONIC: all processes of a machine share it, so that
+the ranks' moments need no alignment. On a GPU they would say when work was queued and not when it was done: this is for the
+CPU, and ``ddp.train --profile`` for GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.data.datasets import Batch
+from common.distributed.process_group import DistEnv
+from common.training.models import build_model
+from common.training.optimization import build_optimizer
+from common.training.randomness import derive_seed
+from common.training.recipes import load_in_memory, require_a_batch
+from ddp.all_reduce.algorithms import AllReduce, Pending
+from ddp.all_reduce.choice import build_all_reduce
+from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.config import TrainConfig
+from ddp.sampler import MicroBatchSampler
+
+
+@dataclass
+class Sending:
+    """A bucket's all-reduce on one rank: handed over, and ended, with the sum in the bucket."""
+
+    started: float
+    ended: float = 0.0
+
+
+@dataclass
+class Step:
+    """A step's moments on one rank, in their order.
+
+    :param loaded: the batch is there; :param forwarded: so is the loss, and backward begins
+    :param ready: for each parameter, its gradient; :param handled: DDP has done with it what it does at once, which may be to
+        copy it to its bucket and to send that
+    :param sent: for each bucket, in the order of their starts
+    :param returned: backward is over, and all gradients are averages; :param ended: so is the update
+    """
+
+    began: float
+    loaded: float = 0.0
+    forwarded: float = 0.0
+    ready: list[float] = field(default_factory=list)
+    handled: list[float] = field(default_factory=list)
+    sent: list[Sending] = field(default_factory=list)
+    returned: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """The last gradient is ready: what is left of backward is to wait for sums."""
+        return max(self.ready)
+
+    def since(self, origin: float) -> Step:
+        """The same, counted from another moment."""
+        return Step(
+            self.began - origin,
+            self.loaded - origin,
+            self.forwarded - origin,
+            [moment - origin for moment in self.ready],
+            [moment - origin for moment in self.handled],
+            [Sending(sending.started - origin, sending.ended - origin) for sending in self.sent],
+            self.returned - origin,
+            self.ended - origin,
+        )
+
+
+class Recording(AllReduce):
+    """An all-reduce that another one does in the background, and whose moments are written down.
+
+    ``sent`` has one entry for each :meth:`start`, and can be replaced between steps.
+    """
+
+    def __init__(self, all_reduce: AllReduce) -> None:
+        super().__init__()
+        self.sent: list[Sending] = []
+        self._all_reduce = all_reduce
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._all_reduce.allocate(numel, dtype, device)
+
+    def start(self, buffer: Tensor) -> Pending:
+        self.sent.append(Sending(time.perf_counter()))
+        return super().start(buffer)
+
+    def run(self, buffer: Tensor) -> None:
+        self._all_reduce.run(buffer)
+        oldest = next(sending for sending in self.sent if not sending.ended)  # there is one thread, for one at a time
+        oldest.ended = time.perf_counter()
+
+    def close(self) -> None:
+        super().close()
+        self._all_reduce.close()
+
+
+class RecordingBackend(Recording):
+    """The same of the backend's own, which has threads of its own and may do several at a time."""
+
+    def start(self, buffer: Tensor) -> Pending:
+        sending = Sending(time.perf_counter())
+        self.sent.append(sending)
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        # The backend's thread notes the end as soon as it is there. One that waited would have to get a core first.
+        return work.get_future().then(functools.partial(_note_end, sending))
+
+
+def _note_end(sending: Sending, future: torch.futures.Future[Any]) -> None:
+    sending.ended = time.perf_counter()
+    future.wait()  # raises what went wrong
+
+
+class Recorder:
+    """A rank's service: trains with the hand-written DDP, and writes down what happens when.
+
+    :param config: for the CPU; one micro-step
+    :param all_reduce: of :data:`ddp.all_reduce.choice.ALL_REDUCES`
+    :param bucket_cap_mb: as the hand-written DDP has it
+    """
+
+    def __init__(self, env: DistEnv, config: TrainConfig, all_reduce: str, bucket_cap_mb: float | None) -> None:
+        self._config, self._data = config, load_in_memory(config)
+        require_a_batch(config, self._data)
+        torch.manual_seed(derive_seed(config.seed, "weights"))
+        network = build_model(config.model, self._data.shape, len(self._data.classes), config.dropout)
+        network = network.to(memory_format=config.memory_format)
+        self._parameters = dict(network.named_parameters())
+        self._ready = dict.fromkeys(self._parameters, 0.0)
+        self._handled = dict(self._ready)
+        self._note_into(self._ready)  # these hooks are called before DDP's
+        build = RecordingBackend if all_reduce == "backend" else Recording
+        self._all_reduce = build(build_all_reduce(all_reduce))
+        self._model = HandwrittenDistributedDataParallel(
+            network, broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb, all_reduce=self._all_reduce
+        )
+        self._note_into(self._handled)  # and these after
+        self._optimizer = build_optimizer(
+            config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
+        )
+        self._sampler = MicroBatchSampler(self._data.train, config.batch_size, 1, env.world_size, env.rank, config.seed)
+        self._batches = self._endless_batches()
+        self._steps = 0
+
+    def parameters(self) -> list[str]:
+        """Their names, in the order of :attr:`Step.ready`."""
+        return list(self._parameters)
+
+    def buckets(self) -> list[dict[str, int]]:
+        """The buckets in the order in which they are sent: for each of its parameters, the gradient's bytes.
+
+        They are final after the first step.
+        """
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        return [{names[p]: p.nbytes for p in bucket.parameters.values()} for bucket in self._model.reducer.buckets]
+
+    def run(self, steps: int) -> list[Step]:
+        """Take some steps, beginning with all ranks at once."""
+        dist.barrier()
+        return [self._step() for _ in range(steps)]
+
+    def compute(self, steps: int) -> list[float]:
+        """Seconds of a backward pass that is not synchronized, for as many, beginning with all ranks at once."""
+        dist.barrier()
+        seconds = []
+        for _ in range(steps):
+            with self._model.no_sync():
+                loss = self._forward(next(self._batches))
+                began = time.perf_counter()
+                loss.backward()
+                seconds.append(time.perf_counter() - began)
+            self._optimizer.zero_grad(set_to_none=True)
+        return seconds
+
+    def _step(self) -> Step:
+        step = Step(time.perf_counter())
+        self._all_reduce.sent = step.sent
+        batch = next(self._batches)
+        step.loaded = time.perf_counter()
+        loss = self._forward(batch)
+        step.forwarded = time.perf_counter()
+        loss.backward()
+        step.returned = time.perf_counter()
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.rate_at(self._steps, self._sampler.steps_per_epoch)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        step.ended = time.perf_counter()
+        step.ready, step.handled = list(self._ready.values()), list(self._handled.values())
+        self._steps += 1
+        return step
+
+    def _forward(self, batch: Batch) -> Tensor:
+        inputs = self._data.to_input(batch.images, self._config.memory_format)
+        return F.cross_entropy(self._model(inputs), batch.labels)
+
+    def _note_into(self, moments: dict[str, float]) -> None:
+        """From here on, note when each parameter's gradient comes to its next hook."""
+
+        def note(name: str, _: Tensor) -> None:
+            moments[name] = time.perf_counter()
+
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(functools.partial(note, name))
+
+    def _endless_batches(self) -> Iterator[Batch]:
+        for epoch in itertools.count():
+            self._sampler.set_epoch(epoch)
+            for key in self._sampler:
+                yield self._data.train.__getitems__(key)

@@ -1,0 +1,100 @@
+"""``common.data.augmentation`` against a pixel-by-pixel reference, and a sample's independence of its batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.data.augmentation import NO_AUGMENTATION, Augmentation, Images
+from common.training.randomness import uniform
+
+Samples = npt.NDArray[np.int64]
+
+augmentations = st.builds(Augmentation, st.integers(0, 4), st.booleans(), st.integers(0, 255))
+shapes = st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
+seeds = st.integers(0, 2**31)
+
+
+def make_batch(shape: tuple[int, ...], seed: int) -> tuple[Images, Samples]:
+    """Random images, and distinct indices for them in random order."""
+    generator = np.random.default_rng(seed)
+    images = generator.integers(0, 256, shape, np.uint8)
+    return images, generator.permutation(1000)[: shape[0]].astype(np.int64)
+
+
+def naive(augmentation: Augmentation, image: Images, seed: int, epoch: int, sample: int) -> Images:
+    """One image, pixel by pixel."""
+    _, height, width = image.shape
+    down, right, mirror = uniform(3, seed, "augmentation", epoch, sample).tolist()
+    down = int(down * (2 * augmentation.shift + 1)) - augmentation.shift
+    right = int(right * (2 * augmentation.shift + 1)) - augmentation.shift
+    result = np.full_like(image, augmentation.fill)
+    for y in range(height):
+        for x in range(width):
+            if 0 <= y + down < height and 0 <= x + right < width:
+                x_out = width - 1 - x if augmentation.flip and mirror < 0.5 else x
+                result[:, y, x_out] = image[:, y + down, x + right]
+    return result
+
+
+@given(augmentations, shapes, seeds, st.integers(0, 100))
+def test_a_batch_is_augmented_as_a_naive_loop_over_images_and_pixels_would(
+    augmentation: Augmentation, shape: tuple[int, ...], seed: int, epoch: int
+) -> None:
+    images, samples = make_batch(shape, seed)
+    result = augmentation(images, seed, epoch, samples)
+    assert result.shape == images.shape
+    assert result.dtype == np.uint8
+    for i, sample in enumerate(samples.tolist()):
+        np.testing.assert_array_equal(result[i], naive(augmentation, images[i], seed, epoch, sample))
+
+
+@given(augmentations, shapes, seeds, st.data())
+def test_a_sample_looks_the_same_whichever_batch_it_is_in(
+    augmentation: Augmentation, shape: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
+    images, samples = make_batch(shape, seed)
+    together = augmentation(images, seed, 3, samples)
+    chosen = np.array(data.draw(st.lists(st.sampled_from(range(shape[0])))) if shape[0] else [], np.int64)
+    np.testing.assert_array_equal(augmentation(images[chosen], seed, 3, samples[chosen]), together[chosen])
+
+
+@given(augmentations, shapes, seeds)
+def test_the_given_images_are_neither_changed_nor_shared(
+    augmentation: Augmentation, shape: tuple[int, ...], seed: int
+) -> None:
+    images, samples = make_batch(shape, seed)
+    before = images.copy()
+    result = augmentation(images, seed, 0, samples)
+    assert not np.shares_memory(result, images)
+    np.testing.assert_array_equal(images, before)
+
+
+def test_no_augmentation_returns_equal_images() -> None:
+    images, samples = make_batch((5, 3, 6, 4), 0)
+    np.testing.assert_array_equal(NO_AUGMENTATION(images, 0, 0, samples), images)
+
+
+def test_every_shift_and_mirroring_is_equally_frequent() -> None:
+    count = 5000
+    images = np.zeros((count, 1, 5, 7), np.uint8)
+    images[:, 0, 2, 3], images[:, 0, 2, 4] = 2, 1  # a dot with another to its right, mirrored: to its left
+    result = Augmentation(shift=2, flip=True)(images, 0, 0, np.arange(count)).reshape(count, -1)
+    dot = result.argmax(axis=1)
+    mirrored = result[np.arange(count), dot - 1] == 1
+    counts = np.unique(dot + 100 * mirrored, return_counts=True)[1]
+    assert len(counts) == 5 * 5 * 2
+    assert ((counts - 100) ** 2 / 100).sum() < 49 + 5 * (
+        2 * 49
+    ) ** 0.5  # chi-square's mean and five standard deviations
+
+
+def test_another_epoch_or_seed_draws_anew() -> None:
+    images, samples = make_batch((64, 1, 6, 6), 0)
+    augment = Augmentation(shift=2, flip=True)
+    epochs = [augment(images, seed, epoch, samples) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    for i in range(3):
+        changed = (epochs[i] != epochs[i - 1]).any(axis=(1, 2, 3)).mean()
+        assert changed > 0.8  # 1 of 50 would stay by chance

@@ -1,0 +1,206 @@
+"""``common.data.datasets``: what is loaded, what a fetched batch holds, and a model's input against torchvision's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+from common.cli import UsageError
+from common.data import fashion_mnist, glyphs
+from common.data.augmentation import Augmentation
+from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, batches, keep_batch, load
+
+AUGMENTATION = Augmentation(shift=3, flip=True)
+
+needs_debians_files = pytest.mark.skipif(
+    not fashion_mnist.DEBIAN_FOLDER.is_dir(), reason="no Fashion-MNIST: apt-get install dataset-fashion-mnist"
+)
+
+
+def load_few(**settings: Any) -> ImageData:
+    return load("glyphs", **({"train_samples": 60, "test_samples": 20} | settings))
+
+
+def in_memory(half: Images) -> ImageDataset:
+    assert isinstance(half, ImageDataset)
+    return half
+
+
+def key(*samples: int, epoch: int = 0) -> BatchKey:
+    return BatchKey(epoch, np.array(samples, np.int64))
+
+
+def test_glyphs_load_whole_with_their_classes_and_shape() -> None:
+    data = load("glyphs")
+    assert (len(data.train), len(data.test)) == (12_000, 2_000)
+    assert (data.name, data.classes, data.shape) == ("glyphs", tuple("23589BEKRS"), (1, 28, 28))
+
+
+def test_a_limit_takes_the_first_samples() -> None:
+    data = load_few()
+    for half, split, count in ((data.train, "train", 60), (data.test, "test", 20)):
+        images, labels = glyphs.render(split, count)
+        np.testing.assert_array_equal(in_memory(half).images, images[:, None])
+        np.testing.assert_array_equal(half.labels, labels)
+
+
+@pytest.mark.parametrize(
+    "name, split, available",
+    [
+        ("glyphs", "train", "12,000"),
+        ("glyphs", "test", "2,000"),
+        ("fashion-mnist", "train", "60,000"),
+        pytest.param("fashion-mnist", "test", "10,000", marks=needs_debians_files),
+    ],
+)
+def test_more_samples_than_there_are_is_refused(name: str, split: str, available: str) -> None:
+    limit = int(available.replace(",", "")) + 1
+    limits = {"train_samples": 1, f"{split}_samples": limit}
+    with pytest.raises(UsageError, match=f"^--{split}-samples {limit} is more than the {available} that {name} has$"):
+        load(name, None if name == "glyphs" else fashion_mnist.DEBIAN_FOLDER, **limits)  # type: ignore[arg-type]
+
+
+def test_a_folder_for_glyphs_is_refused() -> None:
+    with pytest.raises(UsageError, match="--data-dir somewhere is for fashion-mnist"):
+        load("glyphs", Path("somewhere"))
+
+
+def test_mean_and_standard_deviation_are_those_of_the_training_pixels() -> None:
+    data = load_few()
+    pixels = in_memory(data.train).images / 255
+    assert data.mean == pytest.approx(pixels.mean(), rel=1e-12)
+    assert data.std == pytest.approx(pixels.std(), rel=1e-12)
+
+
+@needs_debians_files
+def test_fashion_mnist_has_the_mean_and_standard_deviation_that_are_published() -> None:
+    data = load("fashion-mnist", fashion_mnist.DEBIAN_FOLDER)
+    assert (len(data.train), len(data.test), data.shape) == (60_000, 10_000, (1, 28, 28))
+    assert data.mean == pytest.approx(0.2860, abs=5e-5)
+    assert data.std == pytest.approx(0.3530, abs=5e-5)
+
+
+def test_the_data_and_its_fingerprint_are_the_same_for_every_seed_and_augmentation() -> None:
+    data, other = load_few(), load_few(seed=1, augmentation=AUGMENTATION)
+    np.testing.assert_array_equal(in_memory(data.train).images, in_memory(other.train).images)
+    assert data.fingerprint == other.fingerprint
+
+
+def test_the_fingerprint_tells_different_data_apart() -> None:
+    fingerprints = {load_few(**few).fingerprint for few in ({}, {"train_samples": 61}, {"test_samples": 21})}
+    assert len(fingerprints) == 3
+
+
+@given(
+    mean=st.floats(0, 1),
+    std=st.floats(0.01, 1),
+    channels=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+    channels_last=st.booleans(),
+)
+def test_to_input_is_torchvisions_normalize(
+    mean: float, std: float, channels: int, seed: int, channels_last: bool
+) -> None:
+    images = np.random.default_rng(seed).integers(0, 256, (4, channels, 5, 6), np.uint8)
+    half = ImageDataset(images, np.zeros(4, np.int64))
+    data = ImageData("noise", half, half, ("one",), mean, std, "")
+    given_images = torch.from_numpy(images.copy())
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    result = data.to_input(given_images, memory_format)
+
+    normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize([mean] * channels, [std] * channels)])
+    torch.testing.assert_close(result, normalize(torch.from_numpy(images)), rtol=1e-5, atol=1e-5 / std)
+    assert result.is_contiguous(memory_format=memory_format)
+    np.testing.assert_array_equal(given_images, images)
+
+
+def test_a_models_input_has_mean_0_and_standard_deviation_1() -> None:
+    data = load_few()
+    inputs = data.to_input(torch.from_numpy(in_memory(data.train).images)).double()
+    assert inputs.mean().item() == pytest.approx(0, abs=1e-5)
+    assert inputs.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+
+
+@given(st.lists(st.integers(0, 19), max_size=30))
+def test_a_batch_holds_the_samples_asked_for_in_that_order(samples: list[int]) -> None:
+    dataset = ImageDataset(np.arange(20 * 12, dtype=np.uint8).reshape(20, 1, 3, 4), np.arange(20))
+    batch = dataset.__getitems__(key(*samples))
+    assert (batch.images.dtype, batch.labels.dtype) == (torch.uint8, torch.int64)
+    np.testing.assert_array_equal(batch.images, dataset.images[samples] if samples else np.empty((0, 1, 3, 4)))
+    assert batch.labels.tolist() == samples
+
+
+@given(st.lists(st.integers(0, 59), max_size=30), st.integers(1, 9), st.integers(0, 2))
+def test_batches_cut_an_order_into_pieces(samples: list[int], batch_size: int, epoch: int) -> None:
+    images = load_few(augmentation=AUGMENTATION).train
+    pieces = list(batches(images, np.array(samples, np.int64), batch_size, epoch))
+    assert [len(piece.labels) for piece in pieces[:-1]] == [batch_size] * (len(pieces) - 1)
+    assert [label for piece in pieces for label in piece.labels.tolist()] == images.labels[samples].tolist()
+    if pieces:
+        whole = images.__getitems__(key(*samples, epoch=epoch))
+        assert torch.equal(torch.cat([piece.images for piece in pieces]), whole.images)
+
+
+@pytest.mark.parametrize("augmentation", [Augmentation(), AUGMENTATION])
+def test_writing_to_a_batch_leaves_the_data_set_alone(augmentation: Augmentation) -> None:
+    dataset = in_memory(load_few(augmentation=augmentation).train)
+    before = dataset.images.copy(), dataset.labels.copy()
+    batch = dataset.__getitems__(key(0, 1))
+    batch.images.fill_(7)
+    batch.labels.fill_(7)
+    np.testing.assert_array_equal(dataset.images, before[0])
+    np.testing.assert_array_equal(dataset.labels, before[1])
+
+
+def test_training_batches_are_augmented_with_the_seed_the_epoch_and_the_data_sets_background() -> None:
+    data = load_few(augmentation=AUGMENTATION, seed=5)
+    wanted = key(3, 1, 4, epoch=7)
+    expected = replace(AUGMENTATION, fill=glyphs.BACKGROUND)(
+        in_memory(data.train).images[wanted.samples], 5, 7, wanted.samples
+    )
+    np.testing.assert_array_equal(data.train.__getitems__(wanted).images, expected)
+
+
+def test_test_batches_are_never_augmented() -> None:
+    data = load_few(augmentation=AUGMENTATION)
+    np.testing.assert_array_equal(data.test.__getitems__(key(*range(20))).images, in_memory(data.test).images)
+
+
+def test_without_augmentation_a_fetch_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(*_: object) -> None:
+        raise AssertionError("augmented")
+
+    dataset = in_memory(load_few().train)
+    monkeypatch.setattr(Augmentation, "__call__", draw)
+    np.testing.assert_array_equal(dataset.__getitems__(key(2, 5)).images, dataset.images[[2, 5]])
+
+
+def test_batches_are_the_same_from_persistent_workers_as_from_the_main_process() -> None:
+    dataset = in_memory(load_few(augmentation=AUGMENTATION).train)
+
+    def two_epochs(keys: list[BatchKey], **settings: Any) -> list[Batch]:
+        loader = DataLoader(dataset, batch_sampler=keys, collate_fn=keep_batch, **settings)  # type: ignore[arg-type]
+        batches = []
+        for epoch in range(2):
+            keys[:] = [key(*range(start, start + 20), epoch=epoch) for start in (40, 0, 20)]
+            batches += list(loader)
+        return batches
+
+    alone = two_epochs([])
+    workers = two_epochs([], num_workers=2, persistent_workers=True)
+    assert len(alone) == len(workers) == 6
+    for one, other in zip(alone, workers, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.labels, other.labels)
+    assert not torch.equal(alone[0].images, alone[3].images)  # another epoch, another look
+    assert torch.equal(alone[0].labels, alone[3].labels)

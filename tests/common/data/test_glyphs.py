@@ -1,0 +1,97 @@
+"""``common.data.glyphs``: the same bytes however and wherever they are drawn, and a task that is neither skewed nor trivial."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from common.data.glyphs import BACKGROUND, CLASSES, SAMPLES, SIDE, render
+from tests.launch import REPOSITORY
+
+Half = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+
+
+def digest(half: Half) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in half)).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def train() -> Half:
+    return render("train", SAMPLES["train"])
+
+
+@pytest.fixture(scope="module")
+def test() -> Half:
+    return render("test", SAMPLES["test"])
+
+
+def test_images_and_labels_have_the_documented_form(train: Half) -> None:
+    images, labels = train
+    assert images.shape == (12_000, SIDE, SIDE)
+    assert images.dtype == np.uint8
+    assert labels.shape == (12_000,)
+    assert labels.dtype == np.int64
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 200])
+def test_the_first_samples_are_the_same_however_many_are_drawn(train: Half, count: int) -> None:
+    images, labels = render("train", count)
+    np.testing.assert_array_equal(images, train[0][:count])
+    np.testing.assert_array_equal(labels, train[1][:count])
+
+
+def test_another_process_draws_identical_bytes() -> None:
+    program = "from tests.common.data.test_glyphs import digest, render; print(digest(render('test', 100)))"
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    other = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    assert other.stdout.strip() == digest(render("test", 100))
+
+
+def test_train_test_and_other_seeds_are_different_streams(train: Half, test: Half) -> None:
+    count = len(test[0])
+    for images, labels in (test, render("train", 200, seed=1)):
+        assert (labels == train[1][: len(labels)]).mean() < 0.2  # 1 of 10 agrees by chance
+        assert (images == train[0][: len(images)]).mean() < 0.1
+    assert len(np.unique(np.concatenate([train[0][:count], test[0]]), axis=0)) == 2 * count
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_all_classes_are_roughly_equally_frequent(split: str, request: pytest.FixtureRequest) -> None:
+    labels = request.getfixturevalue(split)[1]
+    counts = np.bincount(labels, minlength=len(CLASSES))
+    expected = len(labels) / len(CLASSES)
+    assert len(counts) == 10
+    assert ((counts - expected) ** 2 / expected).sum() < 9 + 5 * (2 * 9) ** 0.5  # chi-square's mean and five deviations
+
+
+def test_the_background_is_the_grey_of_empty_paper(train: Half) -> None:
+    darker_half = np.median(train[0], axis=(1, 2))  # most pixels of an image are paper
+    assert abs(np.median(darker_half) - BACKGROUND) < 12
+
+
+def test_a_linear_classifier_learns_something_but_stays_below_90_percent(train: Half, test: Half) -> None:
+    (inputs, targets), (test_inputs, test_targets) = (
+        (torch.from_numpy(images).flatten(1).float().sub(80).div(50), torch.from_numpy(labels))
+        for images, labels in (train, test)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Linear(SIDE * SIDE, len(CLASSES))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(15):
+            for batch in torch.randperm(len(inputs)).split(100):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+                optimizer.step()
+    accuracy = (model(test_inputs).argmax(dim=1) == test_targets).double().mean().item()
+    assert 0.15 < accuracy < 0.9  # chance is 10 %

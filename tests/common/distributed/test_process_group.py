@@ -1,0 +1,233 @@
+"""common/distributed/process_group.py: finding a place in the job, and leaving it cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.cli import UsageError
+from common.distributed.process_group import TORCHRUN_VARIABLES, DistEnv, find_dist_env, process_group, stop_signals
+from common.resilience.stop_request import exit_status
+from tests.launch import free_port, run_command, run_ranks, start_command
+
+TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
+
+
+def test_torchrun_s_variables_become_a_place() -> None:
+    env = find_dist_env(TORCHRUN, device="cpu")
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (1, 4, 1, 2)
+    assert (env.device, env.backend, env.is_main) == (torch.device("cpu"), "gloo", False)
+
+
+def test_without_them_it_is_a_job_of_one() -> None:
+    env = find_dist_env({}, device="cpu")
+    assert (env.rank, env.world_size, env.is_main) == (0, 1, True)
+
+
+@pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
+def test_half_of_the_variables_are_refused(missing: str) -> None:
+    environment = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(UsageError, match=f"set, but not {missing}: start with torchrun"):
+        find_dist_env(environment, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "one"}, "RANK='one' is not a whole number"),
+        ({"WORLD_SIZE": "-4"}, "WORLD_SIZE='-4' is not a whole number"),
+        ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
+    ],
+)
+def test_nonsense_in_the_variables_is_refused(change: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_dist_env(TORCHRUN | change, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "backend", "outcome"),
+    [
+        (0, "auto", "auto", ("cpu", "gloo")),
+        (0, "cpu", "nccl", "--backend nccl needs CUDA, but no CUDA device is usable here"),
+        (0, "auto", "nccl", "--backend nccl needs CUDA, but no CUDA device is usable here"),
+        (0, "cuda", "auto", "--device cuda, but no CUDA device is usable here"),
+        (1, "auto", "auto", "2 ranks on this node, but 1 GPU: start with --nproc_per_node=1"),
+        (1, "cpu", "nccl", "--backend nccl needs CUDA, but --device cpu was asked for"),
+        (1, "auto", "gloo", ("cpu", "gloo")),
+        (2, "auto", "auto", ("cuda:1", "nccl")),
+        (2, "cuda", "gloo", ("cuda:1", "gloo")),
+        (2, "cpu", "auto", ("cpu", "gloo")),
+    ],
+)
+def test_device_and_backend(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, backend: str, outcome: str | tuple[str, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if isinstance(outcome, str):
+        with pytest.raises(UsageError, match=outcome):
+            find_dist_env(TORCHRUN, device, backend)
+    else:
+        env = find_dist_env(TORCHRUN, device, backend)
+        assert (str(env.device), env.backend) == outcome
+
+
+def test_a_group_of_one_needs_no_port_and_leaves_nothing() -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with process_group() as env:
+        assert env.sum_over_ranks(torch.ones(3)).tolist() == [1, 1, 1]
+    assert not dist.is_initialized()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+
+
+def test_alone_there_is_no_group_and_nothing_to_wait_for() -> None:
+    env = DistEnv.alone(torch.device("cpu"))
+    assert (env.is_main, env.world_size, env.backend) == (True, 1, "none")
+    with env.fail_together():
+        assert env.sum_over_ranks(torch.ones(3)).tolist() == [1, 1, 1]
+    with pytest.raises(UsageError, match="no data"), env.fail_together():
+        raise UsageError("no data")
+    assert not dist.is_initialized()
+
+
+def sums_and_threads() -> tuple[float, int]:
+    with process_group() as env:
+        return env.sum_over_ranks(torch.tensor(float(env.rank))).item(), torch.get_num_threads()
+
+
+def test_ranks_find_each_other_and_share_the_cores() -> None:
+    for total, threads in run_ranks(sums_and_threads, 3):
+        assert total == 0 + 1 + 2
+        assert threads >= 1
+
+
+def mistakes(bad_ranks: list[int]) -> tuple[str, bool] | None:
+    with process_group() as env:
+        try:
+            with env.fail_together():
+                if env.rank in bad_ranks:
+                    raise UsageError(f"no data on {env.rank}")
+        except UsageError as error:
+            return str(error), error.seen_by_all
+        return None
+
+
+@pytest.mark.parametrize(
+    ("bad_ranks", "message"), [([], None), ([0], "no data on 0"), ([1, 2], "[rank 1] no data on 1")]
+)
+def test_a_mistake_on_one_rank_is_everybody_s(bad_ranks: list[int], message: str | None) -> None:
+    assert run_ranks(mistakes, 3, bad_ranks) == [message and (message, True)] * 3
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environment = dict(zip(TORCHRUN_VARIABLES, ("0", "2", "0", "2", "127.0.0.1", port), strict=True))
+        done = run_command("ddp.train", "--device", "cpu", env=environment)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: MASTER_PORT {port} is in use on 127.0.0.1")
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_that_do_not_come_are_said() -> None:
+    environment = dict(zip(TORCHRUN_VARIABLES, ("0", "2", "0", "2", "127.0.0.1", str(free_port())), strict=True))
+    done = run_command("ddp.train", "--device", "cpu", "--timeout", "3", env=environment)
+    assert done.returncode == 2
+    assert "not all 2 ranks came within --timeout" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ("ddp.train", "--epochs", "100", "--workers", "2", "--run-dir", str(tmp_path / "run"))
+    with start_command(*arguments) as process:
+        _wait_for_training(tmp_path)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == exit_status([number])
+    assert f"stopped by {number.name}" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> None:
+    flags = ("torch.distributed.run", "--nproc_per_node=2", "-m")
+    arguments = ("ddp.train", "--epochs", "100", "--workers", "1", "--run-dir", str(tmp_path / "run"))
+    with start_command(*flags, *arguments) as process:
+        _wait_for_training(tmp_path)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to everybody
+        _, err = process.communicate(timeout=60)
+        # No rank's traceback; torchrun reports its own end with one.
+        assert "ddp/train.py" not in err
+    assert "stopped by SIGINT" in err
+
+
+def _wait_for_training(folder: Path) -> None:
+    """Until the first records are written."""
+    deadline = time.monotonic() + 60
+    metrics = folder / "run" / "metrics.jsonl"
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size):
+        time.sleep(0.1)
+    assert metrics.stat().st_size, "training did not begin"
+
+
+class StoppedWhileItGoes:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def stopped_in_a_finalizer() -> int | str | None:
+    try:
+        with process_group():
+            thing = StoppedWhileItGoes()
+            del thing
+            time.sleep(60)
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_a_signal_in_a_finalizer_is_not_lost() -> None:
+    assert run_ranks(stopped_in_a_finalizer, 1) == [128 + signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_without_a_group_unwinds_too(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit, match=str(128 + number)), stop_signals():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+def threads_after_leaving() -> list[str]:
+    with process_group() as env, env.fail_together():
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        del model
+    deadline = time.monotonic() + 10.0
+    while (left := gloos_threads()) and time.monotonic() < deadline:  # the kernel forgets one a moment after its end
+        time.sleep(0.01)
+    return left
+
+
+def gloos_threads() -> list[str]:
+    names = []
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append(comm.read_text())
+    return [name for name in names if "gloo" in name]
+
+
+def test_leaving_the_group_ends_its_threads() -> None:
+    """One that lived on could abort the process at its exit, after all was done."""
+    assert run_ranks(threads_after_leaving, 2) == [[], []]

@@ -1,0 +1,71 @@
+"""common/distributed/rank_logging.py: who says what, and where it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from common.distributed.process_group import process_group
+from common.distributed.rank_logging import Progress, rank_logging
+from tests.launch import run_ranks, run_torchrun
+
+
+def talk(folder: Path) -> str:
+    """Say something at each level, and fail; what the console got."""
+    console = io.StringIO()
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        contextlib.redirect_stderr(console),
+        process_group() as env,
+        rank_logging(env, folder),
+    ):
+        logging.getLogger("test").info("begun")
+        logging.getLogger("test").warning("careful")
+        warnings.warn("captured", stacklevel=1)
+        raise ZeroDivisionError("oh")
+    return console.getvalue()
+
+
+def test_the_console_hears_rank_0_and_everybody_s_warnings(tmp_path: Path) -> None:
+    consoles = run_ranks(talk, 2, tmp_path)
+    assert ["begun" in text for text in consoles] == [True, False]
+    for rank, text in enumerate(consoles):
+        assert re.search(rf"WARNING \[rank {rank}/2 \S+ cpu\] careful", text)
+        assert "captured" in text
+        assert re.search(rf"ERROR   \[rank {rank}/2 \S+ cpu\] ZeroDivisionError: oh", text)
+        assert "Traceback" not in text  # Python prints it, once
+
+
+def test_each_rank_s_file_has_everything(tmp_path: Path) -> None:
+    run_ranks(talk, 2, tmp_path)
+    for rank in range(2):
+        text = (tmp_path / f"rank{rank}.log").read_text()
+        for part in ("begun", "careful", "captured", "ZeroDivisionError: oh"):
+            assert part in text
+
+
+def test_torchrun_s_report_has_the_traceback_of_the_rank_that_failed() -> None:
+    done = run_torchrun(2, "tests.common.resilience.crashing")
+    assert done.returncode == 1
+    report = done.stderr[done.stderr.index("tests.common.resilience.crashing FAILED") :]
+    assert "rank      : 1" in report
+    assert "ZeroDivisionError: on purpose" in report
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.distributed.rank_logging.SECONDS_BETWEEN_LINES", 0.0)
+    with process_group() as env, rank_logging(env), Progress(env, "train", total=10) as progress:
+        progress.advance(4, "loss 0.5")
+        monkeypatch.setattr("common.distributed.rank_logging.SECONDS_BETWEEN_LINES", 1000.0)
+        progress.advance(6, "loss 0.1")
+    err = capsys.readouterr().err
+    assert "train: step 4 of 10, loss 0.5" in err
+    assert "loss 0.1" not in err

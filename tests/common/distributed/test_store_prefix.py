@@ -1,0 +1,76 @@
+"""common/distributed/store_prefix.py: ranks that are alive now find each other in a store that is full of what the dead have left."""
+
+from __future__ import annotations
+
+import datetime
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
+
+from common.distributed.store_prefix import agree_on_prefix, store_of_this_attempt
+
+PATIENT, HASTY = datetime.timedelta(seconds=60), datetime.timedelta(seconds=0.5)
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    """The store that an agent serves, which outlives the ranks."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def ranks(
+    server: TCPStore, world_size: int, present: list[int] | None = None, timeout: datetime.timedelta = PATIENT
+) -> list[Future[str]]:
+    """An attempt, of which these ranks come (all, when None), each with a connection of its own; when it is over."""
+
+    def rank(number: int) -> str:
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+        return agree_on_prefix(store, number, world_size, timeout)
+
+    with ThreadPoolExecutor(world_size) as threads:
+        return [threads.submit(rank, number) for number in (range(world_size) if present is None else present)]
+
+
+def agreed(server: TCPStore, world_size: int) -> str:
+    prefixes = {future.result() for future in ranks(server, world_size)}
+    assert len(prefixes) == 1
+    return prefixes.pop()
+
+
+def test_each_attempt_agrees_on_another_prefix_whatever_its_size(server: TCPStore) -> None:
+    sizes = (3, 3, 3, 2, 4, 1, 4)
+    assert len({agreed(server, size) for size in sizes}) == len(sizes)
+
+
+def test_ranks_that_asked_and_died_are_not_waited_for(server: TCPStore) -> None:
+    found = {agreed(server, 3)}
+    for present in ([1], [1, 2], [0, 2], [0]):  # in [0, 2] rank 2 has been answered, before it died
+        first, *_ = ranks(server, 3, present, HASTY)
+        with pytest.raises(dist.DistStoreError):
+            first.result()
+        found.add(agreed(server, 3))
+    assert len(found) == 5
+
+
+def test_rank_0_names_those_that_do_not_come(server: TCPStore) -> None:
+    agreed(server, 4)
+    first, *_ = ranks(server, 4, [0, 2], datetime.timedelta(seconds=3))
+    with pytest.raises(dist.DistStoreError, match=r"ranks \[1, 3\] did not come"):
+        first.result()
+
+
+def test_what_one_attempt_writes_the_next_does_not_see(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+
+    def attempt() -> list[Store]:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(lambda rank: store_of_this_attempt(rank, 2, PATIENT), range(2)))
+
+    first, second = attempt(), attempt()
+    first[0].set("address", "of the dead")
+    assert first[1].get("address") == b"of the dead"
+    assert not second[0].check(["address"]) and not second[1].check(["address"])

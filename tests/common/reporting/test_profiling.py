@@ -1,0 +1,39 @@
+"""common/reporting/profiling.py: traces with the named parts of a step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import record_function
+
+from common.distributed.process_group import process_group
+from common.reporting.profiling import ACTIVE, WAIT, WARMUP, profile_steps
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.profiler's own
+def test_the_recorded_steps_have_their_parts(tmp_path: Path) -> None:
+    with process_group() as env, profile_steps(env, tmp_path) as step_done:
+        for _ in range(WAIT + WARMUP + ACTIVE + 1):
+            with record_function("forward"):
+                torch.ones(4).sum()
+            step_done()
+    with gzip.open(tmp_path / "rank0.json.gz") as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert names.count("forward") == ACTIVE
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_is_too_short_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with process_group() as env, profile_steps(env, tmp_path) as step_done:
+        step_done()
+    assert "no trace" in caplog.text
+
+
+def test_nothing_is_recorded_without_a_folder(tmp_path: Path) -> None:
+    with process_group() as env, profile_steps(env, None) as step_done:
+        step_done()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,199 @@
+"""``common.reporting.run_directory``: what is accepted, what is refused and how, and that nothing else's files are ever deleted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.cli import UsageError
+from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.resilience.run_lock import LOCK_FILE
+
+
+def absent(folder: Path) -> None:
+    pass
+
+
+def empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def run(folder: Path) -> None:
+    prepare(folder, resume=False, overwrite=False).close()
+    write_json(folder / CONFIG_FILE, {"dataset_fingerprint": "0123"})
+    (folder / "checkpoint.pt").write_bytes(b"weights")
+
+
+def other(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+
+
+def other_with_a_config(folder: Path) -> None:
+    """As Hugging Face keeps its models."""
+    other(folder)
+    (folder / CONFIG_FILE).write_text('{"model_type": "bert"}')
+    (folder / LOG_FOLDER).mkdir()
+
+
+def regular_file(folder: Path) -> None:
+    folder.write_text("years of work")
+
+
+def below_a_regular_file(folder: Path) -> None:
+    folder.parent.write_text("years of work")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("state", [absent, empty])
+def test_a_new_or_empty_folder_becomes_a_runs(state: Callable[[Path], None], overwrite: bool, tmp_path: Path) -> None:
+    state(tmp_path / "run")
+    prepare(tmp_path / "run", resume=False, overwrite=overwrite).close()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK_FILE, LOG_FOLDER]
+
+
+def test_a_run_that_was_killed_before_it_began_is_in_nobodys_way(tmp_path: Path) -> None:
+    prepare(tmp_path, overwrite=False).close()
+    (tmp_path / f".{CONFIG_FILE}.{'0a' * 16}").write_text("{")
+    prepare(tmp_path, overwrite=False).close()
+    assert content(tmp_path).keys() == {LOCK_FILE}
+
+
+def test_missing_parents_are_made(tmp_path: Path) -> None:
+    prepare(tmp_path / "runs/of/mine", resume=False, overwrite=False).close()
+    assert (tmp_path / "runs/of/mine" / LOG_FOLDER).is_dir()
+
+
+def test_resume_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    before = content(tmp_path / "run")
+    prepare(tmp_path / "run", resume=True, overwrite=False).close()
+    assert content(tmp_path / "run") == before
+
+
+def test_overwrite_deletes_the_run_and_nothing_beside_it(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    run(tmp_path / "neighbour")
+    neighbour = content(tmp_path / "neighbour")
+    prepare(tmp_path / "run", resume=False, overwrite=True).close()
+    assert content(tmp_path / "run").keys() == {LOCK_FILE}
+    assert content(tmp_path / "neighbour") == neighbour
+
+
+NOT_A_RUN = "--run-dir {} holds something that is not a run: give another, or an empty one"
+NO_RUN = "--resume: {} holds no run; start it without --resume, or name its --run-dir"
+
+
+@pytest.mark.parametrize(
+    "state, resume, overwrite, message",
+    [
+        (
+            run,
+            False,
+            False,
+            "--run-dir {} holds a run: give --resume to continue it, --overwrite to delete it, or another folder",
+        ),
+        (run, True, True, "--resume continues the run in its directory and --overwrite deletes it: give one of them"),
+        (absent, True, False, NO_RUN),
+        (empty, True, False, NO_RUN),
+        (other, True, False, NO_RUN),
+        (other, False, False, NOT_A_RUN),
+        (other, False, True, NOT_A_RUN),
+        (other_with_a_config, False, True, NOT_A_RUN),
+    ],
+)
+def test_a_refusal_names_the_folder_and_what_to_do_and_changes_nothing(
+    state: Callable[[Path], None], resume: bool, overwrite: bool, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    state(folder)
+    before = content(tmp_path)
+    with pytest.raises(UsageError) as error:
+        prepare(folder, resume=resume, overwrite=overwrite)
+    assert str(error.value) == message.format(folder)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("state", [regular_file, below_a_regular_file])
+def test_a_path_that_cannot_be_a_folder_is_refused_with_the_systems_reason(
+    state: Callable[[Path], None], overwrite: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "file" / "run"
+    if state is regular_file:
+        folder.parent.mkdir()
+    state(folder)
+    before = content(tmp_path)
+    with pytest.raises(UsageError) as error:
+        prepare(folder, resume=False, overwrite=overwrite)
+    message = str(error.value)
+    assert message.startswith(f"--run-dir {folder} cannot be written: ")
+    assert "Not a directory" in message or "File exists" in message
+    assert content(tmp_path) == before
+
+
+def test_a_run_behind_a_link_is_overwritten_or_refused_with_a_reason(tmp_path: Path) -> None:
+    run(tmp_path / "scratch")
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    message = ""
+    try:
+        prepare(tmp_path / "run", resume=False, overwrite=True).close()
+    except UsageError as error:
+        message = str(error)
+    assert "None" not in message
+    assert message or content(tmp_path / "scratch").keys() == {LOCK_FILE}
+
+
+def test_json_is_readable_and_names_paths_as_text(tmp_path: Path) -> None:
+    write_json(tmp_path / CONFIG_FILE, {"seed": 0, "run_dir": Path("runs/one")})
+    text = (tmp_path / CONFIG_FILE).read_text()
+    assert json.loads(text) == {"seed": 0, "run_dir": "runs/one"}
+    assert text.endswith("}\n")
+
+
+def test_json_that_could_not_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result.json"
+    write_json(path, {"accuracy": 0.5})
+
+    def crash(*_: object) -> None:
+        raise OSError("the machine went away")
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(OSError, match="went away"):
+        write_json(path, {"accuracy": 0.6})
+    assert json.loads(path.read_text()) == {"accuracy": 0.5}
+
+
+def test_only_a_command_that_can_resume_advises_it(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    with pytest.raises(UsageError, match="holds a run: give --overwrite to delete it, or another folder"):
+        prepare(tmp_path / "run", overwrite=False, resumable=False)
+
+
+def test_bytes_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.pt"
+    write_bytes(path, b"old")
+    write_bytes(path, memoryview(b"new"))
+    assert content(tmp_path) == {"model.pt": b"new"}
+
+    def no_room(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_room)
+    with pytest.raises(OSError, match="No space"):
+        write_bytes(path, b"newer")
+    assert content(tmp_path) == {"model.pt": b"new"}
+
+
+def test_rewritten_json_replaces_the_old_and_leaves_no_scratch(tmp_path: Path) -> None:
+    for accuracy in (0.5, 0.6):
+        write_json(tmp_path / "result.json", {"accuracy": accuracy})
+    assert content(tmp_path).keys() == {"result.json"}
+    assert json.loads((tmp_path / "result.json").read_text()) == {"accuracy": 0.6}

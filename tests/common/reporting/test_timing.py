@@ -1,0 +1,81 @@
+"""``common.reporting.timing``: the order in which candidates run, and the statistics of what they took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.reporting.timing import Spread, interleave, paired_ratio
+
+times = st.floats(1e-6, 1e6)
+
+
+def counting(names: str, calls: list[str]) -> dict[str, Callable[[], float]]:
+    """Candidates that note their calls; the time each "takes" is the number of the call."""
+
+    def candidate(name: str) -> Callable[[], float]:
+        def run() -> float:
+            calls.append(name)
+            return float(len(calls))
+
+        return run
+
+    return {name: candidate(name) for name in names}
+
+
+def test_candidates_take_turns_in_an_order_that_rotates() -> None:
+    calls: list[str] = []
+    interleave(counting("abc", calls), rounds=3, warmup=1)
+    assert "".join(calls) == "abcbcacababc"
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_the_warm_up_does_not_count_and_rounds_stay_in_order(warmup: int) -> None:
+    seconds = interleave(counting("a", []), rounds=3, warmup=warmup)
+    assert seconds == {"a": [warmup + 1.0, warmup + 2.0, warmup + 3.0]}
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_every_candidate_has_every_place_in_a_round_equally_often(candidates: int, times_around: int) -> None:
+    calls: list[str] = []
+    interleave(counting("abcdef"[:candidates], calls), rounds=candidates * times_around, warmup=0)
+    places = Counter((index % candidates, name) for index, name in enumerate(calls))
+    assert len(places) == candidates**2
+    assert set(places.values()) == {times_around}
+
+
+def test_a_progress_bar_hears_of_every_round_warm_up_included() -> None:
+    done: list[int] = []
+    interleave(counting("ab", []), rounds=2, warmup=1, after_round=done.append)
+    assert done == [1, 2, 3]
+
+
+@given(st.lists(times, min_size=2, max_size=30))
+def test_a_spread_is_numpys_median_and_quartiles(values: list[float]) -> None:
+    spread = Spread.of(values)
+    expected = np.quantile(values, [0.25, 0.5, 0.75])
+    np.testing.assert_allclose([spread.low, spread.median, spread.high], expected, rtol=1e-9)
+
+
+def test_a_spread_formats_its_three_numbers_alike() -> None:
+    assert f"{Spread(median=1.0, low=0.98765, high=1.5):.3f}" == "1.000 [0.988 to 1.500]"
+
+
+@given(st.lists(st.tuples(times, st.floats(0.1, 10)), min_size=2, max_size=30))
+def test_noise_that_both_met_in_a_round_cancels(rounds: list[tuple[float, float]]) -> None:
+    reference = [noise for noise, _ in rounds]
+    ratios = paired_ratio([noise * ratio for noise, ratio in rounds], reference)
+    expected = Spread.of([ratio for _, ratio in rounds])
+    np.testing.assert_allclose(
+        [ratios.low, ratios.median, ratios.high], [expected.low, expected.median, expected.high], rtol=1e-9
+    )
+
+
+def test_series_of_different_lengths_have_no_ratio() -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        paired_ratio([1.0, 2.0, 3.0], [1.0, 2.0])

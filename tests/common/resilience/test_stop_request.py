@@ -1,0 +1,234 @@
+"""common/resilience/stop_request.py: a signal is a request, a second one an end, and a loader worker's are its own; in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+import pytest
+
+from common.resilience import stop_request as stopping
+from common.resilience.stop_request import (
+    INTERRUPTED,
+    REQUEUE,
+    SIGNALS,
+    StopRequest,
+    exit_status,
+    signal_name,
+    to_be_requeued,
+)
+from tests.launch import FORK_SERVER, kill
+
+PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def running(function: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """``function(pipe, *arguments)`` in a process of its own, and our end of the pipe; killed at the end of the block."""
+    ours, theirs = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(target=function, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        kill([process])
+        ours.close()
+
+
+def heard(pipe: Connection) -> Any:
+    """What the process sends next."""
+    assert pipe.poll(PATIENCE_S), "nothing was heard"
+    return pipe.recv()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stops_at_leisure(pipe: Connection) -> None:
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    request = StopRequest()
+    with request.listening() as stop:
+        assert stop is request
+        pipe.send(bool(stop))
+        wait_until(lambda: bool(stop))
+    restored = [signal.getsignal(number) for number in SIGNALS] == handlers and signal.set_wakeup_fd(-1) == -1
+    pipe.send((stop.number, restored))
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_a_request_and_the_handlers_are_as_before(number: int) -> None:
+    with running(stops_at_leisure) as (process, pipe):
+        assert heard(pipe) is False
+        os.kill(process.pid or 0, number)
+        assert heard(pipe) == (number, True)
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+
+
+def asked_twice(pipe: Connection) -> None:
+    stopping.SAME_REQUEST_S = PATIENCE_S
+    with StopRequest().listening() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: bool(stop))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+    pipe.send(stop.number)
+
+
+def test_signals_that_follow_at_once_are_the_same_request() -> None:
+    with running(asked_twice) as (process, pipe):
+        assert heard(pipe) == signal.SIGINT
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+
+
+def waits_in_c(pipe: Connection) -> None:
+    """Its main thread asks for a mutex that it holds: no signal interrupts that, and Python runs no handler."""
+    stopping.SAME_REQUEST_S = 0.2
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    mutex = ctypes.create_string_buffer(64)  # zeros are PTHREAD_MUTEX_INITIALIZER
+    library = ctypes.CDLL(None)  # which lets go of the interpreter's lock in each call
+    with StopRequest().listening():
+        child.start()
+        library.pthread_mutex_lock(mutex)
+        pipe.send(child.pid)
+        library.pthread_mutex_lock(mutex)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "status"), [((signal.SIGTERM, signal.SIGUSR1), REQUEUE), ((signal.SIGINT, signal.SIGINT), INTERRUPTED)]
+)
+def test_a_second_signal_later_ends_a_process_that_waits_in_c(numbers: tuple[int, int], status: int) -> None:
+    with running(waits_in_c) as (process, pipe):
+        child = psutil.Process(heard(pipe))
+        os.kill(process.pid or 0, numbers[0])
+        time.sleep(0.5)
+        assert process.is_alive()
+        wait_until(lambda: ended_by(process, numbers[1]))
+        assert process.exitcode == status
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def ended_by(process: BaseProcess, number: int) -> bool:
+    """Whether another signal has ended it. (On a busy machine, one may be read together with the first.)"""
+    if process.is_alive():
+        os.kill(process.pid or 0, number)
+    process.join(0.5)
+    return process.exitcode is not None
+
+
+def has_a_worker(pipe: Connection) -> None:
+    with StopRequest().listening() as stop:
+        worker = multiprocessing.get_context("fork").Process(target=works, args=(pipe,))
+        worker.start()
+        pipe.recv()  # all signals to the worker have been sent
+        pipe.send((stop.number, worker.is_alive()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: bool(stop))
+    pipe.send((stop.number, worker.is_alive()))  # the worker has copies of all descriptors, and keeps nobody waiting
+    worker.kill()
+    worker.join()
+
+
+def works(pipe: Connection) -> None:
+    taken: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: taken.append(number))
+    pipe.send(os.getpid())
+    wait_until(lambda: len(taken) == len(SIGNALS))  # of which none waits to be written anywhere
+    pipe.send(sorted(taken))
+    time.sleep(600)
+
+
+def test_a_worker_keeps_its_signals_to_itself_and_its_rank_may_leave_before_it() -> None:
+    with running(has_a_worker) as (process, pipe):
+        worker = heard(pipe)
+        for number in SIGNALS:
+            os.kill(worker, number)
+        assert heard(pipe) == sorted(SIGNALS)
+        pipe.send(None)
+        assert heard(pipe) == (None, True)
+        assert heard(pipe) == (signal.SIGTERM, True)
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+
+
+def listens_again_and_again(pipe: Connection) -> None:
+    """Each time within another block."""
+    before = len(os.listdir("/proc/self/fd"))
+    with StopRequest().listening() as outer:
+        for number in SIGNALS:
+            with StopRequest().listening() as inner:
+                os.kill(os.getpid(), number)
+                wait_until(lambda stop=inner: bool(stop))  # type: ignore[misc]
+            assert inner.number == number and not outer
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: bool(outer))
+    pipe.send(len(os.listdir("/proc/self/fd")) - before)
+
+
+def test_blocks_leave_no_descriptors_and_give_the_signals_back_to_the_block_around_them() -> None:
+    with running(listens_again_and_again) as (_, pipe):
+        assert heard(pipe) == 0
+
+
+def test_items_end_with_the_request() -> None:
+    stop = StopRequest()
+    seen = []
+    for item in stop.before(itertools.count()):
+        seen.append(item)
+        if item == 3:
+            stop.number = signal.SIGTERM
+    assert seen == [0, 1, 2, 3]
+    assert list(StopRequest().before("abc")) == ["a", "b", "c"]
+
+
+def test_only_a_person_s_ctrl_c_ends_a_job_for_good() -> None:
+    assert exit_status([signal.SIGINT]) == exit_status([None, signal.SIGINT, signal.SIGINT]) == INTERRUPTED
+    for numbers in ([signal.SIGTERM], [signal.SIGUSR1, None], [signal.SIGINT, signal.SIGTERM]):
+        assert exit_status(numbers) == REQUEUE
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (128 + signal.SIGTERM, REQUEUE),
+        (128 + signal.SIGUSR1, REQUEUE),
+        (128 + signal.SIGINT, INTERRUPTED),
+        (2, 2),
+        (0, 0),
+        (None, None),
+        ("a message", "a message"),
+    ],
+)
+def test_a_signal_outside_the_training_gives_the_same_status(code: Any, status: Any) -> None:
+    with pytest.raises(SystemExit) as end, to_be_requeued():
+        raise SystemExit(code)
+    assert end.value.code == status
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(KeyError), to_be_requeued():
+        raise KeyError
+    with to_be_requeued():
+        pass
+
+
+def test_signals_have_their_names() -> None:
+    assert [signal_name(number) for number in SIGNALS] == ["SIGTERM", "SIGUSR1", "SIGINT"]

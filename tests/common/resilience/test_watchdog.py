@@ -1,0 +1,264 @@
+"""common/resilience/watchdog.py: who hangs is named, by all others, and who does not is left in peace."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.distributed.process_group import DistEnv, process_group
+from common.distributed.worker_group import rendezvous
+from common.resilience.heartbeats import Beat, Position
+from common.resilience.watchdog import Watchdog, missing_ranks
+from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
+from tests.launch import free_port, run_ranks
+
+ALONE = DistEnv.alone(torch.device("cpu"))
+TIMEOUT_S = 2.0
+SILENT = r"it has given no sign of life for \d+ s \(stopped, or cut off\)"
+STAYS = rf"it has been at data of step {HANG_STEP} for \d+ s \(its Python stacks are in its own log\)"
+
+
+# Who is missing.
+
+positions = st.tuples(st.integers(0, 2), st.integers(0, 2))
+ranks = st.lists(st.tuples(positions, st.booleans(), st.sampled_from(["here", "here", "left"])), min_size=1, max_size=6)
+
+
+@given(ranks)
+def test_silent_ranks_are_missing_or_else_those_furthest_behind(drawn: list[Any]) -> None:
+    drawn[0] = (*drawn[0][:2], "here")  # the one that asks
+    now = [Beat(7, Position(position[0], position[1], "data"), state=state) for position, _, state in drawn]
+    before = [beat._replace(number=6 + silent) for beat, (_, silent, _) in zip(now, drawn, strict=True)]
+    here = {rank: position for rank, (position, _, state) in enumerate(drawn) if state == "here"}
+    silent = [rank for rank in here if drawn[rank][1]]
+    behind = [rank for rank in here if here[rank] == min(here.values())]
+    if silent:
+        expected = silent
+    elif len(behind) == len(drawn):  # nobody is ahead of them
+        expected = []
+    else:
+        expected = behind
+    assert missing_ranks(before, now) == expected
+
+
+def test_a_rank_that_failed_is_missing() -> None:
+    beats = [Beat(7, Position(3, 0, "data"), state=state) for state in ("here", "failed")]
+    assert missing_ranks([beats[0]._replace(number=6), beats[1]], beats) == [1]
+
+
+def test_micro_steps_come_to_a_phase_several_times() -> None:
+    watchdog = Watchdog(ALONE, TIMEOUT_S)
+    seen = []
+    for step in (4, 5):
+        for phase in ("data", "backward", "data", "backward"):
+            watchdog.at(step, phase)
+            seen.append(watchdog._at)
+    assert seen == sorted(seen)
+    assert len(set(seen)) == len(seen)
+
+
+def test_who_has_had_all_batches_is_ahead_of_those_who_have_not() -> None:
+    watchdog = Watchdog(ALONE, TIMEOUT_S)
+    watchdog.at(3, "evaluation")
+    during = [watchdog._at for _ in watchdog.each(range(2), "evaluation")]
+    assert during[0] == during[1] < watchdog._at < Position(4, 0, "data")
+
+
+# Jobs that hang.
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
+    """Jobs of three ranks, and of one, each hanging in its way; all at once, since they mostly wait. They have ended but for
+    what is stopped, which is continued then."""
+    folder = tmp_path_factory.mktemp("hanging")
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for name, victim, how in (
+            ("stop-0", 0, "stop"),
+            ("stop-1", 1, "stop"),
+            ("loop", 1, "loop"),
+            ("loader", 2, "loader"),
+        ):
+            environments = stack.enter_context(rendezvous(3))
+            started[name] = stack.enter_context(hanging_job(folder / name, environments, TIMEOUT_S, victim, how))
+        environments = environments_of_rank_0s_store(3)
+        started["store"] = stack.enter_context(hanging_job(folder / "store", environments, TIMEOUT_S, 0, "stop"))
+        environments = stack.enter_context(rendezvous(2))
+        started["deadlock"] = stack.enter_context(
+            hanging_job(folder / "deadlock", environments, TIMEOUT_S, 0, "deadlock")
+        )
+        started["alone"] = stack.enter_context(hanging_job(folder / "alone", [{}], TIMEOUT_S, 0, "loop"))
+        for job in started.values():
+            victim = int(job.wait_for("hanging").read_text())
+            for rank, process in enumerate(job.processes):
+                if process.pid != victim:
+                    job.exit_status(rank)
+        for name, job in started.items():
+            victim = int((job.folder / "hanging").read_text())
+            if name.startswith("sto"):
+                os.kill(victim, signal.SIGCONT)
+            for rank in range(len(job.processes)):
+                job.exit_status(rank)
+        yield started
+
+
+def environments_of_rank_0s_store(world_size: int) -> list[dict[str, str]]:
+    """As a launcher sets them that holds no store: rank 0 does."""
+    with rendezvous(world_size) as environments:
+        pass
+    changes = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return [environment | changes for environment in environments]
+
+
+def error(job: Job, rank: int) -> str:
+    """The one error that the rank logged, after that of a collective, if one failed before the watchdog had spoken: for want
+    of a rank that had heard of the verdict, and left, a second earlier."""
+    logged = re.findall(r"^\S+ \S+ ERROR .*?\] (.*)$", job.log(rank), re.MULTILINE)
+    found = [line for line in logged if not line.startswith("while a missing rank is looked for: ")]
+    assert len(found) == 1, job.log(rank)
+    return str(found[0])
+
+
+def named_after_s(job: Job, rank: int) -> float:
+    """From the moment in which the victim hung to the rank's error."""
+    logged_at = re.findall(r"^(\S+ \S+),(\d+) ERROR", job.log(rank), re.MULTILINE)[0]
+    logged = datetime.datetime.fromisoformat(logged_at[0]).timestamp() + int(logged_at[1]) / 1000
+    return logged - (job.folder / "hanging").stat().st_mtime
+
+
+def named(job: Job, victim: int, finding: str) -> None:
+    """All other ranks name the victim, and each rank has left its stacks."""
+    pid = (job.folder / "hanging").read_text()
+    sentence = (
+        rf"rank {victim} \(host \S+, pid {pid}\) did not arrive in backward of step {HANG_STEP} within 2 s: {finding}"
+    )
+    for rank in range(len(job.processes)):
+        assert job.exit_status(rank) == 1
+        assert f"The Python stacks of rank {rank}" in job.log(rank)
+        assert "hanging.py" in job.log(rank)
+        if rank != victim:
+            assert re.fullmatch(sentence, error(job, rank))
+            assert "in all_reduce" in job.log(rank)
+    assert "ERROR" in job.log(victim)
+    assert "] this rank has " in job.log(victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_named(jobs: dict[str, Job], victim: int) -> None:
+    named(jobs[f"stop-{victim}"], victim, SILENT)
+
+
+@pytest.mark.slow  # it asserts a time, of a job that has the machine to itself
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stopped_rank_is_named_within_five_seconds_of_the_timeout(tmp_path: Path, victim: int) -> None:
+    with rendezvous(3) as environments, hanging_job(tmp_path / "job", environments, TIMEOUT_S, victim, "stop") as job:
+        others = [rank for rank in range(3) if rank != victim]
+        assert [job.exit_status(rank) for rank in others] == [1, 1]
+        took_s = [named_after_s(job, rank) for rank in others]
+        print(f"rank {victim} of 3 was named after", ", ".join(f"{s:.1f} s" for s in took_s))
+        assert max(took_s) < TIMEOUT_S + 5.0
+
+
+def test_a_rank_in_an_endless_loop_is_named(jobs: dict[str, Job]) -> None:
+    named(jobs["loop"], 1, STAYS)
+    assert error(jobs["loop"], 1).startswith(f"this rank has been at data of step {HANG_STEP} for ")
+    assert "in _hang" in jobs["loop"].log(1)
+
+
+def test_a_rank_whose_loader_does_not_answer_is_named_and_its_worker_ends(jobs: dict[str, Job]) -> None:
+    named(jobs["loader"], 2, STAYS)
+    worker = int((jobs["loader"].folder / "worker").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_store_that_stops_with_its_rank_is_named(jobs: dict[str, Job]) -> None:
+    job = jobs["store"]
+    pid = (job.folder / "hanging").read_text()
+    for rank in (1, 2):
+        assert job.exit_status(rank) == 1
+        assert re.fullmatch(
+            rf"the job's store at MASTER_ADDR 127.0.0.1 does not answer: this host is cut off from it, or rank 0 \(host \S+, "
+            rf"pid {pid}\), which holds it, has stopped \(this rank has been at backward of step {HANG_STEP} for \d+ s\)",
+            error(job, rank),
+        )
+
+
+def test_ranks_that_all_wait_for_each_other_blame_none(jobs: dict[str, Job]) -> None:
+    for rank in (0, 1):
+        assert jobs["deadlock"].exit_status(rank) == 1
+        assert error(jobs["deadlock"], rank) == (
+            f"all 2 ranks have been at backward of step {HANG_STEP} for 2 s: no rank is behind, so what they do there "
+            "together does not end"
+        )
+
+
+def test_a_rank_alone_names_itself(jobs: dict[str, Job]) -> None:
+    assert jobs["alone"].exit_status(0) == 1
+    assert re.fullmatch(rf"this rank has been at data of step {HANG_STEP} for \d+ s", error(jobs["alone"], 0))
+    assert "in _hang" in jobs["alone"].log(0)
+
+
+# Jobs that do not.
+
+
+def test_a_job_that_was_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
+    with rendezvous(3) as environments, hanging_job(tmp_path / "job", environments, TIMEOUT_S) as job:
+        job.wait_for("running")
+        for number, pause_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 3.5)):
+            for process in job.processes:
+                os.kill(process.pid or 0, number)
+            time.sleep(pause_s)
+        (job.folder / "end").touch()
+        assert [job.exit_status(rank) for rank in range(3)] == [0, 0, 0]
+
+
+def test_signs_of_life_and_pauses() -> None:
+    assert run_ranks(live_slowly, 2) == [0, 0]
+
+
+def live_slowly() -> int:
+    """More than the limit in each of two blocks; how many keys, threads and files are left over."""
+    timeout_s = 1.5
+    with process_group("cpu", threads=1) as env:
+        for count in range(2):
+            with Watchdog(env, timeout_s) as watchdog:
+                watchdog.at(1, "data")
+                if count:
+                    for _ in watchdog.each(range(3 + env.rank), "evaluation"):
+                        time.sleep(timeout_s / 3)
+                    with watchdog.paused():
+                        time.sleep(1.5 * timeout_s)
+            if not count:  # the first round has opened what stays open
+                before = left_open()
+        return left_open() - before
+
+
+def left_open() -> int:
+    """Keys in the store, threads and files, once all ranks are here."""
+    dist.barrier()
+    keys = dist.distributed_c10d._get_default_store().num_keys()
+    return int(keys + threading.active_count() + psutil.Process().num_fds())
+
+
+def test_an_exception_passes_through() -> None:
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), Watchdog(ALONE, TIMEOUT_S):
+        raise ZeroDivisionError
+    assert threading.active_count() == before

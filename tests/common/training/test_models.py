@@ -1,0 +1,84 @@
+"""``common.training.models``: shapes, sizes in closed form, and what dropout does to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from common.training.models import MLP, MODELS, FashionCNN, build_model
+
+GREY, RGB = (1, 28, 28), (3, 32, 32)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [GREY, RGB])
+def test_every_model_maps_images_to_finite_logits_and_every_parameter_learns(
+    name: str, shape: tuple[int, int, int]
+) -> None:
+    model = build_model(name, shape, classes=7)
+    logits = model(torch.rand(3, *shape))
+    assert (logits.shape, logits.dtype) == ((3, 7), torch.float32)
+    assert logits.isfinite().all()
+    logits.sum().backward()
+    assert all(p.grad is not None and p.dtype == torch.float32 for p in model.parameters())
+
+
+@given(height=st.integers(8, 40), width=st.integers(8, 40), channels=st.integers(1, 3), classes=st.integers(2, 12))
+def test_fashion_cnn_fits_images_of_any_size_from_8x8(height: int, width: int, channels: int, classes: int) -> None:
+    with torch.device("meta"):  # shapes alone
+        model = FashionCNN(channels, height, width, classes, dropout=0.0)
+        assert model(torch.empty(2, channels, height, width)).shape == (2, classes)
+
+
+def test_fashion_cnn_has_its_layers_parameters() -> None:
+    convolutions = (9 * 1 * 32 + 32) + 2 * 32 + (9 * 32 * 64 + 64) + 2 * 64
+    classifier = (64 * 6 * 6 * 600 + 600) + (600 * 120 + 120) + (120 * 10 + 10)
+    assert parameters(build_model("fashion-cnn", GREY, 10)) == convolutions + classifier == 1_475_338
+
+
+def test_mlp_has_57_megabytes_of_gradients() -> None:
+    layers = (784 * 2048 + 2048) + 3 * (2048 * 2048 + 2048) + (2048 * 10 + 10)
+    assert parameters(build_model("mlp", GREY, 10)) == layers == 14_217_226
+    assert round(4 * layers / 1e6) == 57
+
+
+def test_resnet18_is_torchvisions_with_the_images_channels() -> None:
+    from torchvision.models import resnet18
+
+    ours, theirs = build_model("resnet18", GREY, 10), resnet18(num_classes=10)
+    shapes = {name: tuple(value.shape) for name, value in theirs.state_dict().items()} | {"conv1.weight": (64, 1, 7, 7)}
+    assert {name: tuple(value.shape) for name, value in ours.state_dict().items()} == shapes
+    # He et al.'s initialization by fan-out, as torchvision's own first layer has it
+    assert ours.state_dict()["conv1.weight"].std().item() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.1)
+
+
+def twice(model: nn.Module) -> tuple[Tensor, Tensor]:
+    images = torch.rand(8, *GREY)
+    return model(images), model(images)
+
+
+@pytest.mark.parametrize("name", ["fashion-cnn", "mlp"])
+def test_dropout_is_the_only_randomness_and_only_in_training(name: str) -> None:
+    assert torch.equal(*twice(build_model(name, GREY, 10, dropout=0.0)))
+    model = build_model(name, GREY, 10, dropout=0.5)
+    assert not torch.equal(*twice(model))
+    assert torch.equal(*twice(model.eval()))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_mlp_of_another_depth_and_width_has_its_layers(depth: int) -> None:
+    model = MLP(12, 5, dropout=0.0, width=8, depth=depth)
+    assert parameters(model) == (12 * 8 + 8) + (depth - 1) * (8 * 8 + 8) + (8 * 5 + 5)
+    assert model(torch.rand(2, 3, 2, 2)).shape == (2, 5)
+
+
+def test_an_unknown_model_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'vgg'.*fashion-cnn, mlp, resnet18"):
+        build_model("vgg", GREY, 10)

@@ -1,0 +1,230 @@
+"""The loader benchmark, the ladder, and what they are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from common.cli import UsageError, parse
+from common.reporting.machine import usable_cores
+from dataloading.bench.__main__ import BenchConfig, tasks, varying
+from dataloading.bench.ceiling import Ceiling, fastest_decoder
+from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
+from dataloading.bench.stages import STAGES, measure_stages
+from dataloading.bench.sweep import Measured, measure, median_memory
+from dataloading.dataset.decoders import installed
+from tests.dataloading.faults import Traces
+from tests.launch import error_lines, ranks_below, run_command, start_command
+
+
+def config(*arguments: str) -> BenchConfig:
+    return parse(BenchConfig, "dataloading.bench", None, arguments)
+
+
+def test_a_number_of_workers_is_swept_up_to_and_a_list_is_taken_as_it_is() -> None:
+    assert config("--workers", "4").worker_counts() == [0, 1, 2, 3, 4]
+    assert config("--workers", "0").worker_counts() == [0]
+    assert config("--workers", "4,0").worker_counts() == [4, 0]
+    assert config("--workers", "3,").worker_counts() == [3]
+    assert max(config().worker_counts()) == usable_cores() + 2
+
+
+@pytest.mark.parametrize("text", ["-1", "0,-2", "two", "1.5", ","])
+def test_workers_that_are_no_numbers_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--workers"):
+        config("--workers", text)
+
+
+def test_all_combinations_are_tried_and_those_that_mean_the_same_once() -> None:
+    axes = ("--workers", "1", "--prefetch-factor", "2,4", "--persistent-workers", "yes,no")
+    settings = config(*axes).settings()
+    assert len(settings) == 1 + 4  # without workers there is nothing to prefetch or to keep
+    assert varying(settings) == ["workers", "prefetch_factor", "persistent_workers"]
+    assert len(config("--workers", "1,2", "--loader", "stock,fast-threads", "--in-order", "yes,no").settings()) == 4 + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--decoder", "libjpeg"), "--decoder: invalid choice: 'libjpeg'"),
+        (("--start-method", "teleport"), "--start-method: invalid choice: 'teleport'"),
+        (("--batches", "0"), "--batches 0 is out of range"),
+        (("--batch-size", "8,0"), "--batch-size 0 is out of range"),
+        (("--batch-size", "8,8"), "names a value twice"),
+        (("--step-ms", "5", "--model", "mlp"), "both say how long a step is"),
+        (("--step-ms", "5", "--batch-size", "8,16"), "is the step of one --batch-size"),
+        (("--storage", "http", "--path-to-folder", "http://host/lfw"), "--storage http serves a local folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UsageError, match="--") as refusal:
+        config(*arguments)
+    assert words in str(refusal.value)
+
+
+def test_the_fast_loader_s_crew_is_the_one_that_training_would_have() -> None:
+    def crews(*arguments: str) -> list[str]:
+        return [setting.loader for setting in config("--loader", "fast", "--workers", "1,", *arguments).settings()]
+
+    assert crews() == ["fast-threads"]
+    assert crews("--augmentation", "affine") == ["fast-processes"]
+    assert crews("--image-size", "64") == ["fast-processes"]
+    assert crews("--augmentation", "affine", "--fetch-threads", "4") == ["fast-threads"]
+
+
+def test_settings_of_different_tasks_are_not_compared() -> None:
+    def measured(**setting: Any) -> Measured:
+        return Measured(Setting(**setting), 1, [1.0], [1.0], [])
+
+    plain, late = measured(), measured(latency_ms=20.0)
+    affine = [measured(augmentation="affine", workers=workers) for workers in (1, 2)]
+    assert tasks([plain, affine[0], late, affine[1]]) == [[plain], affine, [late]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_pinned_memory_needs_a_gpu() -> None:
+    with pytest.raises(UsageError, match="--pin-memory yes needs a GPU"):
+        config("--pin-memory", "yes")
+
+
+def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataloading.dataset.decoders.installed", lambda: ("pillow",))
+    with pytest.raises(UsageError, match="--decoder simplejpeg is not installed: pip install simplejpeg"):
+        config("--decoder", "pillow,simplejpeg")
+
+
+def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) -> None:
+    settings = [Setting(loader=loader, workers=workers, batch_size=4) for loader in LOADERS for workers in (0, 1)]
+    settings += [
+        Setting(workers=1, batch_size=4, fetch_threads=2, latency_ms=0.1),
+        Setting(workers=2, batch_size=4, persistent_workers=True, in_order=False, prefetch_factor=3),
+        Setting(loader="fast-processes", workers=2, batch_size=4, persistent_workers=True, augmentation="affine"),
+    ]
+    settings = list(dict.fromkeys(setting.canonical() for setting in settings))
+    library = Library(with_latency(str(pictures), seed=0), image_size=16)
+    before = Traces()
+    sweep = measure(library, settings, batches=2, repeats=2, device=torch.device("cpu"))
+    assert Traces() == before
+    assert [measured.setting for measured in sweep] == settings
+    for measured in sweep:
+        assert len(measured.steady) == len(measured.first_batch) == 2
+        assert len(measured.memory) == (measured.setting.workers if measured.setting.uses_processes else 0)
+        memory = median_memory(measured)
+        assert memory is None or 0 < memory.unique <= (memory.proportional or memory.unique)
+
+
+@pytest.mark.parametrize(
+    ("setting", "stages"),
+    [
+        (Setting(workers=0), ["open", "read", "decode", "resize", "transform", "collate"]),
+        (Setting(workers=1, augmentation="affine"), list(STAGES)),
+        (Setting(loader="fast-threads", workers=1), ["open", "read", "decode", "resize"]),
+    ],
+)
+def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Setting, stages: list[str]) -> None:
+    library = Library(with_latency(str(pictures), seed=0), image_size=16)
+    dataset = library.dataset(setting)
+    costs = measure_stages(dataset, setting)
+    assert list(costs.stages) == stages
+    assert all(stage.wall >= 0 for stage in costs.stages.values())
+    assert costs.wall == pytest.approx(sum(stage.wall for stage in costs.stages.values()))
+    assert 0 <= costs.waiting < 1
+
+
+def test_the_ceiling_decodes_every_image_on_every_core(pictures: Path) -> None:
+    images = [path.read_bytes() for path in sorted(pictures.glob("*/*.jpg"))]
+    assert fastest_decoder(images) in installed()
+    before = Traces()
+    ceiling = Ceiling(images, "pillow", cores=2)
+    assert ceiling.images == len(images)
+    assert ceiling() > 0
+    os.kill(ceiling._workers[0][0].pid, signal.SIGKILL)
+    with pytest.raises(UsageError, match="a process that measures the ceiling died"):
+        ceiling()
+    ceiling.close()
+    assert Traces() == before
+
+
+def test_the_command_ends_with_a_verdict_and_leaves_its_results(pictures: Path, tmp_path: Path) -> None:
+    done = run_command(
+        *("dataloading.bench", "--path-to-folder", str(pictures), "--workers", "1", "--loader", "stock,fast"),
+        *("--image-size", "16", "--batches", "2", "--repeats", "2", "--batch-size", "4", "--step-ms", "1000"),
+        *("--output", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("images/s", "decode", "best setting: ", "a training step of 1 s does not wait", "sweep.png"):
+        assert words in done.stdout
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert len(content["settings"]) == 4
+    assert content["verdicts"][0]["recommended"]["batch_size"] == 4
+    assert content["machine"]["usable_cores"] == usable_cores()
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_folder_can_be_served_with_latency(pictures: Path, tmp_path: Path) -> None:
+    done = run_command(
+        *("dataloading.bench", "--path-to-folder", str(pictures), "--workers", "1,", "--fetch-threads", "1,4"),
+        *("--storage", "http", "--latency-ms", "1", "--batches", "1", "--repeats", "2", "--batch-size", "4"),
+        *("--output", str(tmp_path), "--image-size", "16"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fetch-threads 4" in done.stdout
+
+
+def test_the_ladder_ends_with_a_picture(pictures: Path, tmp_path: Path) -> None:
+    augmentation = "affine"  # without one, it is among torchrun_examples.sh's
+    done = run_command(
+        *("dataloading.ladder", "--path-to-folder", str(pictures), "--image-size", "16", "--batches", "1"),
+        *("--repeats", "2", "--batch-size", "4", "--workers", "1", "--augmentation", augmentation),
+        *("--output", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    rungs = [line for line in done.stdout.splitlines() if "[" in line]
+    assert "the course's pipeline" in rungs[1]
+    assert rungs[-1].split()[0] == "ceiling"
+    # the last rung is the crew that the fast loader chooses itself, given an --image-size as here
+    assert "processes" in rungs[-2]
+    assert (tmp_path / f"ladder-{augmentation}.png").is_file()
+    assert json.loads((tmp_path / f"ladder-{augmentation}.json").read_text())["images_per_s"]["ceiling"]
+
+
+@pytest.mark.parametrize("command", ["dataloading.bench", "dataloading.ladder"])
+def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "one.jpg").write_bytes(next(pictures.glob("*/*.jpg")).read_bytes()[:300])
+    for arguments, words in (
+        (("--path-to-folder", str(tmp_path / "missing")), "missing is not there"),
+        (("--path-to-folder", str(tmp_path / "broken"), "--output", str(tmp_path / "o")), "one.jpg is damaged"),
+        (("--path-to-folder", str(pictures), "--output", str(tmp_path / "file")), "--output"),
+    ):
+        done = run_command(command, *arguments)
+        assert done.returncode == 2
+        assert len(error_lines(done.stderr)) == 1, done.stderr
+        assert words in error_lines(done.stderr)[0]
+        assert "Traceback" not in done.stderr
+
+
+def test_a_worker_that_is_killed_is_one_line(pictures: Path, tmp_path: Path) -> None:
+    arguments = ("--path-to-folder", str(pictures), "--workers", "2,", "--batch-size", "4", "--batches", "100000")
+    with start_command("dataloading.bench", *arguments, "--output", str(tmp_path)) as process:
+        workers: list[psutil.Process] = []
+        while len(workers) < 2:
+            assert process.poll() is None
+            workers = ranks_below(process.pid, ("dataloading.bench",))
+        workers[0].kill()
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(error_lines(stderr)) == 1, stderr
+    line = error_lines(stderr)[0]
+    assert (
+        f"loader worker (pid {workers[0].pid}) was killed: " in line or "worker was killed while it handed over" in line
+    )
+    assert "when memory runs out" in error_lines(stderr)[0]

@@ -1,0 +1,55 @@
+"""``dataloading.dataset.latency``: waits that belong to the seed and the name, around the median that was asked for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataloading.dataset.latency import SIGMA, DelayedStorage, delay_s
+from dataloading.dataset.storage import BadFile, LocalFolder
+
+NAMES = [f"Person_{i}/Person_{i}_0001.jpg" for i in range(4000)]
+
+
+@given(st.floats(0, 1000), st.integers(0, 1 << 40), st.text())
+def test_a_wait_is_finite_positive_and_the_same_each_time(latency_ms: float, seed: int, name: str) -> None:
+    wait = delay_s(latency_ms, seed, name)
+    assert wait == delay_s(latency_ms, seed, name)
+    assert 0 <= wait <= latency_ms / 1000 * 10
+
+
+def test_the_waits_are_log_normal_around_the_median() -> None:
+    waits = np.array([delay_s(20, 0, name) for name in NAMES])
+    assert statistics.median(waits) == pytest.approx(0.020, rel=0.03)
+    assert np.log(waits).std() == pytest.approx(SIGMA, rel=0.05)
+    assert np.quantile(waits, 0.95) == pytest.approx(0.020 * 1.64, rel=0.05)
+
+
+def test_every_seed_has_slow_files_of_its_own() -> None:
+    first, second = ([delay_s(20, seed, name) for name in NAMES] for seed in (0, 1))
+    assert len(set(first)) == len(NAMES)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+
+
+def test_each_open_waits_its_time_and_nothing_else_does(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    place = LocalFolder(str(pictures))
+    slow = DelayedStorage(place, 50, seed=3)
+    assert slow.root == place.root
+    assert slow.names() == place.names()
+    assert waits == []
+    for name in slow.names():
+        reader, same = slow.open(name), place.open(name)
+        assert reader.read() == same.read()
+        reader.close()
+        same.close()
+    assert waits == [delay_s(50, 3, name) for name in slow.names()]
+    with pytest.raises(BadFile):
+        slow.open("gone.jpg")

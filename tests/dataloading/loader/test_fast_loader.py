@@ -1,0 +1,639 @@
+"""``dataloading.loader.fast_loader`` and its crews: a loader's interface, whose memory a batch is, and what stays behind: nothing.
+
+That it gives the same batches as the stock loader is in test_batches.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import psutil
+import pytest
+import torch
+from fsspec import AbstractFileSystem
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torchvision.transforms import PILToTensor
+
+from common.cli import UsageError
+from common.data.datasets import Batch, BatchKey
+from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler
+from dataloading.dataset.storage import BadFile
+from dataloading.loader import buffers
+from dataloading.loader import worker_pool as crews
+from dataloading.loader.fast_loader import FastLoader
+from tests.dataloading.conftest import PICTURES
+from tests.dataloading.faults import BATCH_SIZE, HEIGHT, WIDTH, Traces
+from tests.launch import start_command
+
+CREWS: dict[str, dict[str, Any]] = {
+    "none": {"num_workers": 0},
+    "threads": {"num_workers": 3, "crew": "threads"},
+    "kept threads": {"num_workers": 3, "crew": "threads", "persistent_workers": True},
+    "processes": {"num_workers": 2, "crew": "processes"},
+    "kept processes": {"num_workers": 2, "crew": "processes", "persistent_workers": True},
+}
+every_crew = pytest.mark.parametrize("crew", CREWS)
+processes_only = pytest.mark.parametrize("crew", ["processes", "kept processes"])
+
+
+@pytest.fixture
+def dataset(pictures: Path) -> LFWBatches:
+    return LFWBatches(LFWDataset(pictures, seed=2))
+
+
+def make(dataset: LFWBatches, crew: str, batch_size: int = BATCH_SIZE, **settings: Any) -> FastLoader:
+    return FastLoader(dataset, batch_size, **(CREWS[crew] | settings))
+
+
+def fresh(dataset: LFWBatches, samples: list[int], epoch: int = 0) -> Batch:
+    """A batch decoded anew, into memory of its own."""
+    return dataset.__getitems__(BatchKey(epoch, np.array(samples, np.int64)))
+
+
+def assert_equal(batch: Batch, expected: Batch) -> None:
+    assert torch.equal(batch.images, expected.images)
+    assert torch.equal(batch.labels, expected.labels)
+
+
+def loader_processes() -> list[int]:
+    """Their process numbers; this process may have other children, which are multiprocessing's own."""
+    children = sorted(multiprocessing.active_children(), key=lambda child: child.name)
+    return [child.pid for child in children if child.name.startswith("fast-loader") and child.pid is not None]
+
+
+# The interface
+
+
+@every_crew
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_it_has_as_many_batches_as_it_says(dataset: LFWBatches, crew: str, drop_last: bool) -> None:
+    loader = make(dataset, crew, drop_last=drop_last)
+    sizes = [len(batch.labels) for batch in loader]
+    assert len(loader) == len(sizes) == 26 // 4 + (not drop_last)
+    assert set(sizes[:-1]) == {BATCH_SIZE}
+    assert sizes[-1] == (BATCH_SIZE if drop_last else 2)
+    loader.close()
+
+
+@every_crew
+def test_without_shuffling_the_samples_come_in_their_order(dataset: LFWBatches, crew: str) -> None:
+    loader = make(dataset, crew)
+    for start, batch in enumerate(loader):
+        stop = min((start + 1) * BATCH_SIZE, PICTURES)
+        assert_equal(batch, fresh(dataset, list(range(start * BATCH_SIZE, stop))))
+    loader.close()
+
+
+@every_crew
+def test_every_epoch_has_its_own_order_and_augmentation(pictures: Path, crew: str) -> None:
+    dataset = LFWBatches(LFWDataset(pictures, augmentation="affine", seed=4))
+    loader = make(dataset, crew, PICTURES, shuffle=True)
+    for epoch in (0, 1, 5, 0):
+        loader.set_epoch(epoch)
+        (batch,) = loader
+        assert_equal(batch, fresh(dataset, ShuffledSampler(PICTURES, seed=4).order(epoch), epoch))
+    loader.close()
+
+
+SAMPLES = [[5, 3], [], [7], [1, 1, 2, 0]]
+
+
+@every_crew
+@pytest.mark.parametrize("kind", ["indices", "sample keys", "batch keys", "tensors"])
+def test_a_batch_sampler_may_yield_lists_of_any_length_and_kind(dataset: LFWBatches, crew: str, kind: str) -> None:
+    kinds: dict[str, Callable[[list[int]], Any]] = {
+        "indices": list,
+        "sample keys": lambda batch: [SampleKey(0, sample) for sample in batch],
+        "batch keys": lambda batch: BatchKey(0, np.array(batch, np.int64)),
+        "tensors": lambda batch: torch.tensor(batch, dtype=torch.int64),
+    }
+    loader = make(dataset, crew, 1, batch_sampler=[kinds[kind](batch) for batch in SAMPLES])
+    assert len(loader) == len(SAMPLES)
+    for _ in range(2):
+        batches = list(loader)
+        assert len(batches) == len(SAMPLES)
+        for batch, samples in zip(batches, SAMPLES, strict=True):
+            assert batch.images.shape == (len(samples), 3, HEIGHT, WIDTH)
+            assert_equal(batch, fresh(dataset, samples))
+    loader.close()
+
+
+def test_the_epoch_of_a_key_counts_and_plain_indices_are_of_the_loaders_epoch(pictures: Path) -> None:
+    dataset = LFWBatches(LFWDataset(pictures, augmentation="affine"))
+    samplers: list[Any] = [[[3, 4]], [[SampleKey(6, 3), SampleKey(6, 4)]], [BatchKey(6, np.array([3, 4]))]]
+    for batch_sampler, epoch in zip(samplers, (2, 6, 6), strict=True):
+        loader = FastLoader(dataset, batch_sampler=batch_sampler, num_workers=2, crew="threads")
+        loader.set_epoch(2)
+        (batch,) = loader
+        assert_equal(batch, fresh(dataset, [3, 4], epoch))
+
+
+def test_torchs_own_samplers_can_be_used(dataset: LFWBatches) -> None:
+    for settings in (
+        {"sampler": SequentialSampler(range(PICTURES)), "batch_size": 5},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(PICTURES)), 5, drop_last=False)},
+        {"batch_sampler": ShuffledBatches(SequentialSampler(range(PICTURES)), 5)},
+    ):
+        loader = FastLoader(dataset, num_workers=2, crew="threads", **settings)
+        assert len(loader) == 6
+        assert torch.equal(torch.cat([batch.labels for batch in loader]), torch.from_numpy(dataset.labels))
+    generator = torch.Generator().manual_seed(0)
+    loader = FastLoader(dataset, 5, sampler=RandomSampler(range(PICTURES), generator=generator), num_workers=1)
+    assert sorted(torch.cat([batch.labels for batch in loader]).tolist()) == sorted(dataset.labels.tolist())
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler decides alone"),
+        ({"batch_sampler": [[0]], "shuffle": True}, "batch_sampler decides alone"),
+        ({"batch_sampler": [[0]], "sampler": [0]}, "batch_sampler decides alone"),
+        ({"batch_sampler": [[0]], "drop_last": True}, "batch_sampler decides alone"),
+        ({"sampler": [0], "shuffle": True}, "the sampler decides the order"),
+        ({"crew": "robots"}, "there is no crew 'robots': auto, threads, processes"),
+        ({"batch_size": 0}, "batch_size 0 is less than 1"),
+        ({"num_workers": -1}, "num_workers -1 is less than 0"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(
+    dataset: LFWBatches, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        FastLoader(dataset, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings, crew",
+    [({}, "threads"), ({"augmentation": "affine"}, "processes"), ({"image_size": 16}, "processes")],
+)
+def test_where_much_holds_the_gil_the_crew_is_processes(pictures: Path, settings: dict[str, Any], crew: str) -> None:
+    dataset = LFWBatches(LFWDataset(pictures, **settings))
+    assert FastLoader(dataset).crew == crew
+    assert FastLoader(dataset, crew="threads").crew == "threads"
+
+
+def test_by_default_it_has_as_many_workers_as_there_are_cores(
+    dataset: LFWBatches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataloading.loader.fast_loader.usable_cores", lambda: 5)
+    assert FastLoader(dataset).num_workers == 5
+
+
+def test_no_more_batches_are_begun_than_are_wanted_ahead(dataset: LFWBatches) -> None:
+    begun: list[int] = []
+
+    def batches() -> Iterator[list[int]]:
+        for sample in range(20):
+            begun.append(sample)
+            yield [sample]
+
+    for ahead in (1, 4):
+        begun.clear()
+        loader = FastLoader(dataset, batch_sampler=batches(), num_workers=2, crew="threads", prefetch_batches=ahead)
+        for number, _ in enumerate(loader):
+            assert len(begun) == min(20, number + ahead)
+
+
+# Whose memory a batch is
+
+
+@every_crew
+def test_a_batch_that_is_kept_is_never_overwritten(dataset: LFWBatches, crew: str) -> None:
+    loader = make(dataset, crew, shuffle=True)
+    kept = []
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        kept.append(list(loader))
+    assert len({batch.images.data_ptr() for batches in kept for batch in batches}) == 4 * len(loader)
+    for epoch, batches in enumerate(kept):
+        order = ShuffledSampler(PICTURES, seed=2).order(epoch)
+        for number, batch in enumerate(batches):
+            assert_equal(batch, fresh(dataset, order[number * BATCH_SIZE :][:BATCH_SIZE], epoch))
+    loader.close()
+
+
+VIEWS: list[Callable[[torch.Tensor], Any]] = [
+    lambda images: images[0],
+    lambda images: images[:1].squeeze(0),
+    lambda images: images.numpy()[0],
+    lambda images: images.permute(1, 2, 3, 0)[..., 0],
+]
+
+
+@every_crew
+def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, crew: str) -> None:
+    loader = make(dataset, crew)
+    seen = []
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            seen.append((number * BATCH_SIZE, VIEWS[number % len(VIEWS)](batch.images)))
+            del batch
+    for sample, view in seen:
+        np.testing.assert_array_equal(view, fresh(dataset, [sample]).images[0])
+    loader.close()
+
+
+@every_crew
+def test_the_memory_of_batches_that_are_dropped_is_used_again(dataset: LFWBatches, crew: str) -> None:
+    loader = make(dataset, crew, prefetch_batches=2)
+    addresses = []
+    for _ in range(5):
+        for batch in loader:
+            addresses.append(batch.images.data_ptr())
+            del batch
+    assert len(addresses) == 5 * len(loader)
+    assert len(set(addresses)) <= 2 + 2  # those ahead, the user's, and one that a thread is about to let go
+    loader.close()
+
+
+@processes_only
+def test_memory_that_a_consumer_held_for_a_while_is_given_up_by_the_processes_too(
+    dataset: LFWBatches, crew: str
+) -> None:
+    loader = make(dataset, crew, 2)
+    for _ in range(3):
+        held = list(loader)
+        del held
+    gc.collect()
+    for number, _ in enumerate(loader):
+        if number == len(loader) - 3:
+            pool = loader._pool
+            assert isinstance(pool, buffers.BufferPool)
+            assert pool._made > 2 * len(loader)
+            for process in loader_processes():
+                maps = Path(f"/proc/{process}/maps").read_text().count("/dev/shm/")
+                assert maps <= 2 * (loader.prefetch_batches + 2)
+    loader.close()
+
+
+def test_full_shared_memory_is_one_line_and_leaves_nothing(
+    dataset: LFWBatches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Traces()
+
+    def refuse(shape: tuple[int, ...]) -> torch.Tensor:
+        raise UsageError(f"shared memory is full: {shape}")
+
+    monkeypatch.setattr("dataloading.loader.fast_loader.shared", refuse)
+    loader = make(dataset, "processes")
+    with pytest.raises(UsageError, match="shared memory is full"):
+        next(iter(loader))
+    assert Traces() == before
+
+
+# What stays behind
+
+
+def _to_the_end(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        pass
+
+
+def _break_early(batches: Iterator[Any]) -> None:
+    for _ in batches:
+        break
+
+
+def _never_begin(batches: Iterator[Any]) -> None:
+    pass
+
+
+def _raise(batches: Iterator[Any]) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in batches:
+            raise ZeroDivisionError
+
+
+def _meet_a_bad_file(batches: Iterator[Any]) -> None:
+    try:
+        _to_the_end(batches)
+    except BadFile as error:
+        traceback.clear_frames(error.__traceback__)
+
+
+ENDS: list[Callable[[Iterator[Any]], None]] = [_to_the_end, _break_early, _never_begin, _raise]
+every_end = pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_"))
+
+
+@every_crew
+@every_end
+def test_nothing_is_left_however_an_epoch_ends(
+    dataset: LFWBatches, crew: str, end: Callable[[Iterator[Any]], None]
+) -> None:
+    before = Traces()
+    for _ in range(3):
+        loader = make(dataset, crew)
+        end(iter(loader))
+        end(iter(loader))
+        if "kept" in crew:
+            loader.close()
+        else:
+            during = Traces()
+            assert (during.threads, during.children) == (before.threads, before.children)
+        del loader
+    assert Traces() == before
+
+
+@every_crew
+def test_nothing_is_left_after_a_bad_file(own_pictures: Path, crew: str) -> None:
+    dataset = LFWBatches(LFWDataset(own_pictures))
+    Path(dataset.files.path(6)).unlink()
+    before = Traces()
+    loader = make(dataset, crew)
+    _meet_a_bad_file(iter(loader))
+    during = Traces()
+    assert (during.threads, during.children) == (before.threads, before.children)
+    del loader
+    assert Traces() == before
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_nothing_is_left_of_processes_that_were_started_otherwise(dataset: LFWBatches, start_method: str) -> None:
+    def load() -> None:
+        _break_early(iter(make(dataset, "processes", multiprocessing_context=start_method)))
+
+    load()  # once before, for multiprocessing's own helpers stay
+    before = Traces()
+    load()
+    assert Traces() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@every_end
+def test_nothing_is_left_of_the_stock_loader_with_threads_inside(
+    pictures: Path, workers: int, end: Callable[[Iterator[Any]], None]
+) -> None:
+    def load() -> None:
+        fetch = ThreadedFetch(LFWDataset(pictures, PILToTensor()), threads=3)
+        end(iter(DataLoader(fetch, BATCH_SIZE, num_workers=workers, collate_fn=collate)))
+        fetch.close()
+        for thread in threading.enumerate():
+            if (
+                thread.name == "QueueFeederThread"
+            ):  # multiprocessing's, which nobody waits for; it closes a pipe at its end
+                thread.join()
+
+    load()
+    before = Traces()
+    load()
+    assert Traces() == before
+
+
+@pytest.mark.parametrize("crew", ["kept threads", "kept processes"])
+@pytest.mark.parametrize("close", [True, False])
+def test_a_persistent_crew_stays_until_it_is_closed_or_its_loader_is_gone(
+    dataset: LFWBatches, crew: str, close: bool
+) -> None:
+    before = Traces()
+    loader = make(dataset, crew)
+    assert Traces() == before
+    _to_the_end(iter(loader))
+    between = Traces()
+    assert between != before
+    _to_the_end(iter(loader))
+    after = Traces()
+    assert (after.threads, after.children) == (between.threads, between.children)
+    if close:
+        loader.close()
+        loader.close()
+        during = Traces()
+        assert (during.threads, during.children) == (before.threads, before.children)
+        _to_the_end(iter(loader))
+        loader.close()
+    del loader
+    assert Traces() == before
+
+
+@pytest.mark.parametrize("crew", CREWS)
+def test_two_epochs_at_once_do_not_disturb_each_other(dataset: LFWBatches, crew: str) -> None:
+    before = Traces()
+    loader = make(dataset, crew)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    first.close()  # type: ignore[attr-defined]
+    assert sum(len(batch.labels) for batch in second) == PICTURES - BATCH_SIZE
+    for batch, other in zip(loader, loader, strict=True):
+        assert_equal(batch, other)
+    del batch, other, first, second
+    loader.close()
+    del loader
+    assert Traces() == before
+
+
+# Processes and signals
+
+
+def kill(process: int, number: signal.Signals) -> int:
+    """Until it is dead, and without taking its exit status from the one that made it."""
+    os.kill(process, number)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    return process
+
+
+def error_of(batches: Iterator[Any]) -> str:
+    try:
+        _to_the_end(batches)
+    except UsageError as error:
+        traceback.clear_frames(error.__traceback__)
+        return str(error)
+    raise AssertionError("the epoch came to its end")
+
+
+@pytest.mark.timeout(60)
+@processes_only
+def test_a_loader_process_that_is_killed_is_named_with_the_likely_reason(dataset: LFWBatches, crew: str) -> None:
+    before = Traces()
+    loader = make(dataset, crew, 1)
+    batches = iter(loader)
+    next(batches)
+    victim = kill(loader_processes()[-1], signal.SIGKILL)
+    message = error_of(batches)
+    assert f"(pid {victim}) died of SIGKILL: the kernel does this when memory runs out (see dmesg)" in message
+    assert "\n" not in message
+    del batches
+    _to_the_end(iter(loader))  # and the next epoch has a new crew
+    loader.close()
+    del loader
+    assert Traces() == before
+
+
+def _end_by(number: signal.Signals) -> None:
+    faulthandler.disable()  # pytest's, which would report it
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    "number, reason",
+    [
+        (signal.SIGBUS, "SIGBUS: shared memory ran out (df /dev/shm); make it larger"),
+        (
+            signal.SIGKILL,
+            "SIGKILL: the kernel does this when memory runs out (see dmesg); use fewer workers or smaller ",
+        ),
+        (signal.SIGTERM, "SIGTERM"),
+    ],
+)
+def test_the_likely_reason_of_a_death_is_told(number: signal.Signals, reason: str) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_end_by, args=(number,), name="fast-loader-3")
+    process.start()
+    message = str(crews._death(process))
+    assert message.startswith(f"loader process fast-loader-3 (pid {process.pid}) died of {reason}")
+
+
+def _break_down(*arguments: Any) -> None:
+    raise ZeroDivisionError("inside")
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_the_programs_own_mistake_keeps_its_traceback(
+    dataset: LFWBatches, crew: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LFWDataset, "pixels_into", _break_down)
+    with pytest.raises((ZeroDivisionError, RuntimeError)) as error:
+        next(iter(make(dataset, crew)))
+    if crew == "processes":
+        assert "in a loader process:\nTraceback" in str(error.value)
+        assert "in _break_down" in str(error.value)
+        assert "ZeroDivisionError: inside" in str(error.value)
+    else:
+        assert error.traceback[-1].name == "_break_down"
+
+
+def test_processes_end_though_the_fork_brought_a_handler_of_sigterm(dataset: LFWBatches) -> None:
+    """As a training job has one, to save a checkpoint first."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        for _ in range(5):
+            crew = crews.Processes(dataset, 2, "fork")
+            crew.close()  # perhaps before they have put it off
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert loader_processes() == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "loader, processes",
+    [
+        ("fast-3-threads", 0),
+        ("fast-2-processes", 2),
+        ("fast-3-kept-processes", 3),
+        ("stock-2-threaded-fetch", 2),
+    ],
+)
+def test_after_ctrl_c_nothing_is_left(pictures: Path, loader: str, processes: int) -> None:
+    with start_command("tests.dataloading.faults", loader, str(pictures)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "a batch\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) == processes
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=50)
+        assert process.returncode == -signal.SIGINT
+        assert err.rstrip().endswith("KeyboardInterrupt")
+        assert err.count("Traceback") == 1
+        _, alive = psutil.wait_procs(below, timeout=10)
+        assert not alive
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    "loader", ["fast-3-kept-processes", pytest.param("fast-2-spawned-processes", marks=pytest.mark.slow)]
+)
+def test_processes_end_when_the_one_that_they_load_for_is_killed(pictures: Path, loader: str) -> None:
+    with start_command("tests.dataloading.faults", loader, str(pictures)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "a batch\n"
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert below
+        process.kill()
+        _, alive = psutil.wait_procs(below, timeout=30)
+        assert not alive
+
+
+def _serve_and_check_often(pipe: Any, checked: Any, dataset: LFWBatches) -> None:
+    """A loader process that looks for its parent all the time, and tells when it has."""
+    crews.PARENT_CHECK_S = 0.001
+    look = os.getppid
+
+    def look_and_tell() -> int:
+        checked.release()
+        return look()
+
+    os.getppid = look_and_tell
+    crews._serve(pipe, dataset)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_a_process_that_waits_for_work_stays_as_long_as_its_parent(dataset: LFWBatches, start_method: str) -> None:
+    context: Any = multiprocessing.get_context(start_method)
+    ours, theirs = context.Pipe()
+    checked = context.Semaphore(0)
+    process = context.Process(target=_serve_and_check_often, args=(theirs, checked, dataset), daemon=True)
+    process.start()
+    theirs.close()
+    for _ in range(5):
+        assert checked.acquire(timeout=50)
+    assert process.is_alive()
+    process.kill()
+    process.join()
+    ours.close()
+
+
+# Where a GPU is
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_page_locked_and_right(dataset: LFWBatches) -> None:
+    loader = make(dataset, "threads", pin_memory=True)
+    for number, batch in enumerate(loader):
+        assert batch.images.is_pinned()
+        samples = list(range(number * BATCH_SIZE, min((number + 1) * BATCH_SIZE, PICTURES)))
+        moved = batch.images.to("cuda", non_blocking=True)
+        del batch
+        assert torch.equal(moved.cpu(), fresh(dataset, samples).images)
+
+
+class ShyFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Local files, only in the process that made it, as the object stores' plugins have it."""
+
+    protocol = "shy"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.process = os.getpid()
+
+    def isdir(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def find(self, path: str, **settings: Any) -> list[str]:
+        return [str(found) for found in Path(path).rglob("*.jpg")]
+
+    def cat_file(self, path: str, **settings: Any) -> bytes:
+        assert os.getpid() == self.process, "not fork-safe"
+        return Path(path).read_bytes()
+
+
+@pytest.mark.parametrize("crew", ["threads", "processes"])
+def test_a_plugin_that_does_not_survive_a_fork_is_made_anew(pictures: Path, crew: str) -> None:
+    fsspec.register_implementation("shy", ShyFileSystem, clobber=True)
+    shy, local = LFWDataset(f"shy://{pictures}"), LFWDataset(pictures)
+    batches = FastLoader(LFWBatches(shy), 5, num_workers=2, crew=crew)
+    for batch, expected in zip(batches, FastLoader(LFWBatches(local), 5, num_workers=0), strict=True):
+        assert torch.equal(batch.images, expected.images)

@@ -1,0 +1,83 @@
+"""``python -m dataparallel.bench``, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dataparallel.bench import __main__ as bench
+from tests.launch import run_command, start_command
+from tests.user_errors import UserError
+
+
+def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
+    done = run_command(
+        "dataparallel.bench",
+        "--batch-sizes",
+        "16,4",  # in any order
+        "--rounds",
+        "2",
+        "--devices",
+        "cpu,cpu",
+        "--output",
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "inference, ms per call; batch size",
+        "training, ms per call; batch size",
+        "handwritten: ",
+        "why, at batch size 4:",
+        "MB of parameters and buffers go to 1 further device in every call",
+        "passes its input through",
+    ):
+        assert words in done.stdout
+    for name in ("inference.png", "training.png", "steps.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    written = json.loads((tmp_path / "dataparallel.json").read_text())
+    assert written["devices"] == ["cpu", "cpu"]
+    assert [(point["mode"], point["batch_size"]) for point in written["points"]] == [
+        ("inference", 4), ("inference", 16), ("training", 4), ("training", 16)
+    ]  # fmt: skip
+    assert all(len(seconds) == 2 for point in written["points"] for seconds in point["seconds"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--batch-sizes", "0"), "--batch-sizes 0"),
+        (("--batch-sizes", "-4"), "--batch-sizes"),
+        (("--batch-sizes", "1", "--devices", "cpu,cpu"), "has no sample for each of 2 devices"),
+        (
+            ("--batch-sizes", "2", "--devices", "cpu,cpu", "--model", "resnet18"),
+            "is trained with several samples per device",
+        ),
+        (("--devices", "cpu"), "--devices cpu is a single device"),
+        (("--devices", "cpu,cuda:0"), "--devices cpu,cuda:0: "),
+        (("--devices", "tpu,tpu"), "--devices tpu,tpu: "),
+        (("--devices", "cuda:0,cuda:64"), "--devices cuda:0,cuda:64: "),
+        (("--output", __file__), "is a file: give a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
+    assert words in user_error(bench.main, *arguments)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with start_command("dataparallel.bench", "--rounds", "1000", "--output", str(tmp_path)) as process:
+        everyone: list[psutil.Process] = []
+        while len(everyone) < 4:  # two ranks, the server that forked them, and the tracker of what they share
+            assert process.poll() is None
+            everyone = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Traceback" not in stderr
+        _, alive = psutil.wait_procs(everyone, timeout=20)
+        assert not alive

@@ -1,0 +1,88 @@
+"""What the benchmark compares does the same work, in each of its ways."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.training.models import MODELS
+from dataparallel.bench.variants import (
+    CLASSES,
+    HANDWRITTEN,
+    MODES,
+    ONE_DEVICE,
+    PLAIN,
+    PROCESSES,
+    SHAPES,
+    TORCH,
+    Comparison,
+)
+
+CPU = (torch.device("cpu"),) * 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_processes_infer_what_the_plain_module_does(model: str) -> None:
+    comparison = Comparison(model, CPU, "fp32")
+    images = torch.randn(5, *SHAPES[model])
+    with comparison.open_processes(8) as processes:
+        logits, seconds = processes.infer(images)
+        with torch.inference_mode():
+            expected = comparison.build().eval()(images)
+        torch.testing.assert_close(logits, expected)
+        assert seconds > 0
+
+
+def test_processes_take_the_plain_module_s_steps() -> None:
+    comparison = Comparison("mlp", CPU, "fp32")
+    plain = comparison.build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9, fused=True)
+    batches = [(torch.randn(5, 1, 28, 28), torch.randint(CLASSES, (5,))) for _ in range(3)]
+    probe = torch.randn(4, 1, 28, 28)
+    with comparison.open_processes(5) as processes:
+        for images, labels in batches:  # of 5, so that the two parts differ
+            processes.train(images, labels)
+            F.cross_entropy(plain(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.inference_mode():
+            torch.testing.assert_close(processes.infer(probe)[0], plain.eval()(probe), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_are_timed(mode: str) -> None:
+    comparison = Comparison("fashion-cnn", CPU, "bf16")
+    threads = torch.get_num_threads()
+    with comparison.open_processes(4) as processes:
+        candidates = comparison.open(mode, 4, processes)
+        assert {PLAIN, ONE_DEVICE, HANDWRITTEN, PROCESSES} <= set(candidates) <= {
+            PLAIN, ONE_DEVICE, TORCH, HANDWRITTEN, PROCESSES
+        }  # fmt: skip
+        assert all(candidate() > 0 for candidate in candidates.values())
+    steps = ["scatter", "replicate", "forward", "gather"]
+    if mode == "training":
+        steps += ["loss", "backward", "reduce", "optimizer"]
+    (own,) = candidates[HANDWRITTEN].steps
+    assert sorted(own) == sorted(steps)
+    assert all(seconds > 0 for seconds in own.values())
+    assert list(candidates[PROCESSES].steps[0]) == ["forward"]
+    assert torch.get_num_threads() == threads
+
+
+def test_a_process_has_the_threads_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that the machine would give it."""
+    ranks = mock.Mock()
+    monkeypatch.setattr("dataparallel.bench.processes.StandingRanks", ranks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    Comparison("mlp", CPU, "fp32").open_processes(2)
+    assert ranks.call_args.kwargs["threads"] == 3
+
+
+def test_the_megabytes_are_the_model_s() -> None:
+    comparison = Comparison("mlp", CPU, "fp32")
+    parameters = copy.deepcopy(comparison.build()).parameters()
+    assert comparison.megabytes == pytest.approx(4 * sum(p.numel() for p in parameters) / 1e6)

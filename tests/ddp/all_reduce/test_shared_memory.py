@@ -1,0 +1,249 @@
+"""ddp/all_reduce/shared_memory.py: it sums as torch does, leaves nothing behind, and says who was lost and what is not possible."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from common.cli import UsageError
+from common.distributed.process_group import process_group
+from ddp.all_reduce import shared_memory
+from ddp.all_reduce.algorithms import AllReduce
+from ddp.all_reduce.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket
+from ddp.all_reduce.p2p import P2P, RankLost
+from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
+from tests.ddp.all_reduce.test_algorithms import Case, assert_is_sum, cases, drawn, sum_until_lost
+from tests.launch import run_ranks, run_with_victim
+
+CPU = torch.device("cpu")
+# So small that drawn tensors have several blocks, and are copied in several pieces.
+MANY_PIECES = {"SMALL_BYTES": 200, "SCRATCH_BYTES": 8192, "BLOCK_BYTES": 512}
+LARGE: list[Case] = [(SMALL_BYTES + change, torch.uint8) for change in (-1, 0, 1)] + [(2_500_001, torch.float32)] * 3
+
+
+def digests(all_reduce: AllReduce, examples: list[Case], group: dist.ProcessGroup) -> list[int]:
+    """Of each example's sum, which is compared with torch's: of a plain tensor, of an allocated one and of a part of one;
+    a third of them are started all at once."""
+    results, expected = [], []
+    for seed, case in enumerate(examples):
+        tensor = drawn(case, seed)
+        expected.append(tensor.clone())
+        dist.all_reduce(expected[-1], group=group)
+        if seed % 2:
+            before = seed % 3
+            memory = all_reduce.allocate(before + tensor.numel(), tensor.dtype, CPU)
+            assert not memory.any()
+            tensor = memory[before:].copy_(tensor)
+        results.append(tensor)
+    third = len(results) // 3
+    for result in results[third:]:
+        all_reduce.run(result)
+    for pending in [all_reduce.start(result) for result in results[:third]]:
+        pending.wait()
+    for ours, theirs in zip(results, expected, strict=True):
+        assert_is_sum(ours, theirs)
+    return [zlib.crc32(result.view(torch.uint8).numpy().tobytes()) for result in results]
+
+
+def summed(sizes: list[int], examples: list[Case], constants: dict[str, int]) -> list[list[int]]:
+    """For each size of which this rank is a part: what the first ranks have."""
+    found = []
+    with process_group(timeout_s=60) as env, contextlib.ExitStack() as patches:
+        for name, value in constants.items():
+            patches.enter_context(mock.patch.object(shared_memory, name, value))
+        for size in sizes:
+            group = dist.new_group(list(range(size)))
+            if env.rank < size:
+                assert isinstance(group, dist.ProcessGroup)
+                all_reduce = SharedMemory(P2P(group))
+                found.append(digests(all_reduce, examples, group))
+                all_reduce.close()
+    return found
+
+
+@settings(max_examples=2, phases=[Phase.generate])  # to shrink would start hundreds of jobs
+@given(examples=st.lists(cases, min_size=30, max_size=30))
+def test_it_sums_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
+    results = run_ranks(summed, 6, [6, 5, 4, 3, 2, 1], examples, MANY_PIECES)
+    for rank, found in enumerate(results):
+        assert found == results[0][: 6 - rank]
+
+
+def test_large_tensors_are_summed_as_torch_does() -> None:
+    first, *others = run_ranks(summed, 3, [3], LARGE, {})
+    assert others == [first] * 2
+
+
+def sum_until_killed(victim: int, numel: int) -> tuple[object, str, float]:
+    """The victim dies while the others wait for its part of the sum. A process that it has forked lives on, as a loader worker
+    may until it finds out."""
+    with process_group(timeout_s=60) as env:
+        all_reduce = SharedMemory(P2P())
+        buffer = all_reduce.allocate(numel, torch.float32, CPU)
+        all_reduce.run(buffer)
+        forked = [0]
+        if env.rank == victim:
+            dying = os.getpid()
+            forked = [os.fork()]
+            if forked == [0]:
+                time.sleep(60)
+                os._exit(0)
+            all_reduce._sum_part = lambda buffers: os.kill(dying, signal.SIGKILL)  # type: ignore[method-assign]
+        dist.broadcast_object_list(forked, victim)
+        started = time.monotonic()
+        with pytest.raises(RankLost) as lost:
+            all_reduce.run(buffer)
+        waited = time.monotonic() - started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(forked[0], signal.SIGKILL)
+        with pytest.raises(RankLost) as again:
+            all_reduce.start(buffer).wait()
+        assert str(again.value) == str(lost.value)
+        all_reduce.close()
+        return lost.value.rank, str(lost.value), waited
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3)])
+def test_survivors_name_the_rank_that_was_killed_at_once(ranks: int, victim: int) -> None:
+    survivors = run_with_victim(sum_until_killed, ranks, victim, 100_000)
+    assert len(survivors) == ranks - 1
+    for rank, message, waited in survivors.values():
+        assert rank == victim
+        assert message.startswith(f"rank {victim} (pid ")
+        assert message.endswith(" ended during an all-reduce")
+        assert waited < 30  # the forked process did not keep the connections
+
+
+def test_survivors_name_the_rank_that_was_killed_anywhere() -> None:
+    for rank, message in run_with_victim(sum_until_lost, 3, 0, SharedMemory, signal.SIGKILL, 60.0).values():
+        assert rank == 0
+        assert message.endswith(" ended during an all-reduce")
+
+
+def test_survivors_name_the_rank_that_does_not_answer() -> None:
+    for rank, message in run_with_victim(sum_until_lost, 3, 1, SharedMemory, signal.SIGSTOP, 2.0).values():
+        assert rank == 1
+        assert message.endswith(" did not answer within 2 s during an all-reduce")
+
+
+def names_in_use() -> tuple[set[str], bool]:
+    """What an all-reduce opens, as the kernel calls it; and whether its memory is still there when it is closed and over."""
+
+    def opened() -> set[str]:
+        links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {os.readlink(link) for link in links if link.is_symlink()} | {
+            " ".join(line.split()[5:]) for line in maps
+        }
+
+    with process_group(timeout_s=60):
+        p2p = P2P()
+        before = opened()
+        all_reduce = SharedMemory(p2p)
+        buffer = all_reduce.allocate(1000, torch.float32, CPU)
+        all_reduce.run(buffer)
+        new = opened() - before
+        all_reduce.close()
+        buffer += 1  # it is still this rank's
+        del buffer, all_reduce
+        gc.collect()
+        return new, any("all-reduce" in name for name in opened())
+
+
+def test_nothing_has_a_name_that_could_be_left_behind() -> None:
+    for names, remains in run_ranks(names_in_use, 2):
+        assert "/memfd:all-reduce (deleted)" in names
+        assert not [name for name in names if os.path.exists(name)]
+        assert not remains
+
+
+def mistake_of(call: Callable[[], object]) -> str:
+    with pytest.raises(UsageError) as user_error:
+        call()
+    return str(user_error.value)
+
+
+def refused() -> dict[str, str]:
+    """What is said of each mistake, some of which one rank makes and all are told; and that all goes on afterwards."""
+    with process_group(timeout_s=60) as env:
+        p2p = P2P()
+        all_reduce = SharedMemory(p2p)
+        mistakes = {
+            "device": mistake_of(lambda: all_reduce.run(torch.zeros(1, device="meta"))),
+            "allocated device": mistake_of(lambda: all_reduce.allocate(1, torch.float32, torch.device("meta"))),
+            "memory": mistake_of(lambda: all_reduce.allocate(2**50, torch.float32, CPU)),
+        }
+        if env.rank == 1:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        mistakes["limit"] = mistake_of(lambda: all_reduce.allocate(2**20, torch.float32, CPU))
+        if env.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with mock.patch("sys.platform", "darwin"):
+            mistakes["system"] = mistake_of(lambda: SharedMemory(p2p))
+        with mock.patch("socket.gethostname", return_value=f"node-{env.rank // 2}"):
+            mistakes["hosts"] = mistake_of(lambda: SharedMemory(P2P()))
+        ones = torch.ones(SMALL_BYTES)
+        all_reduce.run(ones)
+        assert ones.tolist() == [env.world_size] * SMALL_BYTES
+        all_reduce.close()
+        return mistakes
+
+
+def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+    first, *others = run_ranks(refused, 3)
+    assert others == [{**first, "memory": mock.ANY, "limit": mock.ANY}] * 2
+    for device in (first["device"], first["allocated device"]):
+        assert device == "--all-reduce shared-memory sums tensors of the CPU, not of meta: use backend"
+    assert f"found no {3 * 2**32:,.1f} MiB of memory on {socket.gethostname()}, which has " in first["memory"]
+    assert "found no 12.0 MiB of memory" in first["limit"]
+    assert "ulimit -f" in first["limit"]
+    assert "Linux" in first["system"]
+    assert first["hosts"] == (
+        "--all-reduce shared-memory needs all ranks on one host; these are on node-0, node-1: use hierarchical"
+    )
+
+
+def mismatched(numels: list[int]) -> None:
+    with process_group(timeout_s=60) as env:
+        all_reduce = SharedMemory(P2P())
+        with pytest.raises(RuntimeError, match=rf"sum {numels[0]} .* all must all-reduce in the same order"):
+            all_reduce.run(torch.zeros(numels[env.rank]))
+        all_reduce.close()
+
+
+@pytest.mark.parametrize("numels", [[3, 4], [100_000, 100_001]])
+def test_ranks_that_sum_different_things_are_told(numels: list[int]) -> None:
+    run_ranks(mismatched, 2, numels)
+
+
+def test_only_who_knows_the_secret_is_accepted() -> None:
+    secret = bytes(range(SECRET_BYTES))
+    with _new_socket(10.0) as listener:
+        listener.bind("")
+        listener.listen()
+        address = listener.getsockname()
+        assert address[:1] == b"\0"  # abstract: no file
+        wrong, right = address + secret[::-1], address + secret
+        with (
+            _connect(wrong, 10.0),
+            _connect(right, 10.0) as invited,
+            _accept(listener, secret) as accepted,
+        ):
+            invited.send(b"hello")
+            assert accepted.recv(100) == b"hello"

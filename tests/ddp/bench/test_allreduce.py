@@ -1,0 +1,93 @@
+"""``python -m ddp.bench allreduce``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ddp.bench import __main__ as bench
+from ddp.bench.allreduce import AllReduceConfig, size_name
+from tests.launch import run_command
+from tests.user_errors import UserError
+
+ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "shared-memory, copied"]
+
+
+def test_every_algorithm_is_measured(tmp_path: Path) -> None:
+    done = run_command(
+        "ddp.bench", "allreduce", "--ranks", "2", "--sizes", "4096,4", "--rounds", "2", "--output", str(tmp_path),
+        timeout_s=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    headings = [line for line in lines if line in ("4 B", "4 KiB")]
+    assert headings == ["4 B", "4 KiB"]
+    for heading in headings:
+        first = lines.index(heading) + 1
+        assert [line[2:26].strip() for line in lines[first : first + len(ALGORITHMS)]] == ALGORITHMS
+    for name in ALGORITHMS:
+        assert f"  {name}: alpha " in done.stdout
+    for words in ("4 B: ", "4 KiB: shared-memory, with ", " times as fast", "memory, all ranks at once"):
+        assert words in done.stdout
+    assert " % of that" not in done.stdout  # such small tensors lie in caches
+
+    written = json.loads((tmp_path / "allreduce.json").read_text())
+    assert [one["name"] for one in written["algorithms"]] == ALGORITHMS
+    for one in written["algorithms"]:
+        assert {size: len(values) for size, values in one["seconds"].items()} == {"4": 2, "4096": 2}
+        assert one["fit"]["alpha"] > 0
+        assert one["fit"]["beta"] > 0
+        assert len(one["fit"]["errors"]) == 2
+        median = math.fsum(one["seconds"]["4096"]) / 2
+        assert one["bus_bandwidth"]["4096"] == pytest.approx(4096 / median)  # of two ranks: 2 (n - 1) / n = 1
+    assert all(value > 1e8 for values in written["memory_bytes_per_s"].values() for value in values)
+    assert written["machine"]["usable_cores"] > 0
+    assert (tmp_path / "allreduce.png").is_file()
+
+
+def test_three_ranks_on_three_pretended_hosts(tmp_path: Path) -> None:
+    done = run_command(
+        "ddp.bench", "allreduce", "--ranks", "3", "--hosts", "3", "--sizes", "8,800", "--rounds", "2", "--dtype", "float64",
+        "--algorithms", "ring,halving-doubling", "--output", str(tmp_path), timeout_s=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("all-reduce, 3 ranks on ")
+    assert "800 B: " in done.stdout
+    assert "shared-memory" not in done.stdout
+    written = json.loads((tmp_path / "allreduce.json").read_text())
+    assert [one["name"] for one in written["algorithms"]] == ["backend", "ring", "halving-doubling", "hierarchical"]
+
+
+def test_what_is_quoted_is_measured_by_default() -> None:
+    assert {4096, 25 * 2**20} < set(AllReduceConfig().sizes)
+    assert "hierarchical" not in AllReduceConfig().algorithms
+
+
+def test_sizes_have_names() -> None:
+    assert [size_name(size) for size in (4, 1000, 1024, 25 * 2**20)] == ["4 B", "1000 B", "1 KiB", "25 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "1"), "--ranks 1 is out of range"),
+        (("--algorithms", "ring,rign"), "invalid choice: 'rign'"),
+        (("--algorithms", "backend"), "invalid choice: 'backend'"),
+        (("--sizes", "4,6"), "--sizes 6 is no multiple of the 4 bytes of a float32"),
+        (("--sizes", "4"), "--sizes 4: give two or more"),
+        (("--sizes", "4,0"), "--sizes 0 is out of range"),
+        (("--rounds", "1"), "--rounds 1"),
+        (("--ranks", "3", "--hosts", "2"), "--hosts 2 does not divide --ranks 3"),
+        (("--output", __file__), "is a file: give a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
+    assert words in user_error(bench.main, "allreduce", *arguments)
+
+
+def test_it_is_refused_under_torchrun(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "ddp.bench allreduce is started once, and not by torchrun" in user_error(bench.main, "allreduce")

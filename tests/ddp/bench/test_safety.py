@@ -1,0 +1,30 @@
+"""``python -m ddp.bench safety``: what checkpoints, flags and the watchdog cost, in whole steps and each by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from ddp.bench.safety import AGAINST, LOOPS
+from tests.launch import run_torchrun
+
+GUARDS = ("look at the gradients", "flags", "statistics kept", "positions for the watchdog")
+
+
+def test_every_loop_and_every_guard_is_measured(tmp_path: Path) -> None:
+    sizes = ("--batch-size", "12", "--builds", "1", "--rounds", "2", "--steps", "2", "--looks", "3", "--device", "cpu")
+    done = run_torchrun(2, "ddp.bench", "safety", *sizes, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for name in LOOPS:
+        assert re.search(rf"^ *{name}: .* ms per step$", done.stdout, re.MULTILINE)
+    for name in GUARDS:
+        assert re.search(rf"^ *{name}: .* ms$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^all guards by themselves: -?\d+\.\d+ ms, -?\d+\.\d+ % of a plain step$", done.stdout, re.MULTILINE
+    )
+    found = json.loads((tmp_path / "safety.json").read_text())
+    assert {name: len(taken) for name, taken in found["seconds_per_step"].items()} == dict.fromkeys(LOOPS, 2)
+    assert list(found["ratios"]) == [f"{name} / {other}" for name, other in AGAINST.items()]
+    assert {name: len(taken) for name, taken in found["seconds_of_guards"].items()} == dict.fromkeys(GUARDS, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"safety.json", "safety.png"}

@@ -1,0 +1,66 @@
+"""``python -m ddp.bench strategies``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddp.bench import __main__ as bench
+from ddp.bench.step_parts import Parts
+from ddp.bench.strategies import Measured, StrategiesConfig, Strategy, lost, strategies
+from tests.launch import run_command
+from tests.user_errors import UserError
+
+
+def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
+    done = run_command(
+        "ddp.bench", "strategies", "--builds", "1", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
+        "--batch-size", "24", "--output", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    names = ["single process", "single process, ", "dataparallel, 2 CPU devices", "DDP, 1 process", "DDP, 2 processes"]
+    table = done.stdout.splitlines()[2:7]
+    assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
+    assert "DDP, 2 processes: " in done.stdout and "would be 1/2 of one's. Of its time:" in done.stdout
+    for cause in ("communication exposed", "imbalance between ranks", "input", "optimizer", "the rest"):
+        assert cause in done.stdout
+    written = json.loads((tmp_path / "strategies.json").read_text())
+    assert [len(one["seconds"]) for one in written["strategies"]] == [2] * 5
+    assert [len(one["parts"]) for one in written["strategies"]] == [2] * 5
+    assert all(one["memory"] > 10 for one in written["strategies"])
+    assert (tmp_path / "strategies.png").is_file() and (tmp_path / "lost.png").is_file()
+
+
+def test_the_causes_add_up_to_what_is_lost() -> None:
+    single = Measured(Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [Parts(0.1, 0.7, 0, 0, 0.2)] * 2, 100)
+    two = Measured(Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [Parts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2, 100)
+    causes = lost(two, single)
+    assert sum(causes.values()) == pytest.approx(0.75 - 1.1 / 2)
+    assert causes["communication"] == pytest.approx(0.05)
+    assert causes["input"] == pytest.approx(0.06 - 0.05)
+    assert causes["update"] == pytest.approx(0.2 - 0.1)  # each rank updates all parameters: nothing was divided
+
+
+def test_what_is_started_on_cpus() -> None:
+    config = StrategiesConfig(device="cpu", processes=(4, 1, 2))
+    names = [strategy.name for strategy in strategies(config)]
+    assert names[-3:] == ["DDP, 1 process", "DDP, 2 processes", "DDP, 4 processes"]
+    assert names[2] == "dataparallel, 4 CPU devices"
+    assert len(strategies(StrategiesConfig(device="cpu", processes=(1,)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--batch-size", "145", "--processes", "1,2"), "--batch-size 145 does not divide"),
+        (("--processes", "0"), "--processes 0"),
+        (("--processes", "2,2"), "names a value twice"),
+        (("--rounds", "1"), "--rounds 1"),
+        (("--device", "cuda", "--processes", "1,64"), "usable"),
+        (("--output", __file__), "is a file: give a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
+    assert words in user_error(bench.main, "strategies", *arguments)

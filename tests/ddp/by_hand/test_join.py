@@ -1,0 +1,167 @@
+"""ddp/by_hand/join.py: ranks that run out of inputs at different times train on as with torch's ``DDP.join``."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from common.distributed.process_group import process_group
+from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from tests.ddp.by_hand.wrappers import Case, Wrapper, batch, difference, loss_of, wrap
+from tests.launch import run_ranks
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """How many micro-steps each rank has, and how they are trained.
+
+    :param by_join: with ``Join([model])`` instead of ``model.join()``
+    """
+
+    case: Case
+    inputs: tuple[int, ...]
+    divide_by_initial_world_size: bool
+    by_join: bool
+
+
+def train(engine: type[Wrapper], uneven: Uneven) -> list[dict[str, Tensor]]:
+    """Gradients after each micro-step, and all weights and buffers at the end."""
+    case = uneven.case
+    network = case.network(seed=dist.get_rank())
+    model = wrap(engine, network, case)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
+    results: list[dict[str, Tensor]] = []
+    if uneven.by_join:
+        join = Join([model], divide_by_initial_world_size=uneven.divide_by_initial_world_size)
+    else:
+        join = model.join(uneven.divide_by_initial_world_size)
+
+    def micro_step(number: int) -> None:
+        loss_of(model(batch(number, torch.float64), number=number)).backward()
+        # Zeros and None count alike: once a rank has joined, torch's DDP gives zeros for what nobody uses.
+        gradients = {name: p.grad if p.grad is not None else p * 0 for name, p in network.named_parameters()}
+        results.append({name: gradient.detach().clone() for name, gradient in gradients.items()})
+
+    with join:
+        for number in range(uneven.inputs[dist.get_rank()]):
+            if number % case.grad_accumulation_steps < case.grad_accumulation_steps - 1:
+                with model.no_sync():
+                    micro_step(number)
+            else:
+                micro_step(number)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=case.set_to_none)
+    results.append({name: value.clone() for name, value in network.state_dict().items()})
+    # And on as before, together again; the optimizers may differ by now.
+    network.zero_grad()
+    micro_step(100)
+    results.append({**network.state_dict(), **dict(network.named_buffers())})
+    return results
+
+
+def compared(examples: list[Uneven]) -> list[str]:
+    failures = []
+    with process_group(timeout_s=60) as env:
+        tolerance = 0 if env.world_size == 2 else 1e-9
+        for uneven in examples:
+            theirs, ours = train(DistributedDataParallel, uneven), train(HandwrittenDistributedDataParallel, uneven)
+            for step, (results, expected) in enumerate(zip(ours, theirs, strict=True)):
+                for name in expected:
+                    found = difference(results[name], expected[name], tolerance)
+                    if found is not None:
+                        failures.append(f"{uneven}: step {step} of rank {env.rank}: {name} is {found}")
+    return failures
+
+
+@st.composite
+def uneven_inputs(draw: st.DrawFn, model: str, world_size: int) -> Uneven:
+    grad_accumulation_steps = draw(st.sampled_from([1, 2]))
+    case = Case(
+        model,
+        bucket_cap_mb=draw(st.sampled_from([0.0001, None])),
+        as_view=draw(st.booleans()),
+        find_unused=draw(st.booleans()) or model == "branches",
+        broadcast_buffers=draw(st.booleans()),
+        grad_accumulation_steps=grad_accumulation_steps,
+        set_to_none=draw(st.booleans()),
+        hook=draw(st.sampled_from([None, None, "allreduce"])),
+        dtype=torch.float64,
+    )
+    # Whole optimizer steps: a rank that ends within one leaves the others unsure whether they are to synchronize.
+    steps = [draw(st.integers(0, 3)) for _ in range(world_size)]
+    return Uneven(case, tuple(grad_accumulation_steps * n for n in steps), draw(st.booleans()), draw(st.booleans()))
+
+
+def all_uneven(world_size: int) -> st.SearchStrategy[list[Uneven]]:
+    models = ("images", "tied", "scalars", "branches", "frozen")
+    return st.tuples(*[uneven_inputs(model, world_size) for model in models]).map(list)
+
+
+@settings(max_examples=2, phases=[Phase.generate])
+@given(all_uneven(2))
+def test_two_ranks_of_uneven_inputs_train_to_the_same_bits_as_torch(examples: list[Uneven]) -> None:
+    for found in run_ranks(compared, 2, examples):
+        assert found == []
+
+
+@settings(max_examples=2, phases=[Phase.generate])
+@given(all_uneven(3))
+def test_three_ranks_of_uneven_inputs_train_as_torch_does(examples: list[Uneven]) -> None:
+    for found in run_ranks(compared, 3, examples):
+        assert found == []
+
+
+def ended_early() -> tuple[int, int, str]:
+    """Steps begun, steps done, and what was raised."""
+    with process_group(timeout_s=60) as env:
+        model = HandwrittenDistributedDataParallel(Case("tied").network(seed=0))
+        begun, done = [], []
+
+        def train_on() -> None:
+            with model.join(throw_on_early_termination=True):
+                for number in range(2 + env.rank):
+                    begun.append(number)
+                    loss_of(model(batch(number), number=number)).backward()
+                    done.append(number)
+
+        with pytest.raises(RuntimeError) as caught:
+            train_on()
+        return len(begun), len(done), str(caught.value)
+
+
+def test_early_termination_is_raised_on_all_ranks() -> None:
+    first, second = run_ranks(ended_early, 2)
+    assert first[:2] == (2, 2)
+    assert second[:2] == (3, 2)
+    assert "exhausted all inputs" in first[2]
+    assert "exhausted" in second[2]
+
+
+def not_enabled() -> None:
+    """A block that does nothing: forward passes communicate no more than without it."""
+    with process_group(timeout_s=60) as env:
+        network = Case("tied").network(seed=0)
+        model = HandwrittenDistributedDataParallel(network)
+        gradients = []
+        for context in (contextlib.nullcontext(), model.join(enable=False)):
+            network.zero_grad()
+            with context:
+                if env.rank == 0:  # nobody answers a forward pass, nor has to
+                    model(batch(0), number=0)
+                loss_of(model(batch(1), number=1)).backward()
+            gradients.append([cast(Tensor, parameter.grad).clone() for parameter in network.parameters()])
+        torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_a_block_that_is_not_enabled() -> None:
+    run_ranks(not_enabled, 2)

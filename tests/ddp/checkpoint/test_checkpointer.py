@@ -1,0 +1,266 @@
+"""ddp/checkpoint/checkpointer.py: what is written in the background is what the job was when it was saved, and no error is lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.cli import UsageError
+from common.distributed.process_group import DistEnv, process_group
+from common.training.metrics import MetricsWriter
+from ddp.checkpoint import checkpointer as saving
+from ddp.checkpoint import storage
+from ddp.checkpoint.checkpointer import Checkpointer, copied
+from ddp.checkpoint.manifest import KINDS
+from ddp.data import load_data
+from ddp.job import Job, build_job
+from ddp.train import train_step
+from tests.ddp.checkpoint.test_storage import bits
+from tests.ddp.jobs import small
+from tests.launch import run_ranks
+
+SETTINGS: dict[str, Any] = {"train_samples": 240, "test_samples": 20, "batch_size": 24, "keep_last": 2}
+CANNOT = "cannot be written (File exists)"
+
+
+class Saved(NamedTuple):
+    """A checkpoint as it is read back: its manifest but for the settings and digests, and its contents, bit for bit."""
+
+    facts: dict[str, Any]
+    contents: Any
+
+
+def saved(run_dir: Path, env: DistEnv) -> Saved | None:
+    """The newest, on rank 0."""
+    if not env.is_main:
+        return None
+    found = storage.newest(run_dir)
+    assert found is not None
+    path, manifest = found
+    facts = {name: value for name, value in vars(manifest).items() if name not in ("config", "files")}
+    contents = {kind: storage.read(path, kind) for kind in KINDS}
+    for rank in contents["ranks"]:
+        rank["window"] = rank["window"][:3]  # the rest is times
+    return Saved(facts, bits(contents))
+
+
+class Started(NamedTuple):
+    job: Job
+    savers: dict[bool, Checkpointer]
+    folders: dict[bool, Path]
+
+
+def started(folder: Path, env: DistEnv) -> Started:
+    """A job after two steps, with a saver that waits (False) and one that does not (True), each with a run directory."""
+    folders = {later: folder / f"async-{later}" for later in (False, True)}
+    savers = {}
+    for later, run_dir in folders.items():
+        if env.is_main:
+            run_dir.mkdir()
+        config = small(**SETTINGS, run_dir=run_dir, async_checkpoint=later)
+        savers[later] = Checkpointer(config, env, MetricsWriter(run_dir, silent=not env.is_main))
+    job = build_job(config, env, load_data(config, env))
+    job.sampler.set_epoch(0)
+    batches = iter(job.loader)
+    for _ in range(2):
+        train_step(job, batches)
+    return Started(job, savers, folders)
+
+
+def overwrite(job: Job) -> None:
+    """Go on training, as it were, and change everything in place."""
+    with torch.no_grad():
+        for tensor in job.network.state_dict().values():
+            tensor.fill_(7)
+        for state in job.optimizer.state.values():
+            state["momentum_buffer"].fill_(7)
+    job.step += 1
+    job.skipped_steps += 1
+
+
+def saved_both_ways(folder: Path) -> tuple[Saved | None, Saved | None, bool]:
+    """The same state, saved at once, and in the background by a thread that begins when all has been changed."""
+    with process_group(threads=1) as env:
+        job, savers, folders = started(folder, env)
+        savers[False].save(job)
+        go_on = threading.Event()
+
+        def late(*arguments: Any) -> Path:
+            assert go_on.wait(60)
+            return write(*arguments)
+
+        write = storage.write
+        with mock.patch.object(storage, "write", late):
+            savers[True].save(job)
+            nothing_yet = storage.newest(folders[True]) is None
+            overwrite(job)
+            go_on.set()
+            savers[True].finish()
+        return saved(folders[False], env), saved(folders[True], env), nothing_yet
+
+
+def test_a_save_in_the_background_is_of_the_moment_in_which_it_was_asked_for(tmp_path: Path) -> None:
+    (at_once, later, nothing_yet), *others = run_ranks(saved_both_ways, 2, tmp_path)
+    assert nothing_yet
+    assert at_once == later
+    assert at_once is not None and at_once.facts["step"] == 2
+    assert all(rank[:2] == (None, None) for rank in others)  # rank 0 writes
+
+
+def saved_one_after_another(folder: Path) -> tuple[list[int], bool]:
+    """Three saves in the background, whose copy is the same memory, and one that is waited for."""
+    with process_group(threads=1) as env:
+        job, savers, folders = started(folder, env)
+        pointers = set()
+        for _ in range(3):
+            savers[True].save(job)
+            job.step += 1
+            if env.is_main:
+                pointers |= {savers[True]._copy["model"]["features.0.weight"].data_ptr()}
+        savers[True].save(job, wait=True)  # the one before is finished first
+        steps = [storage.verify(path).step for path in storage.all_of(folders[True])]
+        with savers[True]:
+            job.step += 1
+            savers[True].save(job)
+        finished = not any(thread.name == "saving" for thread in threading.enumerate())
+        return steps, finished and len(pointers) == env.is_main
+
+
+def test_saves_come_one_after_another_and_use_one_copy(tmp_path: Path) -> None:
+    for steps, right in run_ranks(saved_one_after_another, 2, tmp_path):
+        assert steps == [4, 5]  # of four, the last two are kept; and on the disk when save returns
+        assert right
+
+
+def failing(folder: Path) -> list[str]:
+    """Saves into a directory that cannot take a checkpoint, until it can: what each call says."""
+    with process_group(threads=1) as env:
+        job, savers, folders = started(folder, env)
+        calls = [
+            ("at once", lambda: savers[False].save(job)),
+            ("at once, after that", savers[False].finish),
+            ("in the background", lambda: savers[True].save(job)),
+            ("the next save", lambda: savers[True].save(job)),
+            ("nothing is left", savers[True].finish),
+            ("in the background again", lambda: savers[True].save(job)),
+            ("finish", savers[True].finish),
+            ("waited for", lambda: savers[True].save(job, wait=True)),
+        ]
+        if env.is_main:
+            for run_dir in folders.values():
+                (run_dir / storage.FOLDER).write_text("a file, where the folder should be")
+        said = [message_of(*call) for call in calls]
+        with env.fail_together():
+            if env.is_main:
+                (folders[True] / storage.FOLDER).unlink()
+        savers[True].save(job)
+        savers[True].finish()
+        assert storage.newest(folders[True]) is not None
+        return said
+
+
+def message_of(what: str, call: Any) -> str:
+    try:
+        call()
+    except UsageError as error:
+        return f"{what}: {CANNOT if CANNOT in str(error) and error.seen_by_all else error}"
+    return what
+
+
+def test_an_error_of_the_writer_comes_out_on_every_rank_once(tmp_path: Path) -> None:
+    for said in run_ranks(failing, 2, tmp_path):
+        assert said == [
+            f"at once: {CANNOT}",
+            "at once, after that",
+            "in the background",
+            f"the next save: {CANNOT}",
+            "nothing is left",
+            "in the background again",
+            f"finish: {CANNOT}",
+            f"waited for: {CANNOT}",
+        ]
+
+
+def env(rank: int) -> DistEnv:
+    return DistEnv(rank, rank, 2, 2, torch.device("cpu"), "gloo", "host")
+
+
+def checkpointer(tmp_path: Path, every: str, rank: int = 0) -> Checkpointer:
+    return Checkpointer(
+        small(checkpoint_every=every, run_dir=tmp_path), env(rank), MetricsWriter(tmp_path, silent=True)
+    )
+
+
+def test_checkpoints_are_due_by_the_count_of_steps(tmp_path: Path) -> None:
+    by_steps, by_time = checkpointer(tmp_path, "3"), checkpointer(tmp_path, "2min")
+    assert [step for step in range(1, 10) if by_steps.due(step)] == [3, 6, 9]
+    assert not any(by_time.due(step) for step in range(1, 10))
+
+
+def test_checkpoints_are_overdue_by_rank_0_s_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
+    by_time, of_rank_1, by_steps = (
+        checkpointer(tmp_path, "2min"),
+        checkpointer(tmp_path, "2min", rank=1),
+        checkpointer(tmp_path, "3"),
+    )
+    for now, overdue in ((1119.9, False), (1120.0, True), (5000.0, True)):  # noqa: B007 (the clock reads it)
+        assert by_time.overdue() is overdue
+        assert not of_rank_1.overdue() and not by_steps.overdue()
+
+
+def tree(value: float) -> dict[Any, Any]:
+    return {
+        "model": {"w": torch.full((2, 3), value), "n": torch.tensor(int(value))},
+        "optimizer": {"state": {0: {"step": torch.tensor(value)}}, "param_groups": [{"lr": value, "betas": (0.9, 0.99)}]},
+        "ranks": [{"buffers": {"mean": torch.full((4,), value)}, "window": (value, 2)}],
+    }  # fmt: skip
+
+
+def test_a_copy_is_a_copy_and_takes_the_memory_of_an_earlier_one() -> None:
+    source = tree(1.0)
+    first = copied(source)
+    assert bits(first) == bits(tree(1.0))
+    source["model"]["w"].fill_(5)
+    source["ranks"][0]["buffers"]["mean"].fill_(5)
+    assert bits(first) == bits(tree(1.0))
+    second = copied(tree(2.0), first)
+    assert bits(second) == bits(tree(2.0))
+    for path in (("model", "w"), ("model", "n"), ("optimizer", "state", 0, "step"), ("ranks", 0, "buffers", "mean")):
+        before, after = first, second
+        for key in path:
+            before, after = before[key], after[key]
+        assert before.data_ptr() == after.data_ptr()
+
+
+def test_a_copy_has_no_gradients_and_no_graph() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    for earlier in (None, torch.zeros(2)):
+        assert not copied(parameter, earlier).requires_grad
+
+
+TENSORS = st.builds(
+    lambda shape, dtype, value: torch.full(shape, value, dtype=dtype),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([torch.float32, torch.float64, torch.int64]),
+    st.integers(0, 99),
+)
+TREES = st.recursive(
+    st.one_of(TENSORS, st.integers(), st.none()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.integers(0, 3), inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@given(before=TREES, now=TREES)
+def test_an_earlier_copy_of_anything_else_does_no_harm(before: Any, now: Any) -> None:
+    """Another shape or dtype, another number of entries, another kind of thing."""
+    assert bits(copied(now, copied(before))) == bits(now)

@@ -1,0 +1,167 @@
+"""ddp/checkpoint/state.py: what comes back from a checkpoint is what went into it, rank by rank, or averaged over other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.distributed.process_group import process_group
+from ddp.checkpoint import storage
+from ddp.checkpoint.state import broadcast_tree, manifest_of, restore, state_of_job, state_of_rank
+from ddp.config import TrainConfig
+from ddp.data import load_data
+from ddp.job import Job, build_job
+from ddp.train import train_step
+from tests.ddp.jobs import small
+from tests.launch import run_ranks
+
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool")
+
+
+class Strided(NamedTuple):
+    """Stands for a dense tensor: ``order`` are its dimensions from the outermost in memory to the innermost."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: str
+
+    def tensor(self) -> Tensor:
+        laid_out = [self.shape[axis] for axis in self.order]
+        values = torch.arange(int(np.prod(laid_out))).to(getattr(torch, self.dtype)).view(laid_out)
+        return values.permute([self.order.index(axis) for axis in range(len(self.shape))])
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> Strided:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    return Strided(tuple(shape), tuple(draw(st.permutations(range(len(shape))))), draw(st.sampled_from(DTYPES)))
+
+
+TREES = st.recursive(
+    st.one_of(strided(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3), st.none(), st.just((0.9, 0.999))),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.one_of(st.integers(0, 9), st.text(max_size=3)), inner, max_size=4)
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def built(tree: Any) -> Any:
+    """With tensors for what stands for them."""
+    if isinstance(tree, Strided):
+        return tree.tensor()
+    if isinstance(tree, dict):
+        return {key: built(value) for key, value in tree.items()}
+    return [built(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def described(tree: Any) -> Any:
+    """With everything that is to be kept of a tensor in the place of it."""
+    if isinstance(tree, Tensor):
+        return "tensor", tree.dtype, tree.shape, tree.stride(), tree.tolist()
+    if isinstance(tree, dict):
+        return {key: described(value) for key, value in tree.items()}
+    return [described(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def broadcast_each(trees: list[Any]) -> list[bool]:
+    with process_group(threads=1) as env:
+        received = [broadcast_tree(built(tree) if env.is_main else None, env) for tree in trees]
+        return [described(found) == described(built(tree)) for found, tree in zip(received, trees, strict=True)]
+
+
+@settings(max_examples=2)
+@given(trees=st.lists(TREES, min_size=100, max_size=100, unique_by=repr))
+def test_every_rank_gets_the_tree_with_its_values_dtypes_and_strides(trees: list[Any]) -> None:
+    conv = Strided((3, 2, 4, 4), (0, 2, 3, 1), "float32")
+    assert conv.tensor().is_contiguous(memory_format=torch.channels_last)
+    trees = [
+        *trees,
+        {"state": {0: {"step": Strided((), (), "float32"), "momentum_buffer": conv}}, "param_groups": [{}]},
+    ]
+    for rank, found in enumerate(run_ranks(broadcast_each, 3, trees)):
+        wrong = [tree for tree, same in zip(trees, found, strict=True) if not same]
+        assert not wrong, f"rank {rank} got other trees than {wrong}"
+
+
+@dataclasses.dataclass
+class Held:
+    """What a rank has: before it saved, or after it was restored."""
+
+    weights: dict[str, Any]
+    optimizer: list[Any]
+    hyperparameters: dict[str, Any]
+    buffers: dict[str, Any]
+    window: tuple[float, ...]
+    numbers: tuple[int, int, int, int]
+
+
+def held(job: Job) -> Held:
+    group = job.optimizer.param_groups[0]
+    return Held(
+        {name: value.detach().numpy().copy() for name, value in job.network.named_parameters()},
+        [state["momentum_buffer"].numpy().copy() for state in job.optimizer.state_dict()["state"].values()],
+        {name: group[name] for name in ("momentum", "weight_decay")},
+        {name: value.numpy().copy() for name, value in job.network.named_buffers()},
+        tuple(job.window.state())[:3],
+        (job.step, job.epoch, job.position, job.skipped_steps),
+    )
+
+
+SETTINGS: dict[str, Any] = {"train_samples": 120, "test_samples": 20, "batch_size": 24}
+
+
+def trained_and_saved(folder: Path) -> Held:
+    """Two steps, in the middle of an epoch."""
+    with process_group(threads=1) as env:
+        config = small(**SETTINGS, run_dir=folder)
+        job = build_job(config, env, load_data(config, env))
+        job.sampler.set_epoch(0)
+        batches = iter(job.loader)
+        for _ in range(2):
+            train_step(job, batches)
+        job.skipped_steps = 3
+        ranks: list[Any] = [None] * env.world_size
+        dist.all_gather_object(ranks, state_of_rank(job))
+        if env.is_main:
+            storage.write(folder, manifest_of(job), state_of_job(job, ranks))
+        return held(job)
+
+
+def restored(config: TrainConfig) -> Held:
+    with process_group(threads=1) as env:
+        found: list[Any] = [storage.newest(config.run_dir)]
+        path, manifest = found[0]
+        job = build_job(config, env, load_data(config, env), path)
+        restore(job, path, manifest)
+        return held(job)
+
+
+def test_ranks_come_back_as_they_were_and_others_with_averages(tmp_path: Path) -> None:
+    before = run_ranks(trained_and_saved, 2, tmp_path)
+    name = "features.1.running_mean"
+    assert not np.array_equal(before[0].buffers[name], before[1].buffers[name])
+    for after, expected in zip(run_ranks(restored, 2, small(**SETTINGS, run_dir=tmp_path)), before, strict=True):
+        np.testing.assert_equal(dataclasses.asdict(after), dataclasses.asdict(expected))
+
+    changed = small(**SETTINGS, run_dir=tmp_path, momentum=0.5, weight_decay=0.25)
+    others = run_ranks(restored, 3, changed)
+    for after in others:
+        np.testing.assert_equal(after.weights, before[0].weights)
+        np.testing.assert_equal(after.optimizer, before[0].optimizer)
+        assert after.hyperparameters == {"momentum": 0.5, "weight_decay": 0.25}  # the run's own, as it is now
+        assert after.numbers == (2, 0, 2, 3)
+        for name, value in after.buffers.items():
+            expected = np.mean([rank.buffers[name] for rank in before], 0)
+            np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7, err_msg=name)
+    sums = [np.sum([rank.window for rank in ranks], 0) for ranks in (others, before)]
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12)
+    assert sums[1][2] == 48

@@ -1,0 +1,182 @@
+"""ddp/resilience/flags.py: what one rank raises in one micro-step, all know after the step; and nothing else changes by it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+from common.distributed.process_group import DistEnv, process_group
+from common.training.models import build_model
+from ddp.config import STRATEGIES
+from ddp.job import wrap
+from ddp.resilience.flags import NO_FLAGS, FlagCarrier, Flags, raise_flags
+from tests.launch import run_ranks
+
+HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+LARGEST_WORLD, MOST_MICRO_STEPS = 3, 3
+
+
+class Raised(NamedTuple):
+    """A flag, and where it is raised; ``not_finite`` is raised by the loss, which is ``loss`` there."""
+
+    rank: int
+    micro_step: int
+    flag: str
+    loss: float
+
+
+class Case(NamedTuple):
+    """A step: how it is computed, and all that is raised in it."""
+
+    strategy: str
+    hook: str | None
+    scale: float
+    grad_accumulation_steps: int
+    raised: list[Raised]
+
+    def expected(self, world_size: int) -> Flags:
+        flags = {r.flag for r in self.raised if r.rank < world_size and r.micro_step < self.grad_accumulation_steps}
+        return Flags(*(name in flags for name in Flags._fields))
+
+
+CASES = st.builds(
+    Case,
+    strategy=st.sampled_from(STRATEGIES),
+    hook=st.sampled_from([None, *HOOKS]),
+    scale=st.sampled_from([1.0, 2.0**-10, 2.0**16, 2.0**24]),  # fp16 ends before 2**16
+    grad_accumulation_steps=st.integers(1, MOST_MICRO_STEPS),
+    raised=st.lists(
+        st.builds(
+            Raised,
+            rank=st.integers(0, LARGEST_WORLD - 1),
+            micro_step=st.integers(0, MOST_MICRO_STEPS - 1),
+            flag=st.sampled_from(Flags._fields),
+            loss=st.sampled_from([math.nan, math.inf, -math.inf]),
+        ),
+        max_size=4,
+    ),
+)
+
+
+def agreed_in_each(cases: list[Case]) -> list[Flags]:
+    with process_group(threads=1) as env:
+        return [agreed_in(case, env) for case in cases]
+
+
+def agreed_in(case: Case, env: DistEnv) -> Flags:
+    """The step of ``ddp.train`` as far as flags go."""
+    carrier = FlagCarrier(nn.Linear(3, 2), env.device)
+    model: Any = carrier
+    if env.world_size > 1:
+        model = wrap(carrier, env, case.strategy)
+        if case.hook:
+            hook = HOOKS[case.hook]
+            model.register_comm_hook(
+                None, lambda state, bucket: hook(state, bucket)
+            )  # torch refuses bf16's by its name
+    scaler = torch.amp.GradScaler("cpu", init_scale=case.scale)
+    for micro_step in range(case.grad_accumulation_steps):
+        mine = [r for r in case.raised if (r.rank, r.micro_step) == (env.rank, micro_step)]
+        keeps = env.world_size > 1 and micro_step < case.grad_accumulation_steps - 1
+        with model.no_sync() if keeps else contextlib.nullcontext():
+            output, flags = model(torch.ones(4, 3))
+            loss = output.square().mean()
+            raised = NO_FLAGS
+            for one in mine:
+                if one.flag == "not_finite":
+                    loss = loss * one.loss
+                else:
+                    raised = raised._replace(**{one.flag: True})
+            scaler.scale(raise_flags(loss, flags, raised) / case.grad_accumulation_steps).backward()
+    return carrier.agreed()
+
+
+@settings(max_examples=2)
+@given(cases=st.lists(CASES, min_size=20, max_size=20, unique_by=repr))
+def test_what_any_rank_raises_in_any_micro_step_all_know(cases: list[Case]) -> None:
+    for world_size in range(1, LARGEST_WORLD + 1):
+        expected = [case.expected(world_size) for case in cases]
+        for found in run_ranks(agreed_in_each, world_size, cases):
+            for case, agreed, flags in zip(cases, found, expected, strict=True):
+                assert agreed == flags, f"{case} on {world_size} ranks"
+
+
+def test_each_flag_is_known_by_itself_and_none_when_none_is_raised() -> None:
+    cases = [
+        Case(strategy, hook, 2.0**16, 2, [Raised(1, 0, flag, math.nan)] if flag else [])
+        for strategy in STRATEGIES
+        for hook in (None, *HOOKS)
+        for flag in (None, *Flags._fields)
+    ]
+    for found in run_ranks(agreed_in_each, 2, cases):
+        assert found == [case.expected(2) for case in cases]
+    assert NO_FLAGS in found
+
+
+Step = tuple[list[float], dict[str, Any]]
+
+
+def steps_with_and_without() -> list[tuple[Step, Step]]:
+    """For both kinds of DDP: the losses and gradients of two micro-steps, with the carrier, all flags raised, and without."""
+    with process_group(threads=1) as env:
+        return [(step(env, strategy, carried=True), step(env, strategy, carried=False)) for strategy in STRATEGIES]
+
+
+def step(env: DistEnv, strategy: str, carried: bool) -> Step:
+    torch.manual_seed(0)
+    network = build_model("fashion-cnn", (1, 28, 28), 10)
+    carrier = FlagCarrier(network, env.device) if carried else None
+    model = wrap(carrier or network, env, strategy)
+    losses = []
+    for micro_step in range(2):
+        torch.manual_seed(10 * env.rank + micro_step)
+        images, labels = torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
+        with model.no_sync() if micro_step == 0 else contextlib.nullcontext():
+            loss: Tensor
+            if carrier is not None:
+                logits, place_of_flags = model(images)
+                plain = F.cross_entropy(logits, labels)
+                loss = raise_flags(plain, place_of_flags, Flags(stop=True, save=True, user_error=True))
+                assert loss.item() == plain.item()
+            else:
+                loss = F.cross_entropy(model(images), labels)
+            (loss / 2).backward()
+        losses.append(loss.item())
+    if carrier is not None:
+        assert carrier.agreed() == Flags(stop=True, save=True, user_error=True, not_finite=False)
+    gradients = {name: p.grad.numpy().copy() for name, p in network.named_parameters() if p.grad is not None}
+    return losses, gradients
+
+
+def test_loss_and_gradients_are_the_same_bits_as_without_the_flags() -> None:
+    for rank in run_ranks(steps_with_and_without, 2):
+        for (losses, gradients), (expected_losses, expected) in rank:
+            assert losses == expected_losses
+            assert gradients.keys() == expected.keys() != set()
+            for name, value in expected.items():
+                assert np.array_equal(gradients[name], value), name
+
+
+def test_the_network_knows_nothing_of_the_flags() -> None:
+    network = nn.Linear(3, 2)
+    names = list(network.state_dict())
+    carrier = FlagCarrier(network, torch.device("cpu"))
+    assert list(network.state_dict()) == names == [name for name, _ in network.named_parameters()]
+    assert next(iter(carrier.parameters())) is carrier.flags  # DDP fills its buckets from the last parameter on
+
+
+def test_flags_do_not_outlast_their_step() -> None:
+    carrier = FlagCarrier(nn.Linear(3, 2), torch.device("cpu"))
+    for raised in (Flags(save=True), NO_FLAGS, Flags(stop=True)):
+        output, flags = carrier(torch.ones(1, 3))
+        raise_flags(output.sum(), flags, raised).backward()
+        assert carrier.agreed() == raised

@@ -1,0 +1,194 @@
+"""Train the same small jobs in two commits, and compare the final weights to the last bit.
+
+    python -m tests.same_bits BEFORE [AFTER] [--only NAME,...] [--full]
+
+It proves that a refactoring changes no result of ``ddp.train`` on this machine's CPU. The metrics must be the same too,
+except for timings. Each commit is checked out into a temporary folder, which is removed at the end. AFTER is HEAD by
+default; ``.`` is the working tree as it is at the start. Exit status: 0 if all jobs end alike, 1 if not, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import psutil
+import torch
+from torch import Tensor
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NOT_COPIED = {".git", ".venv", "runs", "data"}  # of the working tree
+SMALL = ("--train-samples", "2880", "--test-samples", "500")  # 20 steps per epoch
+STOP_STEP = 30  # inside an epoch, also with --full
+TIMINGS = ("seconds", "images_per_s", "data_wait")
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")  # prefixes
+# An editable install of another checkout supplies modules that a commit lacks. Python imports this file at its start.
+SITECUSTOMIZE = """import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable___raw_ddp" not in getattr(finder, "__module__", "")]
+"""
+
+
+class Job(NamedTuple):
+    """A way to train. A resumed job gets SIGTERM inside an epoch, goes on, and must end like ``fp32``."""
+
+    flags: str = ""
+    ranks: int = 2
+    resumed: bool = False
+
+
+JOBS = {
+    "fp32": Job(),
+    "bf16": Job("--precision bf16"),
+    "fp16-clip": Job("--precision fp16 --clip-norm 5"),
+    "micro-steps": Job("--micro-steps 4"),
+    "sync-batchnorm": Job("--sync-batchnorm"),
+    "handwritten": Job("--strategy handwritten --all-reduce backend"),
+    "shared-memory": Job("--strategy handwritten --all-reduce shared-memory"),
+    "three-ranks": Job(ranks=3),
+    "resumed": Job(f"--checkpoint-every {STOP_STEP}", resumed=True),
+    "one-rank": Job(ranks=1),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def main() -> None:
+    parser = Parser("python -m tests.same_bits", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
+    parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
+    parser.add_argument("--only", metavar="NAME,...", default=",".join(JOBS), help="jobs to run (default: %(default)s)")
+    parser.add_argument("--full", action="store_true", help="train on the whole data set")
+    config = parser.parse_args()
+    names = config.only.split(",")
+    if unknown := [name for name in names if name not in JOBS]:
+        parser.error(f"--only: unknown job {unknown[0]!r}: choose from {', '.join(JOBS)}")
+    for commit in (config.before, config.after):
+        if commit != "." and git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", check=False):
+            parser.error(f"unknown commit {commit!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that SIGTERM removes the folder too
+    with contextlib.ExitStack() as stack:
+        stack.callback(git, "worktree", "prune")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="same-bits-")))
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        before, after = folder / "before", folder / "after"
+        check_out(config.before, before / "files")
+        check_out(config.after, after / "files")
+        equal = [compare(name, before, after, () if config.full else SMALL) for name in names]
+    print(f"{sum(weights for weights, _ in equal)} of {len(names)} jobs end with the same bits")
+    sys.exit(0 if all(map(all, equal)) else 1)
+
+
+def git(*arguments: str, check: bool = True) -> int:
+    return subprocess.run(["git", *arguments], cwd=REPOSITORY, check=check, stdout=subprocess.DEVNULL).returncode
+
+
+def check_out(commit: str, files: Path) -> None:
+    if commit == ".":
+        shutil.copytree(REPOSITORY, files, ignore=lambda at, _: NOT_COPIED if Path(at) == REPOSITORY else ())
+    else:
+        git("worktree", "add", "--quiet", "--detach", str(files), commit)
+
+
+def compare(name: str, before: Path, after: Path, data: tuple[str, ...]) -> tuple[bool, bool]:
+    """Run a job in both checkouts and print the result; returns whether the weights and the metrics are equal."""
+    try:
+        ends = outcome(before, name, data), outcome(after, name, data)
+        pairs = [(name, *ends)]
+        if JOBS[name].resumed:
+            for checkout, end in zip((before, after), ends, strict=True):
+                pairs.append((f"fp32 and {name}, {checkout.name}", outcome(checkout, "fp32", data), end))
+    except subprocess.SubprocessError as error:
+        print(f"{name}: failed {error}", flush=True)
+        return False, False
+    weights = [f"{what}: {found}" for what, one, other in pairs if (found := difference(one[0], other[0]))]
+    metrics = [f"{what}: metrics differ" for what, one, other in pairs if one[1] != other[1]]
+    print("\n".join([*(weights or [f"{name}: equal, {len(ends[0][0])} tensors"]), *metrics]), flush=True)
+    return not weights, not metrics
+
+
+@functools.cache
+def outcome(checkout: Path, name: str, data: tuple[str, ...]) -> tuple[dict[str, Tensor], list[str]]:
+    """Train a job to its end; returns its final weights, and its metrics without timings, as lines of JSON.
+
+    :raises SubprocessError: when a command fails, or a job that is to be resumed cannot be stopped inside an epoch
+    """
+    job, run_dir, weights = JOBS[name], checkout / name, checkout / f"{name}.pt"
+    launcher = ["torch.distributed.run", f"--nproc_per_node={job.ranks}", "-m"] if job.ranks > 1 else []
+    train = [*launcher, "ddp.train", "--device", "cpu", "--run-dir", str(run_dir), "--epochs", "2", *data]
+    train += job.flags.split()
+    if job.resumed:
+        saved = run_dir / "checkpoints"
+        run(checkout, [*train, "--overwrite"], stop_when=lambda: any(saved.glob(f"*-step-{STOP_STEP:08d}")))
+        stopped = max(path.name for path in saved.glob("epoch-*"))
+        run(checkout, [*train, "--resume"])
+        if stopped[-8:] == max(path.name for path in saved.glob("epoch-*"))[-8:]:
+            raise subprocess.SubprocessError(f"{checkout.name}: it was stopped after its last step, which is too late")
+    else:
+        run(checkout, [*train, "--overwrite"])
+    run(checkout, ["ddp.checkpoint", "export", "--run-dir", str(run_dir), "--output", str(weights), "--overwrite"])
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = [{field: value for field, value in record.items() if field not in TIMINGS} for record in records]
+    return torch.load(weights, weights_only=True), [json.dumps(record, sort_keys=True) for record in kept]
+
+
+def run(checkout: Path, arguments: Sequence[str], stop_when: Callable[[], bool] | None = None) -> None:
+    """Run ``python -m ARGUMENTS`` in a checkout, to its end, or until ``stop_when()`` is true: then it gets SIGTERM.
+
+    :raises SubprocessError: with its last lines, when its exit status is not 0, or it ended before it was stopped
+    """
+    command, log, stopped = [sys.executable, "-m", *arguments], checkout / "log", False
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
+    environment |= {"PYTHONPATH": f"{checkout / 'files'}{os.pathsep}{checkout.parent}", "CUDA_VISIBLE_DEVICES": ""}
+    with open(log, "wb") as file:
+        process = psutil.Popen(command, cwd=checkout / "files", env=environment, stdout=file, stderr=file)
+    try:
+        while process.poll() is None:
+            if stop_when is not None and not stopped and stop_when():
+                process.terminate()
+                stopped = True
+            time.sleep(0.02)
+    finally:
+        if process.poll() is None:  # on Ctrl-C
+            processes = [process, *process.children(recursive=True)]
+            for one in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            psutil.wait_procs(processes)
+    if stopped != (stop_when is not None) or stopped == (process.returncode == 0):
+        lines = log.read_text(errors="replace").splitlines()[-40:]
+        ended = f"{checkout.name}: {' '.join(command)} ended with status {process.returncode}:"
+        raise subprocess.SubprocessError("\n    ".join([ended, *lines]))
+
+
+def difference(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
+    """The first tensor that differs; None if all have the same names, dtypes, shapes and bits."""
+    kinds = [{name: (value.dtype, value.shape) for name, value in weights.items()} for weights in (before, after)]
+    if kinds[0] != kinds[1]:
+        names = sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()})
+        return f"differ, in the names, dtypes or shapes of {', '.join(names)}"
+    for name, one in before.items():
+        other = after[name]
+        # As bytes, a NaN equals itself, and 0 is not -0.
+        if not torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
+            largest = (one.double() - other.double()).abs().max().item()
+            return f"differ, first in {name}: the largest difference is {largest:.3g}"
+    return None
+
+
+if __name__ == "__main__":
+    main()
