@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from common.errors import UsageError
 from common.resilience.signal_redelivery import keep_stops
 
 Config = TypeVar("Config")
@@ -38,15 +39,6 @@ Config = TypeVar("Config")
 # How long a rank waits for rank 0 to speak. torchrun ends it as soon as rank 0 has left.
 WAIT_FOR_RANK_ZERO_S = 30.0
 WAIT_IF_SEEN_BY_ALL_S = 2.0
-
-
-class UsageError(Exception):
-    """Something that a person can mend: the message names the flag or file, the value, and what to do.
-
-    ``seen_by_all`` says that every rank is known to have met it (see ``DistEnv.fail_together``).
-    """
-
-    seen_by_all = False
 
 
 def option(
@@ -68,7 +60,9 @@ def option(
     :param former_name: the field's name in an older version, whose flag is still understood
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "former_name": former_name, **limits})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "former_name": former_name, **limits}
+    )
 
 
 def flag_of(field_name: str) -> str:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.cli import UsageError, command, option, parse
+from common.errors import UsageError
+
+from common.cli import command, option, parse
 from dataloading.dataset.latency import delay_s
 from dataloading.dataset.storage import is_image
 

@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from common.errors import UsageError
 from torch import nn
 
-from common.cli import UsageError, command, option, parse
+from common.cli import command, option, parse
 from common.data import fashion_mnist
 from common.data.datasets import Batch, ImageData, batches
 from common.distributed.process_group import DistEnv, require_alone, stop_signals

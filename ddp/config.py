@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.cli import UsageError, flag_of, option
+from common.errors import UsageError
+
+from common.cli import flag_of, option
 from common.data.datasets import IN_MEMORY
 from common.distributed.process_group import BACKENDS, DEVICES
 from common.training.models import MODELS

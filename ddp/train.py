@@ -18,9 +18,10 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common.errors import UsageError
 from torch.profiler import record_function
 
-from common.cli import UsageError, command, parse
+from common.cli import command, parse
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv, process_group
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.cli import UsageError
 from common.data import fashion_mnist, glyphs
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
+from common.errors import UsageError
 
 IN_MEMORY = ("glyphs", "fashion-mnist")
 

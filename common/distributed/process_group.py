@@ -29,8 +29,8 @@ import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from common.cli import UsageError
 from common.distributed.store_prefix import store_of_this_attempt
+from common.errors import UsageError
 from common.reporting.machine import usable_cores
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.signal_redelivery import keep_stops

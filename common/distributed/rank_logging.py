@@ -16,8 +16,8 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
-from common.cli import UsageError
 from common.distributed.process_group import DistEnv
+from common.errors import UsageError
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch.multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from common.cli import UsageError
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 
 END_S = 5.0  # for a rank to leave its group
 ECHO_S = 0.5  # the ranks that talked to one that died may report it before its death is seen

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.cli import UsageError
+from common.errors import UsageError
 from common.resilience.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE = "config.json"

@@ -14,7 +14,7 @@ import os
 import socket
 from pathlib import Path
 
-from common.cli import UsageError
+from common.errors import UsageError
 
 LOCK_FILE = "lock"
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import UsageError
+from common.errors import UsageError
 from common.reporting.run_directory import write_bytes, writing
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from common.cli import UsageError, option
+from common.cli import option
 from common.data import datasets, fashion_mnist
 from common.data.augmentation import Augmentation
 from common.data.datasets import IN_MEMORY, ImageData
+from common.errors import UsageError
 from common.training.models import MODELS
 from common.training.optimization import learning_rate
 from common.training.precision import PRECISIONS

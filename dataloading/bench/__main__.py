@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.errors import UsageError
 
-from common.cli import UsageError, command, option, parse
+from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress, rank_logging
 from common.reporting.benchmark_figures import plot_sweep

@@ -18,7 +18,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.cli import UsageError
+from common.errors import UsageError
 
 SUFFIXES = (".jpg", ".jpeg")
 ARCHIVES = (".tgz", ".tar", ".tar.gz", ".zip")

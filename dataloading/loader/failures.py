@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
 
-from common.cli import UsageError
+from common.errors import UsageError
 
 MORE_SHARED_MEMORY = (
     "make it larger (in a container, --shm-size or --ipc=host), or use a smaller --batch-size, a smaller "

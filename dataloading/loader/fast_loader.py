@@ -21,8 +21,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from common.errors import UsageError
 
-from common.cli import UsageError
 from common.data.datasets import Batch, BatchKey
 from common.reporting.machine import usable_cores
 from dataloading.dataset.batches import LFWBatches

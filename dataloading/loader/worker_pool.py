@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from common.errors import UsageError
 
-from common.cli import UsageError
 from common.data.datasets import BatchKey
 from dataloading.dataset.batches import LFWBatches
 from dataloading.loader.buffers import Lease

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from common.errors import UsageError
 
-from common.cli import UsageError, command, option, parse
+from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import sys
 
-from common.cli import UsageError, command
+from common.errors import UsageError
+
+from common.cli import command
 from ddp.bench.allreduce import main as allreduce
 from ddp.bench.engines import main as engines
 from ddp.bench.overhead import main as overhead

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common.errors import UsageError
 
-from common.cli import UsageError, option, parse
+from common.cli import option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.distributed.worker_group import WorkerGroup

@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from common.errors import UsageError
 
-from common.cli import UsageError, option, parse
+from common.cli import option, parse
 from common.distributed.process_group import DEVICES, DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.distributed.worker_group import WorkerGroup

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from common.errors import UsageError
 
-from common.cli import UsageError, command, option, parse
+from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from ddp.checkpoint import storage

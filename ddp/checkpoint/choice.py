@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.cli import UsageError
+from common.errors import UsageError
+
 from common.reporting.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import Manifest

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.cli import UsageError
+from common.errors import UsageError
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from common.errors import UsageError
 
-from common.cli import UsageError, flag_of
+from common.cli import flag_of
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting.run_directory import CONFIG_FILE, holds_run, prepare, require_writable, write_json

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common.errors import UsageError
 from PIL import Image
 from torch import Tensor
 
-from common.cli import UsageError
 from common.data.datasets import batches
 from common.reporting.report import Window
 from common.training.metrics import read_metrics

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli import UsageError
 from common.data.augmentation import Augmentation
 from ddp.config import TrainConfig, micro_batch_size
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from common.errors import UsageError
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.cli import UsageError
 from common.distributed.process_group import process_group
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig

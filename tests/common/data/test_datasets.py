@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from common.cli import UsageError
 from common.data import fashion_mnist, glyphs
 from common.data.augmentation import Augmentation
 from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, batches, keep_batch, load

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from common.errors import UsageError
 from torchvision.datasets import FashionMNIST
 
-from common.cli import UsageError
 from common.data.fashion_mnist import DEBIAN_FOLDER, SAMPLES, SIDE, default_folder, download, read
 
 IMAGES, LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"

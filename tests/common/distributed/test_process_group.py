@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common.errors import UsageError
 
-from common.cli import UsageError
 from common.distributed.process_group import TORCHRUN_VARIABLES, DistEnv, find_dist_env, process_group, stop_signals
 from common.resilience.stop_request import exit_status
 from tests.launch import free_port, run_command, run_ranks, start_command

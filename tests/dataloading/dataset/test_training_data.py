@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from common.errors import UsageError
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from common.cli import UsageError
 from common.data.augmentation import Augmentation
 from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
 from dataloading.dataset.batches import LFWBatches

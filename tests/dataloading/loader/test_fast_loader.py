@@ -22,11 +22,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from common.errors import UsageError
 from fsspec import AbstractFileSystem
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torchvision.transforms import PILToTensor
 
-from common.cli import UsageError
 from common.data.datasets import Batch, BatchKey
 from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.dataset.lfw import LFWDataset

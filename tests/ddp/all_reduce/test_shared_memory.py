@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from common.errors import UsageError
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from common.cli import UsageError
 from common.distributed.process_group import process_group
 from ddp.all_reduce import shared_memory
 from ddp.all_reduce.algorithms import AllReduce

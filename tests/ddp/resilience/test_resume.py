@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from common.errors import UsageError
 
-from common.cli import UsageError, flag_of
+from common.cli import flag_of
 from common.distributed.process_group import process_group
 from common.reporting.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
