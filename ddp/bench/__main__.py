@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import sys
 
-from common.errors import UsageError
-
 from common.cli import command
+from common.errors import UsageError
 from ddp.bench.allreduce import main as allreduce
 from ddp.bench.engines import main as engines
 from ddp.bench.overhead import main as overhead

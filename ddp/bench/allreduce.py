@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 
 from common.cli import option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.distributed.worker_group import WorkerGroup
+from common.errors import UsageError
 from common.reporting.benchmark_figures import plot_all_reduce
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare_output, results_in, write_json

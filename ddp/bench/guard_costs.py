@@ -1,5 +1,7 @@
-"""What each guard of a training step takes by itself, which is too little to be seen in the times of whole steps: those differ
-more from one to the next."""
+"""The cost of each guard of a training step, timed by itself.
+
+A guard takes less time than one whole step differs from the next, so the times of whole steps cannot show it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ from ddp.resilience.flags import NO_FLAGS, FlagCarrier, raise_flags
 from ddp.resilience.nonfinite import sum_of_gradients
 
 WARMUP = 5
-OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB: a step needs as much memory between one use of a guard and the next
+OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them evicts the gradients from the caches, as a real step does
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
-    """Seconds that each guard adds to a step, one number per round: with it, less without it, so that noise may be below zero.
+    """Measure the seconds that each guard adds to a step.
 
-    :param job: whose gradients are replaced by ones, and whose learning rate becomes 0
+    Each number is the time with the guard less the time without it, so noise can make it negative.
+
+    :param job: its gradients are replaced by ones, and its learning rate becomes 0
+    :param rounds: how often each guard is timed
+    :returns: for each guard its seconds, one entry per round
     """
     network, optimizer, device = job.network, job.optimizer, job.env.device
     gradients = [torch.ones_like(parameter) for parameter in network.parameters()]
@@ -49,7 +55,7 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
     def timed(*work: Callable[[], object]) -> Callable[[], float]:
         def seconds() -> float:
             others.add_(1)
-            torch._foreach_mul_(gradients, 1.0)  # as DDP has just written them when a step comes to look at them
+            torch._foreach_mul_(gradients, 1.0)  # the step checks gradients that DDP has just written
             synchronize([device])
             began = time.perf_counter()
             for part in work:

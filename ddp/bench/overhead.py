@@ -1,11 +1,12 @@
-"""What the trainer's step costs on top of the mathematics (``python -m ddp.bench overhead``).
+"""The cost of the trainer's step on top of the mathematics (``python -m ddp.bench overhead``).
 
 Three loops take turns, a few steps each:
 
-- ``bare``: forward, loss, backward, optimizer, on one batch that lies ready on the device. No DDP.
-- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds what DDP costs by itself (the trainer goes
-  without it then); with several, the gradients' way across.
-- ``trainer``: ``ddp.train``'s own step: fetching, augmenting and moving each batch, seeding, schedule, metrics.
+- ``bare``: forward, loss, backward and optimizer on one batch that is already on the device. No DDP.
+- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds the cost of DDP itself (the trainer does not
+  wrap the model then); with several ranks it adds the all-reduce of the gradients.
+- ``trainer``: the step of ``ddp.train``: it fetches, augments and moves each batch, seeds, sets the learning rate, and
+  accumulates metrics.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class OverheadConfig:
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     workers: int = option(0, "loader processes per rank, as in ddp.train", minimum=0)
     builds: int = option(
-        4, "times that all loops are built anew: where their tensors lie can cost one a few percent", minimum=1
+        4,
+        "times that all loops are rebuilt: memory placement alone can change a loop's time by a few percent",
+        minimum=1,
     )
     rounds: int = option(8, "rounds per build that count", minimum=2)
     steps: int = option(10, "steps of each loop in a round", minimum=1)
@@ -69,32 +72,32 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(config: OverheadConfig, env: DistEnv) -> dict[str, list[float]]:
-    """Seconds per step of each loop, one median-able number per round."""
+    """Measure the seconds per step of each loop, one entry per round."""
     train_config = TrainConfig(
         model=config.model,
         batch_size=config.batch_size,
         precision=config.precision,
         workers=config.workers,
-        epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+        epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
     )
     data = datasets.load("glyphs", augmentation=train_config.augmentation)
     seconds: dict[str, list[float]] = {}
     with Progress(env, "bench", config.builds * (config.rounds + WARMUP)) as progress:
         for _ in range(config.builds):
             job = build_job(train_config, env, data)
-            candidates = {
+            loops = {
                 "bare": _steps(config, env, _bare_loop(job, with_ddp=False)),
                 "bare, DDP": _steps(config, env, _bare_loop(job, with_ddp=True)),
                 "trainer": _steps(config, env, trainer_step(job)),
             }
-            taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+            taken = interleave(loops, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
             for name, values in taken.items():
                 seconds.setdefault(name, []).extend(values)
     return seconds
 
 
 def report(config: OverheadConfig, env: DistEnv, seconds: dict[str, list[float]]) -> str:
-    """Write the JSON and the PNG, and say what they say."""
+    """Write the JSON and the PNG, and return the summary to print."""
     against = "bare" if env.world_size == 1 else "bare, DDP"
     ratios = {
         name: [a / b for a, b in zip(seconds[name], seconds[against], strict=True)]
@@ -129,7 +132,7 @@ def _steps(config: OverheadConfig, env: DistEnv, step: Callable[[], None]) -> Ca
 
 
 def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
-    """The mathematics of one step, on its own copy of the model and one batch that lies ready."""
+    """The mathematics of one step, on a copy of the model and one batch that is already on the device."""
     network = copy.deepcopy(job.network)
     model: nn.Module = wrap(network, job.env) if with_ddp else network
     optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)

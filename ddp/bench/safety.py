@@ -1,15 +1,16 @@
-"""What it costs to be ready for everything that can go wrong (``python -m ddp.bench safety``).
+"""The cost of fault tolerance (``python -m ddp.bench safety``).
 
-Five loops take turns, a chunk of steps each, on models of their own:
+Five loops take turns, a chunk of steps each. Each loop has its own model:
 
-- ``plain``: the step without any of it: no flags, no look at the gradients, no watchdog. ``plain again`` is the same: what
-  differs between the two is noise.
-- ``guarded``: ``ddp.train``'s own step, with the flags on their way with the gradients, the check for inf and nan, and the
-  watchdog listening. No checkpoint.
-- ``saving in the background``: the same, with a checkpoint in each chunk, which is on the disk when the chunk ends.
+- ``plain``: the step without flags, without the check of the gradients, without the watchdog. ``plain again`` is the same
+  loop a second time: the difference between the two is noise.
+- ``guarded``: the step of ``ddp.train``, with flags attached to the loss and all-reduced, the check for inf and nan, and the
+  watchdog. No checkpoint.
+- ``saving in the background``: ``guarded`` with one checkpoint in each chunk; the chunk ends when it is on the disk.
 - ``saving``: the same, but training waits for the disk.
 
-Each guard is also timed by itself (ddp/bench/guard_costs.py), since all together cost less than one step differs from the next.
+Each guard is also timed by itself (ddp/bench/guard_costs.py), since all guards together cost less than one step differs from
+the next.
 """
 
 from __future__ import annotations
@@ -60,16 +61,18 @@ class SafetyConfig:
     model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
     batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
     builds: int = option(
-        8, "times that all loops are built anew: where their tensors lie can cost one a few percent", minimum=1
+        8,
+        "times that all loops are rebuilt: memory placement alone can change a loop's time by a few percent",
+        minimum=1,
     )
     rounds: int = option(3, "rounds per build that count", minimum=2)
-    steps: int = option(50, "steps of each loop in a round, with one checkpoint where there are any", minimum=1)
+    steps: int = option(50, "steps of each loop in a round; loops that save write one checkpoint in them", minimum=1)
     looks: int = option(300, "times that each guard is timed by itself", minimum=2)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
     threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(
-        Path("runs/bench-safety"), "folder of the JSON and the PNG, and for a while of the checkpoints"
+        Path("runs/bench-safety"), "folder of the JSON and the PNG; it holds the checkpoints while the benchmark runs"
     )
 
 
@@ -83,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
             model=config.model,
             batch_size=config.batch_size,
             run_dir=config.output / "checkpoints",
-            epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+            epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
         )
         data = datasets.load("glyphs", augmentation=run.augmentation)
         seconds = measure(config, run, data, env)
@@ -93,7 +96,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEnv) -> dict[str, list[float]]:
-    """Seconds per step of each loop, one number per round."""
+    """Measure the seconds per step of each loop, one entry per round."""
     seconds: dict[str, list[float]] = {}
     with (
         _folder(run.run_dir, env),
@@ -102,19 +105,19 @@ def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEn
     ):
         for build in range(config.builds):
             with contextlib.ExitStack() as watched:
-                # In another order each time: of loops that do the same, one that is built or run earlier can be 4 % faster.
+                # Another order in each build: of two equal loops, the one that is built or run first can be 4 % faster.
                 names = random.Random(build).sample(LOOPS, len(LOOPS))
-                candidates = {}
+                loops = {}
                 for name in names:
                     job = build_job(run, env, data)
                     if name in PLAIN:
-                        candidates[name] = _steps(job, config.steps, _plain_step(job))
+                        loops[name] = _steps(job, config.steps, _plain_step(job))
                         continue
                     watched.enter_context(job.watchdog)
                     checkpointer = Checkpointer(replace(run, async_checkpoint=name == BACKGROUND), env, metrics)
                     saves = name in (BACKGROUND, WAITING)
-                    candidates[name] = _steps(job, config.steps, trainer_step(job), checkpointer if saves else None)
-                taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+                    loops[name] = _steps(job, config.steps, trainer_step(job), checkpointer if saves else None)
+                taken = interleave(loops, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
             for name in LOOPS:
                 seconds.setdefault(name, []).extend(taken[name])
     return seconds
@@ -122,7 +125,7 @@ def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEn
 
 @contextlib.contextmanager
 def _folder(path: Path, env: DistEnv) -> Iterator[None]:
-    """A folder for the length of the block."""
+    """Create a folder, and delete it at the end of the block."""
     with env.fail_together():
         path.mkdir(parents=True, exist_ok=True)
     try:
@@ -133,7 +136,7 @@ def _folder(path: Path, env: DistEnv) -> Iterator[None]:
 
 
 def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], guards: dict[str, list[float]]) -> str:
-    """Write the JSON and the PNG, and say what they say."""
+    """Write the JSON and the PNG, and return the summary to print."""
     ratios = {
         f"{name} / {other}": [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
         for name, other in AGAINST.items()
@@ -162,7 +165,7 @@ def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], 
 def _steps(
     job: Job, steps: int, step: Callable[[], None], checkpointer: Checkpointer | None = None
 ) -> Callable[[], float]:
-    """Take some steps; with a checkpoint, if there is a saver, which is on the disk in the end."""
+    """Time some steps. With a checkpointer, the first step saves, and the time includes the end of the write."""
 
     def run() -> None:
         for number in range(steps):

@@ -1,4 +1,4 @@
-"""Training steps for benchmarks: the trainer's own over epoch after epoch, and a way to time some from a common start."""
+"""Training steps for benchmarks: the trainer's step over many epochs, and a timer whose ranks start together."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ddp.train import train_step
 
 
 def endless_batches(job: Job) -> Iterator[Batch]:
-    """This rank's batches, over epoch after epoch."""
+    """Yield this rank's batches, epoch after epoch."""
     for epoch in itertools.count():
         job.sampler.set_epoch(epoch)
         yield from job.loader
 
 
 def trainer_step(job: Job) -> Callable[[], None]:
-    """``ddp.train``'s step, on one batch after another, with the reduction of its metrics every ``log_every`` steps."""
+    """The step of ``ddp.train`` on successive batches. Metrics are reduced every ``log_every`` steps."""
     job.model.train()
     stream = endless_batches(job)
 
@@ -35,14 +35,18 @@ def trainer_step(job: Job) -> Callable[[], None]:
 
 
 def reduce_metrics(job: Job) -> None:
-    """What a trainer does after a step, every ``log_every`` steps."""
+    """Reduce the metrics over the ranks every ``log_every`` steps, as the trainer does after a step."""
     if job.step % job.config.log_every == 0:
         job.window.reduce(job.env)
 
 
 def timed(env: DistEnv, steps: int, run: Callable[[], None]) -> Callable[[], float]:
-    """:param run: takes ``steps`` steps; all ranks begin with it at once
-    :returns: a function that runs it and gives the seconds of one step"""
+    """A timer that starts on all ranks at once.
+
+    :param steps: steps that one call of ``run`` takes
+    :param run: takes the steps
+    :returns: a function that calls ``run`` and returns the seconds of one step
+    """
 
     def timing() -> float:
         dist.barrier()

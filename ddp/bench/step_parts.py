@@ -1,17 +1,18 @@
-"""What a training step's time is made of, seen from all ranks at once.
+"""The parts of a training step's time, computed from the clocks of all ranks.
 
-Every rank stamps five moments of each step with the machine's one clock:
+Every rank records five moments of each step. All processes of a machine share the clock:
 
     began --- input --- compute --- ready --- wait --- reduced --- update --- ended
 
-``ready`` is when its last bucket of gradients is complete and handed to the all-reduce (a comm hook sees it), ``reduced`` when
-the backward pass returns, with all buckets averaged. Between the two a rank waits: until the slowest rank is ready, that is
-*imbalance*; from then on it is *communication* that nothing hides. All-reduces that ran while gradients were still computed
-do not show; that is DDP's overlap. (On the CPU it is not free: gloo's threads take their time from the same cores, and what
-that costs is found in *compute*.)
+At ``ready`` the rank's last bucket of gradients is complete, and its all-reduce starts (a communication hook sees this). At
+``reduced`` the backward pass returns, with all buckets averaged. Between the two the rank waits. Until the slowest rank is
+ready, the wait is *imbalance*; after that it is exposed *communication*. All-reduces that ran while gradients were still
+computed do not appear: that is DDP's overlap. (On the CPU, overlap is not free: gloo's threads run on the same cores, and
+their time appears in *compute*.)
 
-Data parallelism in one process communicates too, by copying: scatter, replicate, gather and reduce. On CPU devices that is
-*communication*; on GPUs it cannot be told from *compute* without waiting between the steps (dataparallel.bench does).
+Data parallelism in one process communicates by copying: scatter, replicate, gather and reduce. On CPU devices that counts as
+*communication*. On GPUs it cannot be separated from *compute* without a synchronization between the steps
+(dataparallel.bench does that).
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ PARTS = ("input", "compute", "imbalance", "communication", "update")
 
 @dataclass
 class Stamps:
-    """A step's moments on one rank, in seconds of ``time.perf_counter``, which all processes of a machine share;
-    ``input`` and ``copying`` (between the devices of one process) are durations."""
+    """A step's moments on one rank, in seconds of ``time.perf_counter``, which all processes of a machine share.
+
+    ``input`` and ``copying`` (between the devices of one process) are durations.
+    """
 
     began: float
     input: float = 0.0
@@ -57,11 +60,14 @@ class Stamps:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Seconds per step, means over ranks and steps; they add up to ``total``.
 
-    :param input: waiting for the batch; :param compute: forward and backward; :param imbalance: waiting for slower ranks
-    :param communication: all-reduce that computing does not hide; :param update: optimizer and metrics
+    :param input: wait for the batch
+    :param compute: forward and backward
+    :param imbalance: wait for slower ranks
+    :param communication: exposed all-reduce
+    :param update: optimizer and metrics
     """
 
     input: float
@@ -75,8 +81,11 @@ class Parts:
         return self.input + self.compute + self.imbalance + self.communication + self.update
 
     @classmethod
-    def of(cls, ranks: Sequence[Sequence[Stamps]]) -> Parts:
-        """:param ranks: for each rank the stamps of the same steps"""
+    def of(cls, ranks: Sequence[Sequence[Stamps]]) -> StepParts:
+        """Compute the means.
+
+        :param ranks: for each rank the stamps of the same steps
+        """
         parts = []
         for step in zip(*ranks, strict=True):
             all_ready = max(stamps.ready for stamps in step)
@@ -88,11 +97,11 @@ class Parts:
 
 
 class Runner:
-    """A rank's service: ``ddp.train``'s job, with its step's moments stamped.
+    """The service of one rank: the job of ``ddp.train``, which records the moments of each step.
 
-    :param wrapper: ``"none"`` for the plain module, ``"handwritten"`` or ``"torch"`` for data parallelism in one process,
+    :param wrapper: ``"none"`` for the plain module, ``"handwritten"`` or ``"torch"`` for data parallelism in one process, or
         ``"ddp"``
-    :param devices: of data parallelism in one process
+    :param devices: number of devices of data parallelism in one process
     """
 
     def __init__(self, env: DistEnv, config: TrainConfig, wrapper: str, devices: int) -> None:
@@ -119,7 +128,7 @@ class Runner:
         self._batches = self._timed(endless_batches(job))
 
     def run(self, steps: int) -> list[Stamps]:
-        """Take some steps, beginning with all ranks at once."""
+        """Take some steps. All ranks start together."""
         taken = []
         dist.barrier()
         self._synchronize()
@@ -135,15 +144,17 @@ class Runner:
         return taken
 
     def peak_memory(self) -> float:
-        """MB: allocated on the GPU, if there is one, else resident (libraries included)."""
+        """Peak memory in MB: allocated on the GPU if there is one, else resident (libraries included)."""
         if self._place.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._place.device) / 1e6
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
     def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """What DDP does with a bucket anyway, once the moment is noted."""
+        """DDP's default communication hook. It also records the moment at which the last bucket is ready."""
         if bucket.is_last():
-            if self._place.device.type == "cuda":  # its own work, and not the all-reduces that already run beside it
+            if (
+                self._place.device.type == "cuda"
+            ):  # waits for the backward kernels, and not for the all-reduces on their own stream
                 torch.cuda.current_stream(self._place.device).synchronize()
             self._stamps.ready = time.perf_counter()
         group = dist.group.WORLD

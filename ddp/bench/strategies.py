@@ -17,19 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common.errors import UsageError
 
 from common.cli import option, parse
 from common.distributed.process_group import DEVICES, DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.distributed.worker_group import WorkerGroup
+from common.errors import UsageError
 from common.reporting.benchmark_figures import plot_stacked, plot_strategies
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare_output, results_in, write_json
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
-from ddp.bench.step_parts import PARTS, Parts, Runner
+from ddp.bench.step_parts import PARTS, Runner, StepParts
 from ddp.config import TrainConfig, micro_batch_size
 
 SINGLE = "single process"
@@ -117,7 +117,7 @@ class Measured:
 
     strategy: Strategy
     seconds: list[float]
-    parts: list[Parts]
+    parts: list[StepParts]
     memory: float
 
     @property
@@ -154,7 +154,7 @@ def measure(config: StrategiesConfig) -> list[Measured]:
     )
     chosen = strategies(config)
     seconds: dict[str, list[float]] = {strategy.name: [] for strategy in chosen}
-    parts: dict[str, list[Parts]] = {strategy.name: [] for strategy in chosen}
+    parts: dict[str, list[StepParts]] = {strategy.name: [] for strategy in chosen}
     memory = dict.fromkeys(seconds, 0.0)
     total = config.builds * (config.rounds + WARMUP)
     with Progress(DistEnv.alone(torch.device("cpu")), "bench", total) as progress:
@@ -188,10 +188,10 @@ class _Turn:
 
     def __init__(self, ranks: WorkerGroup, steps: int) -> None:
         self._ranks, self._steps = ranks, steps
-        self.parts: list[Parts] = []
+        self.parts: list[StepParts] = []
 
     def __call__(self) -> float:
-        self.parts.append(Parts.of(self._ranks.call("run", self._steps)))
+        self.parts.append(StepParts.of(self._ranks.call("run", self._steps)))
         return self.parts[-1].total
 
 

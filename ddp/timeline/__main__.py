@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from common.errors import UsageError
 
 from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.distributed.worker_group import WorkerGroup
+from common.errors import UsageError
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import prepare_output, results_in, write_json
 from common.reporting.timing import Spread

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from common.errors import UsageError
 
+from common.errors import UsageError
 from dataparallel import devices
 from dataparallel.devices import check_devices, parse_devices
 

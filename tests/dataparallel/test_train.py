@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from PIL import Image
 from torch import Tensor
 
 from common.data.datasets import batches
+from common.errors import UsageError
 from common.reporting.report import Window
 from common.training.metrics import read_metrics
 from common.training.randomness import shuffled

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from common.errors import UsageError
 
+from common.errors import UsageError
 from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
 from common.resilience.run_lock import LOCK_FILE
 

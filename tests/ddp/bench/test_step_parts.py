@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.distributed.worker_group import WorkerGroup
-from ddp.bench.step_parts import Parts, Runner, Stamps
+from ddp.bench.step_parts import Runner, Stamps, StepParts
 from ddp.config import TrainConfig
 from tests.ddp.jobs import small
 
@@ -26,7 +26,7 @@ def test_the_parts_add_up_to_the_step(ranks: list[list[tuple[float, ...]]]) -> N
             reduced = all_ready + steps[number][3]
             own.append(Stamps(began, waiting, began + waiting + computing, reduced, reduced + steps[number][4]))
         stamps.append(own)
-    parts = Parts.of(stamps)
+    parts = StepParts.of(stamps)
     mean = sum(one.ended - one.began for own in stamps for one in own) / sum(map(len, stamps))
     assert parts.total == pytest.approx(mean)
     assert min(parts.input, parts.compute, parts.imbalance, parts.communication, parts.update) >= -1e-9
@@ -35,7 +35,9 @@ def test_the_parts_add_up_to_the_step(ranks: list[list[tuple[float, ...]]]) -> N
 def test_a_late_rank_is_imbalance_and_not_communication() -> None:
     on_time = Stamps(0.0, 1.0, 4.0, 9.0, 10.0)
     late = Stamps(0.0, 1.0, 8.0, 9.0, 10.0)
-    assert Parts.of([[on_time], [late]]) == Parts(input=1.0, compute=5.0, imbalance=2.0, communication=1.0, update=1.0)
+    assert StepParts.of([[on_time], [late]]) == StepParts(
+        input=1.0, compute=5.0, imbalance=2.0, communication=1.0, update=1.0
+    )
 
 
 @pytest.mark.parametrize(("wrapper", "ranks"), [("none", 1), ("handwritten", 1), ("ddp", 1), ("ddp", 2)])
@@ -48,6 +50,6 @@ def test_real_steps_are_stamped_in_order(wrapper: str, ranks: int) -> None:
     for own in stamps:
         for one in own:
             assert one.began < one.began + one.input < one.ready <= one.reduced < one.ended
-    parts = Parts.of(stamps)
+    parts = StepParts.of(stamps)
     assert (parts.communication > 0) == (wrapper != "none")
     assert (parts.imbalance > 0) == (ranks > 1)

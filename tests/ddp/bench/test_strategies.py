@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp.bench import __main__ as bench
-from ddp.bench.step_parts import Parts
+from ddp.bench.step_parts import StepParts
 from ddp.bench.strategies import Measured, StrategiesConfig, Strategy, lost, strategies
 from tests.launch import run_command
 from tests.user_errors import UserError
@@ -34,8 +34,8 @@ def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:
-    single = Measured(Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [Parts(0.1, 0.7, 0, 0, 0.2)] * 2, 100)
-    two = Measured(Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [Parts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2, 100)
+    single = Measured(Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [StepParts(0.1, 0.7, 0, 0, 0.2)] * 2, 100)
+    two = Measured(Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [StepParts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2, 100)
     causes = lost(two, single)
     assert sum(causes.values()) == pytest.approx(0.75 - 1.1 / 2)
     assert causes["communication"] == pytest.approx(0.05)
