@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.errors import UsageError
-
 from common.cli import command, option, parse
+from common.errors import UsageError
 from dataloading.dataset.latency import delay_s
 from dataloading.dataset.storage import is_image
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common.errors import UsageError
 from torch.utils.data import DataLoader
 
 from common.cli import command, option, parse
+from common.errors import UsageError
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_grid
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform

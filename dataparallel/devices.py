@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from common.errors import UsageError
 
+from common.errors import UsageError
 from common.reporting.machine import usable_cores
 
 MOST_CPU_DEVICES = 4  # of "auto": enough to see how it scales

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common.errors import UsageError
 from torch import nn
 
 from common.cli import command, option, parse
@@ -32,6 +31,7 @@ from common.data import fashion_mnist
 from common.data.datasets import Batch, ImageData, batches
 from common.distributed.process_group import DistEnv, require_alone, stop_signals
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
+from common.errors import UsageError
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.report import Window, WindowTotals, finish
 from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import UsageError
-
 from common.cli import flag_of, option
 from common.data.datasets import IN_MEMORY
 from common.distributed.process_group import BACKENDS, DEVICES
+from common.errors import UsageError
 from common.training.models import MODELS
 from common.training.recipes import LearningConfig
 from dataloading.dataset.decoders import DECODERS

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
+from common.errors import UsageError
 from common.reporting.report import Window, WindowTotals
 from common.resilience.watchdog import Watchdog
 from common.training.metrics import MetricsWriter

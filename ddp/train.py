@@ -18,13 +18,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common.errors import UsageError
 from torch.profiler import record_function
 
 from common.cli import command, parse
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv, process_group
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
+from common.errors import UsageError
 from common.reporting.profiling import profile_steps
 from common.reporting.report import WindowTotals, finish
 from common.reporting.run_directory import LOG_FOLDER
@@ -59,7 +59,7 @@ def main() -> None:
     # From here on there are as many of us as torchrun started. The process group is how we find each other.
     with (
         to_be_requeued(),
-        process_group(config.device, config.backend, config.timeout, config.threads, AFTER_THE_WATCHDOG_S) as env,
+        process_group(config.device, config.backend, config.timeout + AFTER_THE_WATCHDOG_S, config.threads) as env,
         rank_logging(env),
     ):
         train(config, env)

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common.errors import UsageError
 
 from common.cli import command, option, parse
 from common.distributed.process_group import stop_signals
+from common.errors import UsageError
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import CONFIG_FILE, prepare_output, write_json
 from ddp.checkpoint import storage

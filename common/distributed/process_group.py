@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,16 @@ class DistEnv:
         return cls(0, 0, 1, 1, device, NO_GROUP, socket.gethostname())
 
     @property
+    def share_of_cores(self) -> int:
+        """CPU threads for this rank when the node's ranks share its usable cores."""
+        return max(1, usable_cores() // self.local_world_size)
+
+    @property
+    def nccl_device(self) -> torch.device | None:
+        """The ``device_id`` of ``init_process_group``: bound to it, NCCL need not guess the GPU at its first collective."""
+        return self.device if self.backend == "nccl" else None
+
+    @property
     def is_main(self) -> bool:
         """Rank 0: the one that writes and speaks for all."""
         return self.rank == 0
@@ -111,7 +121,7 @@ class DistEnv:
 
 @contextlib.contextmanager
 def process_group(
-    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0, grace_s: float = 0.0
+    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0
 ) -> Iterator[DistEnv]:
     """Join the job, and leave it cleanly on success, on an error, on Ctrl-C and on SIGTERM.
 
@@ -119,28 +129,42 @@ def process_group(
     :param backend: of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
     :param timeout_s: how long a rank waits for the others to come, and a collective for what they send
     :param threads: for compute on the CPU, per rank; 0 shares the usable cores among the node's ranks
-    :param grace_s: that a collective waits longer, for something that knows better to speak first
     :raises UsageError: for half an environment, a port in use, ranks that do not come, NCCL without CUDA, or more ranks
         than GPUs
     """
-    env = find_dist_env(dict(os.environ), device, backend)
+    env = find_dist_env(device, backend)
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
-    torch.set_num_threads(threads or max(1, usable_cores() // env.local_world_size))
+    torch.set_num_threads(threads or env.share_of_cores)
+    with clean_exit(env):
+        with rendezvous_errors(env):
+            dist.init_process_group(
+                env.backend,
+                store=rendezvous_store(env, timeout_s),
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=datetime.timedelta(seconds=timeout_s),
+                device_id=env.nccl_device,
+            )
+        yield env
+
+
+@contextlib.contextmanager
+def clean_exit(env: DistEnv) -> Iterator[None]:
+    """A block in which the process joins a group. It leaves the group on success, on an error, on Ctrl-C and on SIGTERM."""
     rest_before_forks()
     with stop_signals():
-        _initialize(env, timeout_s, grace_s)
         failed = True
         try:
-            yield env
+            yield
             failed = False
         except (UsageError, SystemExit):
             failed = False
             raise
         finally:
-            # After a failure, NCCL would wait here for peers that are stuck in a collective; the process's end frees them.
-            if not (failed and env.backend == "nccl"):
-                gc.collect()  # a DDP module is part of a reference cycle; the group's threads end with its last reference
+            gc.collect()  # DDP modules sit in reference cycles, and the group's threads end with its last reference
+            # After a failure, NCCL would wait here for ranks that are stuck in a collective. The process's end frees them.
+            if dist.is_initialized() and not (failed and env.backend == "nccl"):
                 dist.destroy_process_group()
 
 
@@ -150,11 +174,13 @@ def require_alone(program: str) -> None:
         raise UsageError(f"{program} is started once, and not by torchrun: start it with python -m, or unset RANK")
 
 
-def find_dist_env(environment: dict[str, str], device: str = "auto", backend: str = "auto") -> DistEnv:
+def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapping[str, str] | None = None) -> DistEnv:
     """Read a rank's place from torchrun's variables; without any of them, the only rank of a job of one.
 
+    :param environment: the process's own when None
     :raises UsageError: as :func:`process_group`
     """
+    environment = os.environ if environment is None else environment
     given = [name for name in TORCHRUN_VARIABLES if name in environment]
     missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
     if not given:
@@ -201,8 +227,12 @@ def _choose_device(device: str, backend: str, local_rank: int, local_world_size:
     return torch.device("cuda", local_rank)
 
 
-def _store(env: DistEnv, timeout: datetime.timedelta) -> Store:
-    """Where the ranks find each other's addresses."""
+def rendezvous_store(env: DistEnv, timeout_s: float) -> Store:
+    """The store in which the ranks find each other's addresses: torchrun holds it at MASTER_ADDR and MASTER_PORT.
+
+    :param timeout_s: seconds to wait for the other ranks
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
     store: Store
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -213,17 +243,14 @@ def _store(env: DistEnv, timeout: datetime.timedelta) -> Store:
     return store
 
 
-def _initialize(env: DistEnv, timeout_s: float, grace_s: float) -> None:
+@contextlib.contextmanager
+def rendezvous_errors(env: DistEnv) -> Iterator[None]:
+    """A block that joins the process group.
+
+    :raises UsageError: when a rank does not come in time, the port is in use, or the address cannot be reached
+    """
     try:
-        dist.init_process_group(
-            env.backend,
-            store=_store(env, datetime.timedelta(seconds=timeout_s)),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=datetime.timedelta(seconds=timeout_s + grace_s),
-            # Bound to the device, NCCL need not guess it at the first barrier.
-            device_id=env.device if env.backend == "nccl" else None,
-        )
+        yield
     except dist.DistStoreError as error:  # the others did not come in time
         raise UsageError(f"not all {env.world_size} ranks came within --timeout: {_first_line(error)}") from error
     except RuntimeError as error:  # DistNetworkError, in newer versions

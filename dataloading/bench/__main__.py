@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.errors import UsageError
 
 from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress, rank_logging
+from common.errors import UsageError
 from common.reporting.benchmark_figures import plot_sweep
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare_output, results_in, write_json

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from common.errors import UsageError
 
+from common.errors import UsageError
 from dataloading.dataset.decoders import decode_pillow, get_decoder, installed
 from dataloading.loader.worker_pool import PARENT_CHECK_S
 

@@ -14,8 +14,9 @@ from importlib import util
 
 import numpy as np
 import numpy.typing as npt
-from common.errors import UsageError
 from PIL import Image, UnidentifiedImageError
+
+from common.errors import UsageError
 
 Pixels = npt.NDArray[np.uint8]
 Decoder = Callable[[bytes, Pixels | None], Pixels]

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from common.errors import UsageError
 from PIL import Image
 from torch.utils.data import Dataset
 
+from common.errors import UsageError
 from dataloading.dataset.augmentation import Draws, ImageAugmentation
 from dataloading.dataset.decoders import NotDecodable, Pixels, get_decoder, open_pillow
 from dataloading.dataset.file_list import FileList

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from common.errors import UsageError
 
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.data.datasets import BatchKey, ImageData, first_samples, mean_and_std
+from common.errors import UsageError
 from common.training.randomness import hash64
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.lfw import LFWDataset

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.errors import UsageError
 from torch import Tensor
 
+from common.errors import UsageError
 from dataloading.dataset.decoders import Pixels
 from dataloading.loader.failures import MORE_SHARED_MEMORY
 

@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from common.errors import UsageError
 
 from common.data.datasets import Batch, BatchKey
+from common.errors import UsageError
 from common.reporting.machine import usable_cores
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from common.errors import UsageError
 
 from common.data.datasets import BatchKey
+from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches
 from dataloading.loader.buffers import Lease
 from dataloading.loader.failures import KILLED_BY

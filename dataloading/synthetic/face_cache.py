@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.errors import UsageError
 from tqdm import tqdm
 
+from common.errors import UsageError
 from dataloading.synthetic.faces import draw, encode
 from dataloading.synthetic.people import IDENTITIES, images_of, name_of
 

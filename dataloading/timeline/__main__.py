@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UsageError
-
 from common.cli import command, option, parse
+from common.errors import UsageError
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import prepare_output, results_in, write_json
 from common.reporting.trace_events import write_trace

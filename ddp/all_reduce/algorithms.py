@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from torch import Tensor
 
+from common.errors import UsageError
 from ddp.all_reduce.p2p import P2P
 
 

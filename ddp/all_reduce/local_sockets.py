@@ -18,8 +18,8 @@ import weakref
 from pathlib import Path
 
 import torch
-from common.errors import UsageError
 
+from common.errors import UsageError
 from ddp.all_reduce.algorithms import Naive
 from ddp.all_reduce.p2p import P2P
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 
 import psutil
 import torch
-from common.errors import UsageError
 from torch import Tensor
 
+from common.errors import UsageError
 from ddp.all_reduce.algorithms import AllReduce
 from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
 from ddp.all_reduce.p2p import P2P

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from torch import Tensor, nn
 
+from common.errors import UsageError
 from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
 

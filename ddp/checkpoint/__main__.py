@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common.errors import UsageError
 
 from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
+from common.errors import UsageError
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, best_of, choose, existing, named
 from ddp.checkpoint.manifest import Damaged, Manifest

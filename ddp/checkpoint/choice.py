@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import UsageError
-
 from common.reporting.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import Manifest

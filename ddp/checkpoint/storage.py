@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
-from common.errors import UsageError
 from torch import nn
 
+from common.errors import UsageError
 from common.reporting.run_directory import sync_folder, writing
 from ddp.checkpoint.manifest import FORMAT, KINDS, MANIFEST, Damaged, Manifest, encode, facts_of, read_manifest
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from torch import Tensor, nn
 
+from common.errors import UsageError
 from ddp.job import Job
 
 logger = logging.getLogger("ddp.train")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from common.errors import UsageError
 
 from common.cli import flag_of
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
+from common.errors import UsageError
 from common.reporting.run_directory import CONFIG_FILE, holds_run, prepare, require_writable, write_json
 from common.resilience.stop_request import REQUEUE
 from ddp.checkpoint import storage

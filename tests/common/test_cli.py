@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, command, option, parse
+from common.errors import UsageError
 from tests.launch import REPOSITORY, run_ranks
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.data.augmentation import Augmentation
+from common.errors import UsageError
 from ddp.config import TrainConfig, micro_batch_size
 
 

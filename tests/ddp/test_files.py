@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from common.errors import UsageError
 from PIL import Image
 
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from common.resilience.stop_request import REQUEUE
 from common.training.evaluation import evaluate
 from dataloading.dataset.batches import LFWBatches

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data

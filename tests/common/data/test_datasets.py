@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -18,6 +17,7 @@ from torchvision.transforms import v2
 from common.data import fashion_mnist, glyphs
 from common.data.augmentation import Augmentation
 from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, batches, keep_batch, load
+from common.errors import UsageError
 
 AUGMENTATION = Augmentation(shift=3, flip=True)
 

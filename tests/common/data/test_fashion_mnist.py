@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common.errors import UsageError
 from torchvision.datasets import FashionMNIST
 
 from common.data.fashion_mnist import DEBIAN_FOLDER, SAMPLES, SIDE, default_folder, download, read
+from common.errors import UsageError
 
 IMAGES, LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 NAMES = [IMAGES, LABELS, "train-images-idx3-ubyte", "train-labels-idx1-ubyte"]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 
 from common.distributed.process_group import TORCHRUN_VARIABLES, DistEnv, find_dist_env, process_group, stop_signals
+from common.errors import UsageError
 from common.resilience.stop_request import exit_status
 from tests.launch import free_port, run_command, run_ranks, start_command
 
@@ -22,13 +22,13 @@ TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500
 
 
 def test_torchrun_s_variables_become_a_place() -> None:
-    env = find_dist_env(TORCHRUN, device="cpu")
+    env = find_dist_env("cpu", environment=TORCHRUN)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (1, 4, 1, 2)
     assert (env.device, env.backend, env.is_main) == (torch.device("cpu"), "gloo", False)
 
 
 def test_without_them_it_is_a_job_of_one() -> None:
-    env = find_dist_env({}, device="cpu")
+    env = find_dist_env("cpu", environment={})
     assert (env.rank, env.world_size, env.is_main) == (0, 1, True)
 
 
@@ -36,7 +36,7 @@ def test_without_them_it_is_a_job_of_one() -> None:
 def test_half_of_the_variables_are_refused(missing: str) -> None:
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(UsageError, match=f"set, but not {missing}: start with torchrun"):
-        find_dist_env(environment, device="cpu")
+        find_dist_env("cpu", environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_half_of_the_variables_are_refused(missing: str) -> None:
 )
 def test_nonsense_in_the_variables_is_refused(change: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        find_dist_env(TORCHRUN | change, device="cpu")
+        find_dist_env("cpu", environment=TORCHRUN | change)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_device_and_backend(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if isinstance(outcome, str):
         with pytest.raises(UsageError, match=outcome):
-            find_dist_env(TORCHRUN, device, backend)
+            find_dist_env(device, backend, TORCHRUN)
     else:
-        env = find_dist_env(TORCHRUN, device, backend)
+        env = find_dist_env(device, backend, TORCHRUN)
         assert (str(env.device), env.backend) == outcome
 
 

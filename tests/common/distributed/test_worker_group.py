@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from common.errors import UsageError
 
 from common.distributed.worker_group import WorkerGroup
+from common.errors import UsageError
 from tests.common.distributed.worker_group_functions import Service
 from tests.launch import start_command
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import torch
-from common.errors import UsageError
 
 from common.cli import command
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
+from common.errors import UsageError
 
 
 class Service:

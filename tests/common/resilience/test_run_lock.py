@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from common.errors import UsageError
 
+from common.errors import UsageError
 from common.resilience.run_lock import LOCK_FILE, RunLock
 from tests.launch import FORK_SERVER, kill, kill_tree
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import UsageError
 from common.training.metrics import MetricsWriter, check_tensorboard, read_metrics
 
 FILE = "metrics.jsonl"

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from common.errors import UsageError
 
 from common.cli import parse
+from common.errors import UsageError
 from common.reporting.machine import usable_cores
 from dataloading.bench.__main__ import BenchConfig, tasks, varying
 from dataloading.bench.ceiling import Ceiling, fastest_decoder

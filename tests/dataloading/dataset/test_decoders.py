@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common.errors import UsageError
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from common.errors import UsageError
 from dataloading.dataset import decoders
 from dataloading.dataset.decoders import DECODERS, NotDecodable, Pixels, get_decoder, installed, open_pillow
 from dataloading.synthetic.faces import draw, encode

@@ -13,10 +13,10 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from common.errors import UsageError
 from PIL import Image
 from torchvision import transforms
 
+from common.errors import UsageError
 from dataloading.dataset import decoders
 from dataloading.dataset.augmentation import ImageAugmentation
 from dataloading.dataset.decoders import installed

@@ -15,8 +15,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from common.errors import UsageError
 
+from common.errors import UsageError
 from dataloading.dataset import storage
 from dataloading.dataset.storage import (
     TRIES,

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common.errors import UsageError
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from common.data.augmentation import Augmentation
 from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
+from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.training_data import load_lfw
 from dataloading.loader.fast_loader import FastLoader

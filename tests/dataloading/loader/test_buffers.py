@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import UsageError
 from dataloading.loader.buffers import BufferPool, PinnedMemory, private, shared
 from tests.dataloading.faults import Traces
 

@@ -9,8 +9,8 @@ from multiprocessing.resource_sharer import DupFd
 from pathlib import Path
 
 import pytest
-from common.errors import UsageError
 
+from common.errors import UsageError
 from dataloading.loader.failures import explained
 from dataloading.loader.stock_loader import stock_loader
 

@@ -22,12 +22,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from common.errors import UsageError
 from fsspec import AbstractFileSystem
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torchvision.transforms import PILToTensor
 
 from common.data.datasets import Batch, BatchKey
+from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from common.errors import UsageError
 from PIL import Image
 
+from common.errors import UsageError
 from dataloading.synthetic import face_cache
 from dataloading.synthetic.drawing import SIDE
 from dataloading.synthetic.face_cache import default_folder, ensure

@@ -17,11 +17,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from common.errors import UsageError
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from ddp.all_reduce import shared_memory
 from ddp.all_reduce.algorithms import AllReduce
 from ddp.all_reduce.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket

@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from common.errors import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.distributed.process_group import DistEnv, process_group
+from common.errors import UsageError
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import checkpointer as saving
 from ddp.checkpoint import storage

@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 import torch
-from common.errors import UsageError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.distributed.process_group import stop_signals
+from common.errors import UsageError
 from ddp.checkpoint import manifest as checkpoint_manifest
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import KINDS, Damaged, Manifest

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from common.errors import UsageError
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from common.data.datasets import Batch
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from common.training.metrics import MetricsWriter, read_metrics
 from common.training.randomness import derive_seed
 from ddp.config import TrainConfig

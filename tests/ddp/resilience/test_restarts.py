@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common.errors import UsageError
 
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from common.reporting.run_directory import LAUNCH_FILE
 from ddp.data import load_data
 from ddp.resilience.restarts import agents_of, is_restart, record

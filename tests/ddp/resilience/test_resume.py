@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from common.errors import UsageError
 
 from common.cli import flag_of
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from common.reporting.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import FOLDER, SAVING
