@@ -20,11 +20,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, option, parse
 from common.data import fashion_mnist
@@ -33,15 +35,16 @@ from common.distributed.process_group import DistEnv, require_alone, stop_signal
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.report import Window, WindowTotals, finish
 from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.training import window
 from common.training.evaluation import evaluate, evaluation_batch_size
 from common.training.metrics import MetricsWriter
 from common.training.models import LEAST_SAMPLES, build_model
-from common.training.optimization import build_optimizer
-from common.training.precision import Precision, clip_gradients
+from common.training.optimization import build_optimizer, set_learning_rate
+from common.training.precision import autocast
 from common.training.randomness import derive_seed, seed_torch, shuffled
 from common.training.recipes import LearningConfig, load_in_memory, require_a_batch
+from common.training.window import Window, WindowTotals
 from dataparallel.devices import parse_devices
 from dataparallel.parallel import HandwrittenDataParallel
 
@@ -105,27 +108,33 @@ def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
         logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
 
         steps = config.epochs * job.steps_per_epoch
-        with MetricsWriter(config.run_dir) as metrics, Progress(job.env, "train", steps) as progress:
+        with MetricsWriter(config.run_dir) as job.metrics, Progress(job.env, "train", steps) as job.progress:
             for epoch in range(config.epochs):
-                totals = train_epoch(job, epoch, metrics, progress)
-                # The plain module, on the first device: it has the weights and the statistics, and is exact without replicas.
+                totals = train_epoch(job, epoch)
+                # The plain module, on the first device, has the weights and the statistics, and needs no replicas.
                 in_order = batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
-                result = evaluate(job.network, data, job.env, job.precision, in_order)
+                result = evaluate(job.network, data, job.env, config.precision, in_order)
                 tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-                metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
+                job.metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
                 logger.info(
                     f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
                     f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
                 )
 
         save(config.run_dir / MODEL_FILE, job.network)
+        from common.reporting.report import finish  # and matplotlib with it
+
         title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
         print(finish(config.run_dir, title, job.network, data, job.env, result), flush=True)
 
 
 @dataclass
 class Job:
-    """What a training step needs. ``network`` is the plain module, on the first device; ``model`` is the same, wrapped."""
+    """What a training step needs.
+
+    :param network: the plain module, on the first device
+    :param model: the same, wrapped
+    """
 
     config: TrainConfig
     env: DistEnv
@@ -134,8 +143,11 @@ class Job:
     network: nn.Module
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    precision: Precision
+    scaler: torch.amp.GradScaler
+    window: Window
     step: int = 0  # optimizer steps done, over all epochs
+    metrics: MetricsWriter | None = None
+    progress: Progress | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -151,12 +163,16 @@ def build_job(config: TrainConfig, devices: tuple[torch.device, ...], data: Imag
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
-    precision = Precision(config.precision, devices[0])
-    return Job(config, DistEnv.alone(devices[0]), devices, data, network, model, optimizer, precision)
+    scaler = torch.amp.GradScaler(devices[0].type, enabled=config.precision == "fp16")
+    env = DistEnv.alone(devices[0])
+    return Job(config, env, devices, data, network, model, optimizer, scaler, Window(devices[0]))
 
 
 def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) -> nn.Module:
-    """The network so that a forward pass is divided over the devices; ``wrapper`` is one of :data:`WRAPPERS`."""
+    """The network, so that a forward pass is divided over the devices.
+
+    :param wrapper: one of :data:`WRAPPERS`
+    """
     if wrapper == "handwritten":
         return HandwrittenDataParallel(network, devices)
     if devices[0].type == "cpu":
@@ -165,58 +181,56 @@ def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) ->
     return nn.DataParallel(network, device_ids=list(devices))
 
 
-def train_epoch(
-    job: Job, epoch: int, metrics: MetricsWriter | None = None, progress: Progress | None = None
-) -> WindowTotals:
-    """One pass over the training set; every ``log_every`` steps it is written what was seen."""
+def train_epoch(job: Job, epoch: int) -> WindowTotals:
+    """One pass over the training set; every ``log_every`` steps, record loss and throughput."""
     config = job.config
     order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
-    stream = batches(job.data.train, order, config.batch_size, epoch)
+    stream = job.window.timed(batches(job.data.train, order, config.batch_size, epoch))
     job.model.train()
-    window, windows = Window(job.env.device), []
-    steps_before = job.step
+    windows = []
     for remaining in reversed(range(job.steps_per_epoch)):
-        train_step(job, stream, window)
+        train_step(job, stream)
         if job.step % config.log_every == 0 or remaining == 0:
-            totals = window.reduce(job.env)
-            windows.append(totals)
-            if not math.isfinite(totals.loss):
-                logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
-            rate, scale = job.optimizer.param_groups[0]["lr"], job.precision.scaler.get_scale()
-            if metrics is not None:
-                metrics.write("step", job.step, epoch=epoch, learning_rate=rate, loss_scale=scale, **totals.as_record())
-            if progress is not None:
-                facts = f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s"
-                progress.advance(job.step - steps_before, facts)
-            steps_before = job.step
+            windows.append(log_window(job, epoch))
     return WindowTotals.merge(windows)
 
 
-def train_step(job: Job, stream: Iterator[Batch], window: Window) -> None:
+def train_step(job: Job, batches: Iterator[Batch]) -> None:
     """One optimizer step on one global batch, which is here a single forward and backward pass."""
-    config, device, scaler = job.config, job.env.device, job.precision.scaler
-    with window.waiting():
-        images, labels = next(stream)
+    config, device, scaler = job.config, job.env.device, job.scaler
+    images, labels = next(batches)
     images, labels = images.to(device), labels.to(device)
     for number, own in enumerate(job.devices if device.type == "cuda" else job.devices[:1]):
         seed_torch(own, config.seed, "dropout", job.step, 0, number)  # as the rank of this number in ddp.train
 
-    with job.precision.autocast():
+    with autocast(device, config.precision):
         # Scattered from the first device, computed on all, and gathered on the first, which alone computes the loss.
         logits = job.model(job.data.to_input(images, config.memory_format))
         loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
     scaler.scale(loss).backward()
-    window.add(loss, logits, labels)
+    job.window.add(loss, logits, labels)
 
+    scaler.unscale_(job.optimizer)  # before the clip: the norm of scaled gradients means nothing
     if config.clip_norm is not None:
-        scaler.unscale_(job.optimizer)  # first: the norm of scaled gradients means nothing
-        clip_gradients(job.network.parameters(), config.clip_norm)
-    for group in job.optimizer.param_groups:
-        group["lr"] = config.rate_at(job.step, job.steps_per_epoch)
+        clip_grad_norm_(job.network.parameters(), config.clip_norm)
+    set_learning_rate(job.optimizer, config.rate_at(job.step, job.steps_per_epoch))
     scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
     job.step += 1
+
+
+def log_window(job: Job, epoch: int) -> WindowTotals:
+    """End the window after this step, and warn of a loss that is not finite."""
+
+    def record(kind: str, step: int, **values: Any) -> None:
+        if job.metrics is not None:
+            job.metrics.write(kind, step, epoch=epoch, **values)
+
+    totals = window.log_window(job.window, job.env, job.step, job.optimizer, job.scaler, record, job.progress)
+    if not math.isfinite(totals.loss):
+        logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
+    return totals
 
 
 def require_samples_for_all(config: TrainConfig, devices: int) -> None:

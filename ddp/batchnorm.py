@@ -43,8 +43,8 @@ def average_running_statistics(model: nn.Module) -> None:
         buffer.copy_(average)
 
 
-class KeptStatistics:
-    """BatchNorm's running statistics as they were before a step that is not to count: its batch leaves its mark on them."""
+class SavedStatistics:
+    """A copy of a network's buffers, to undo what the forward passes of a skipped step do to BatchNorm's statistics."""
 
     def __init__(self, network: nn.Module) -> None:
         buffers = sorted(network.buffers(), key=lambda buffer: str(buffer.dtype))
@@ -52,15 +52,16 @@ class KeptStatistics:
         self._pairs = [(same, [buffer.clone() for buffer in same]) for same in of_one_dtype]  # foreach wants one dtype
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def save(self) -> None:
         """Before the forward passes."""
-        for buffers, kept in self._pairs:
-            torch._foreach_copy_(kept, buffers)
+        for buffers, saved in self._pairs:
+            torch._foreach_copy_(saved, buffers)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        for buffers, kept in self._pairs:
-            torch._foreach_copy_(buffers, kept)
+    def restore(self) -> None:
+        """After the step."""
+        for buffers, saved in self._pairs:
+            torch._foreach_copy_(buffers, saved)
 
 
 class _SynchronizedNormalization(torch.autograd.Function):

@@ -11,14 +11,15 @@ from common.cli import flag_of, option
 from common.data.datasets import IN_MEMORY
 from common.distributed.process_group import BACKENDS, DEVICES
 from common.errors import UsageError
-from common.training.models import MODELS
+from common.training.metrics import check_tensorboard
+from common.training.models import LEAST_SAMPLES, MODELS
 from common.training.recipes import LearningConfig
 from dataloading.dataset.decoders import DECODERS
 from ddp.all_reduce.choice import ALL_REDUCES
 
 DATASETS = (*IN_MEMORY, "lfw")
 LOADERS = ("stock", "fast")
-STRATEGIES = ("torch", "handwritten")
+STRATEGIES = ("torch", "naive", "handwritten")
 
 # How images are had from files, unless a flag says otherwise; those in memory have no use for it.
 FROM_FILES: dict[str, Any] = {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"}
@@ -72,7 +73,9 @@ class TrainConfig(LearningConfig):
 
     # How it is computed
     strategy: str = option(
-        "torch", "which DDP averages the gradients: torch's, or the one written by hand", choices=STRATEGIES
+        "torch",
+        "which DDP averages the gradients: torch's; naive, an all-reduce per parameter; or handwritten, in buckets",
+        choices=STRATEGIES,
     )
     all_reduce: str = option(
         None, "how the hand-written DDP sums its buckets over the ranks (default: backend)", choices=ALL_REDUCES
@@ -153,6 +156,19 @@ class TrainConfig(LearningConfig):
                 f"--checkpoint-every {self.checkpoint_every} is neither steps nor minutes: use, say, 500 or 10min"
             )
         return (None, 60 * float(number)) if unit else (int(number), None)
+
+    def check(self, world_size: int) -> None:
+        """What can only be checked on a rank of the job.
+
+        :raises UsageError: when the batch does not divide, is too small for the model, or TensorBoard is missing
+        """
+        samples = micro_batch_size(self.batch_size, world_size, self.grad_accumulation_steps)
+        if samples < LEAST_SAMPLES.get(self.model, 1):
+            raise UsageError(
+                f"{self.model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size"
+            )
+        if self.tensorboard:
+            check_tensorboard()
 
     @property
     def loading(self) -> Loading:

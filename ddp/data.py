@@ -12,12 +12,14 @@ from common.data import fashion_mnist
 from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
 from common.distributed.process_group import DistEnv
 from common.resilience.loader_workers import poll_for_deaths, start_worker
+from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_in_memory, require_a_batch
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.training_data import load_lfw
 from dataloading.loader.fast_loader import FastLoader
 from dataloading.synthetic import face_cache
-from ddp.config import Loading, TrainConfig
+from ddp.config import WITHOUT_WORKERS, Loading, TrainConfig
+from ddp.sampler import ShardSampler
 
 Loader = DataLoader[Batch] | FastLoader
 
@@ -69,3 +71,9 @@ def open_loader(images: Images, batch_sampler: Iterable[BatchKey], device: torch
         persistent_workers=loading.persistent and loading.workers > 0,
         pin_memory=pin_memory,
     )
+
+
+def open_test_loader(data: ImageData, env: DistEnv, loading: Loading = WITHOUT_WORKERS) -> Loader:
+    """Brings this rank's part of the test set."""
+    shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), env.world_size, env.rank)
+    return open_loader(data.test, shard, env.device, loading)

@@ -16,25 +16,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.cli import command, option, parse
-from common.data.datasets import ImageData
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
-from common.training.evaluation import evaluate, evaluation_batch_size, table
+from common.training.evaluation import evaluate, table
 from common.training.models import build_model
-from common.training.precision import PRECISIONS, Precision
+from common.training.precision import PRECISIONS
 from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, choose
 from ddp.checkpoint.manifest import Manifest
-from ddp.config import OF_THE_START, WITHOUT_WORKERS, Loading, TrainConfig
-from ddp.data import Loader, load_data, open_loader
-from ddp.sampler import ShardSampler
-
-
-def open_test_loader(data: ImageData, env: DistEnv, loading: Loading = WITHOUT_WORKERS) -> Loader:
-    """Brings this rank's part of the test set."""
-    shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), env.world_size, env.rank)
-    return open_loader(data.test, shard, env.device, loading)
+from ddp.config import OF_THE_START, TrainConfig
+from ddp.data import load_data, open_test_loader
 
 
 @dataclass(frozen=True)
@@ -81,9 +73,8 @@ def main() -> None:
                 storage.load_weights(network, path)
         assert dist.group.WORLD is not None
         broadcast(list(replicated(network.to(env.device)).values()), 0, dist.group.WORLD)
-        precision = Precision(config.precision, env.device)
         share = open_test_loader(data, env, run.loading)
-        result = evaluate(network, data, env, precision, share)
+        result = evaluate(network, data, env, config.precision, share)
         if env.is_main:
             print(table(result, data.classes))
 

@@ -33,7 +33,6 @@ from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import KINDS
 from ddp.job import Job
-from ddp.resilience.flags import NO_FLAGS, Flags
 from tests.launch import REPOSITORY, clean_environment, error_lines
 
 MARK = "RUN_UNDER_TEST"  # in the environment of every process of a run: torchrun gives each rank a session of its own
@@ -342,11 +341,11 @@ def _train_poisoned() -> None:
         return to_input(*arguments).fill_(torch.nan)
 
     @functools.wraps(train_step)
-    def poisoned(job: Job, batches: Any, raised: Flags = NO_FLAGS) -> Flags:
+    def poisoned(job: Job, batches: Any) -> None:
         if job.env.rank != victim or job.step not in steps:
-            return train_step(job, batches, raised)
+            return train_step(job, batches)
         with mock.patch.object(ImageData, "to_input", all_nan):
-            return train_step(job, batches, raised)
+            return train_step(job, batches)
 
     with mock.patch.object(ddp.train, "train_step", poisoned):
         ddp.train.main()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
-from common.training.precision import Precision
+from common.training.precision import autocast
 
 # Per rank; without gradients there is room for more than in training. Of larger images, fewer.
 BATCH_SIZE = 500
@@ -68,12 +68,11 @@ def evaluation_batch_size(shape: tuple[int, int, int]) -> int:
 
 
 @torch.inference_mode()
-def evaluate(
-    network: nn.Module, data: ImageData, env: DistEnv, precision: Precision, share: Iterable[Batch]
-) -> Evaluation:
+def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, share: Iterable[Batch]) -> Evaluation:
     """Evaluate on the test set, its samples divided over the ranks.
 
     :param network: the plain module, its parameters and buffers the same on every rank; left in the mode it was in
+    :param precision: one of :data:`common.training.precision.PRECISIONS`
     :param share: this rank's batches of ``data.test``; all ranks' shares together hold every sample once
     :returns: the same on every rank
     :raises UsageError: on every rank, when one cannot read a file
@@ -87,7 +86,7 @@ def evaluate(
     with env.fail_together():
         for images, labels in share:
             labels = labels.to(env.device)
-            with precision.autocast():
+            with autocast(env.device, precision):
                 logits = network(data.to_input(images.to(env.device)))
             loss += F.cross_entropy(logits.float(), labels, reduction="sum")
             pairs = labels * classes + logits.argmax(1)

@@ -39,6 +39,12 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """For the next step, in all parameter groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
     """The rate of optimizer step ``step``, counted from 0.
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
 from common.training.models import build_model
-from common.training.precision import Precision
+from common.training.precision import autocast
 
 
 class Processes:
@@ -88,7 +88,7 @@ class Replica:
         logits: Tensor,
     ) -> None:
         torch.manual_seed(0)
-        self._place, self._images, self._labels, self._logits = env, images, labels, logits
+        self._env, self._images, self._labels, self._logits = env, images, labels, logits
         self._network = build_model(model, shape, classes).to(env.device)
         self._model = DistributedDataParallel(
             self._network,
@@ -99,39 +99,39 @@ class Replica:
         # argument has another name since torch 2.15.)
         self._model.broadcast_buffers = False
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.01, momentum=0.9, fused=True)
-        self._precision = Precision(precision, env.device)
+        self._precision = precision
+        self._scaler = torch.amp.GradScaler(env.device.type, enabled=precision == "fp16")
 
     def infer(self, samples: int) -> float:
         """Put this rank's logits where they belong; the seconds of computing them."""
         part = self._part(samples)
         self._network.eval()
         began = time.perf_counter()
-        with torch.inference_mode(), self._precision.autocast():
-            logits = self._network(self._images[part].to(self._place.device, non_blocking=True))
+        with torch.inference_mode(), autocast(self._env.device, self._precision):
+            logits = self._network(self._images[part].to(self._env.device, non_blocking=True))
         self._logits[part].copy_(logits)  # waits for the GPU
         return time.perf_counter() - began
 
     def train(self, samples: int) -> float:
         """One step; the seconds of its forward pass."""
         part = self._part(samples)
-        images, labels = (all_of[part].to(self._place.device) for all_of in (self._images, self._labels))
+        images, labels = (all_of[part].to(self._env.device) for all_of in (self._images, self._labels))
         self._network.train()
         began = time.perf_counter()
-        with self._precision.autocast():
+        with autocast(self._env.device, self._precision):
             logits = self._model(images)
         seconds = time.perf_counter() - began
         # DDP averages over ranks; parts may differ by a sample, so each counts with its share of the batch.
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum") * self._place.world_size / samples
-        scaler = self._precision.scaler
-        scaler.scale(loss).backward()
-        scaler.step(self._optimizer)
-        scaler.update()
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum") * self._env.world_size / samples
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._place.device.type == "cuda":
-            torch.cuda.synchronize(self._place.device)
+        if self._env.device.type == "cuda":
+            torch.cuda.synchronize(self._env.device)
         return seconds
 
     def _part(self, samples: int) -> slice:
         """This rank's samples of a batch."""
-        rank, ranks = self._place.rank, self._place.world_size
+        rank, ranks = self._env.rank, self._env.world_size
         return slice(rank * samples // ranks, (rank + 1) * samples // ranks)

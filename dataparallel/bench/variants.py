@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from common.reporting.timing import synchronize
 from common.training.models import build_model
-from common.training.precision import Precision
+from common.training.precision import autocast
 from dataparallel.bench.processes import Processes
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.broadcast import StepContext
@@ -83,11 +83,10 @@ class Comparison:
 
         def candidate(model: nn.Module, threads: int | None = None, stopwatch: Stopwatch | None = None) -> Candidate:
             watch = stopwatch or (lambda name: contextlib.nullcontext())
-            precision = Precision(self.precision, self.devices[0])
             if mode == "inference":
-                call = _inference(model, images, precision)
+                call = _inference(model, images, self.devices[0], self.precision)
             else:
-                call = _training(model, images, labels.to(self.devices[0]), precision, watch)
+                call = _training(model, images, labels.to(self.devices[0]), self.precision, watch)
             return Candidate(call, self.devices, threads, stopwatch)
 
         def handwritten(stopwatch: Stopwatch | None) -> Candidate:
@@ -167,26 +166,27 @@ class _OneDevice(nn.Module):
         return logits
 
 
-def _inference(model: nn.Module, images: Tensor, precision: Precision) -> Callable[[], object]:
+def _inference(model: nn.Module, images: Tensor, device: torch.device, precision: str) -> Callable[[], object]:
     model.eval()
 
     def call() -> object:
-        with torch.inference_mode(), precision.autocast():
+        with torch.inference_mode(), autocast(device, precision):
             return model(images)
 
     return call
 
 
 def _training(
-    model: nn.Module, images: Tensor, labels: Tensor, precision: Precision, watch: StepContext
+    model: nn.Module, images: Tensor, labels: Tensor, precision: str, watch: StepContext
 ) -> Callable[[], object]:
     """One optimizer step; labels are on the first device, where the loss is computed."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    scaler = precision.scaler
+    device = labels.device
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     def call() -> None:
-        with precision.autocast():
+        with autocast(device, precision):
             logits = model(images)
         with watch("loss"):
             loss = F.cross_entropy(logits.float(), labels)

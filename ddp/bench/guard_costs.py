@@ -11,15 +11,16 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from common.reporting.timing import interleave, synchronize
 from ddp.job import Job
-from ddp.resilience.flags import NO_FLAGS, FlagCarrier, raise_flags
-from ddp.resilience.nonfinite import sum_of_gradients
+from ddp.resilience.flags import NO_FLAGS, WithFlags
+from ddp.resilience.guard import ResilientGuard
 
 WARMUP = 5
 OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them evicts the gradients from the caches, as a real step does
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward and backward")
 
 
 def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
@@ -37,16 +38,18 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
         parameter.grad = gradient
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    carrier = FlagCarrier(nn.Identity(), device)
+    guard = job.guard
+    assert isinstance(guard, ResilientGuard)
+    flagged = WithFlags(nn.Identity(), device)
     loss = torch.ones((), device=device, requires_grad=True)
     others = torch.zeros(OUT_OF_CACHE, device=device)
 
     def look() -> None:
-        math.isfinite(sum_of_gradients(network.parameters()))
+        clip_grad_norm_(network.parameters(), math.inf).isfinite().item()
 
     def carry_flags() -> None:
-        raise_flags(loss * 1, carrier.flags.clone(), NO_FLAGS).backward()
-        carrier.agreed()
+        flagged.attach(loss * 1, NO_FLAGS).backward()
+        flagged.reduced()
 
     def say_where() -> None:
         for phase in PHASES:
@@ -72,7 +75,7 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
             "backward": timed(lambda: (loss * 1).backward()),
             "backward with flags": timed(carry_flags),
             "nothing": timed(),
-            "statistics": timed(job.statistics.keep),
+            "statistics": timed(guard.save),
             "positions": timed(say_where),
         },
         rounds,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,10 +31,11 @@ from common.reporting.run_directory import prepare_output, write_json
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
-from common.training.precision import PRECISIONS
+from common.training.precision import PRECISIONS, autocast
 from ddp.bench.step_loops import timed, trainer_step
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.job import Job, build_job, wrap
+from ddp.job import Job
+from ddp.train import build_job, wrap
 
 LIMIT = 1.05
 WARMUP = 2
@@ -137,14 +139,15 @@ def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
     model: nn.Module = wrap(network, job.env) if with_ddp else network
     optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)
     images, labels = _first_batch(job)
-    precision = job.precision
+    precision, device = job.config.precision, job.env.device
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     def step() -> None:
-        with precision.autocast():
+        with autocast(device, precision):
             loss = F.cross_entropy(model(images).float(), labels)
-        precision.scaler.scale(loss).backward()
-        precision.scaler.step(optimizer)
-        precision.scaler.update()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
     return step

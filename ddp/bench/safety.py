@@ -16,7 +16,6 @@ the next.
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import shutil
 import statistics
@@ -24,12 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch.nn.functional as F
-from torch.profiler import record_function
-
 from common.cli import option, parse
 from common.data import datasets
-from common.data.datasets import Batch, ImageData
+from common.data.datasets import ImageData
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
 from common.reporting.benchmark_figures import plot_ratios
@@ -38,13 +34,13 @@ from common.reporting.run_directory import prepare_output, write_json
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.metrics import MetricsWriter
 from common.training.models import MODELS
-from common.training.optimization import build_optimizer
-from common.training.randomness import seed_torch
 from ddp.bench.guard_costs import time_guards
-from ddp.bench.step_loops import endless_batches, reduce_metrics, timed, trainer_step
+from ddp.bench.step_loops import timed, trainer_step
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.job import Job, build_job, wrap
+from ddp.job import Job
+from ddp.resilience.step_guard import StepGuard
+from ddp.train import build_job
 
 LIMIT = 1.03
 WARMUP = 1
@@ -109,10 +105,11 @@ def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEn
                 names = random.Random(build).sample(LOOPS, len(LOOPS))
                 loops = {}
                 for name in names:
-                    job = build_job(run, env, data)
                     if name in PLAIN:
-                        loops[name] = _steps(job, config.steps, _plain_step(job))
+                        job = build_job(run, env, data, guard=StepGuard())  # which does nothing
+                        loops[name] = _steps(job, config.steps, trainer_step(job))
                         continue
+                    job = build_job(run, env, data)
                     watched.enter_context(job.watchdog)
                     checkpointer = Checkpointer(replace(run, async_checkpoint=name == BACKGROUND), env, metrics)
                     saves = name in (BACKGROUND, WAITING)
@@ -176,36 +173,3 @@ def _steps(
             checkpointer.finish()
 
     return timed(job.env, steps, run)
-
-
-def _plain_step(job: Job) -> Callable[[], None]:
-    """:func:`ddp.train.train_step` without what guards it, on a model whose DDP carries no flags."""
-    stream: Iterator[Batch] = endless_batches(job)
-    config, device = job.config, job.env.device
-    network = copy.deepcopy(job.network)
-    model = wrap(network, job.env) if job.env.world_size > 1 else network
-    model.train()
-    optimizer = build_optimizer(
-        config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
-    )
-
-    def step() -> None:
-        with record_function("data"), job.window.waiting():
-            images, labels = next(stream)
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        seed_torch(device, config.seed, "dropout", job.step, 0, job.env.rank)
-        with record_function("forward"), job.precision.autocast():
-            logits = model(job.data.to_input(images, config.memory_format))
-            loss = F.cross_entropy(logits.float(), labels)
-        with record_function("backward"):
-            loss.backward()
-        job.window.add(loss, logits, labels)
-        with record_function("optimizer"):
-            for group in optimizer.param_groups:
-                group["lr"] = config.rate_at(job.step, job.sampler.steps_per_epoch)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        job.step += 1
-        reduce_metrics(job)
-
-    return step

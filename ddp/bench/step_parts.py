@@ -36,9 +36,7 @@ from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.parallel import HandwrittenDataParallel
 from ddp.bench.step_loops import endless_batches
 from ddp.config import TrainConfig
-from ddp.job import build_job, wrap
-from ddp.resilience.flags import FlagCarrier
-from ddp.train import train_step
+from ddp.train import build_job, train_step
 
 COPYING = ("scatter", "replicate", "gather", "reduce")
 PARTS = ("input", "compute", "imbalance", "communication", "update")
@@ -105,24 +103,24 @@ class Runner:
     """
 
     def __init__(self, env: DistEnv, config: TrainConfig, wrapper: str, devices: int) -> None:
-        self._place = env
+        self._env = env
         self._job = job = build_job(config, env, load_in_memory(config))
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":
-            if env.world_size == 1:  # where build_job goes without it
-                job.model = wrap(job.carrier, env)
             # (torch wants the class itself in a hook's annotations, or none.)
-            job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))  # type: ignore[operator]
+            job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))
         elif wrapper == "handwritten":
             kind = env.device.type
             names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
             parallel = HandwrittenDataParallel(job.network, names)
-            job.model = job.carrier = FlagCarrier(parallel, env.device)
+            job.model = job.guard.wrap(parallel)
             if kind == "cpu":  # on GPUs, it would wait for them between the steps, and make the whole slower
                 self._stopwatch = parallel.step = Stopwatch(parallel.devices)
         elif wrapper == "torch":
-            job.model = job.carrier = FlagCarrier(nn.DataParallel(job.network, list(range(devices))), env.device)
+            job.model = job.guard.wrap(nn.DataParallel(job.network, list(range(devices))))
+        else:
+            job.model = job.guard.wrap(job.network)
         job.optimizer.register_step_pre_hook(self._before_update)
         job.model.train()
         self._batches = self._timed(endless_batches(job))
@@ -145,17 +143,17 @@ class Runner:
 
     def peak_memory(self) -> float:
         """Peak memory in MB: allocated on the GPU if there is one, else resident (libraries included)."""
-        if self._place.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._place.device) / 1e6
+        if self._env.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._env.device) / 1e6
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
     def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's default communication hook. It also records the moment at which the last bucket is ready."""
         if bucket.is_last():
             if (
-                self._place.device.type == "cuda"
+                self._env.device.type == "cuda"
             ):  # waits for the backward kernels, and not for the all-reduces on their own stream
-                torch.cuda.current_stream(self._place.device).synchronize()
+                torch.cuda.current_stream(self._env.device).synchronize()
             self._stamps.ready = time.perf_counter()
         group = dist.group.WORLD
         assert group is not None
@@ -174,5 +172,5 @@ class Runner:
             yield batch
 
     def _synchronize(self) -> None:
-        if self._place.device.type == "cuda":
-            torch.cuda.synchronize(self._place.device)
+        if self._env.device.type == "cuda":
+            torch.cuda.synchronize(self._env.device)

@@ -20,15 +20,16 @@ class ReplicasDiffer(UsageError, ValueError):
     seen_by_all = True
 
 
-def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup) -> None:
+def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Compare what the ranks have built, before anything is sent: differing shapes would be a hang, or garbage.
 
     :param settings: whatever else must be the same on all ranks
+    :param group: the default group when None
     :raises ReplicasDiffer: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
     """
     mine = {name: _describe(tensor) for name, tensor in replicated(module).items()}
     mine |= {name: str(value) for name, value in settings.items()}
-    everyone: list[dict[str, str]] = [{}] * group.size()
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     for rank, theirs in enumerate(everyone):
         for name in dict.fromkeys([*everyone[0], *theirs]):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.process_group import DistEnv
-from common.reporting.report import WindowState, WindowTotals
 from common.training.optimization import begin_momentum
+from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import Manifest
 from ddp.job import Job
@@ -36,7 +36,7 @@ def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     :param ranks: each rank's :func:`state_of_rank`
     """
     model = job.network.state_dict()  # of the plain module: no "module." in its keys
-    if job.position:  # inside an epoch: the statistics with which one would evaluate it now
+    if job.step_in_epoch:  # inside an epoch: the statistics with which one would evaluate it now
         model |= _mean_buffers([rank["buffers"] for rank in ranks])
     return {"model": model, "optimizer": job.optimizer.state_dict(), "ranks": ranks}
 
@@ -53,7 +53,7 @@ def manifest_of(job: Job) -> Manifest:
     return Manifest(
         step=job.step,
         epoch=job.epoch,
-        position=job.position,
+        position=job.step_in_epoch,
         seed=config.seed,
         world_size=env.world_size,
         batch_size=config.batch_size,
@@ -65,7 +65,7 @@ def manifest_of(job: Job) -> Manifest:
         optimizer=config.optimizer,
         config=config.as_json(),
         progress={
-            "scaler": job.precision.scaler.state_dict(),
+            "scaler": job.scaler.state_dict(),
             "windows": [dataclasses.asdict(window) for window in job.windows],
             "skipped_steps": job.skipped_steps,
             "accuracy": job.accuracy,
@@ -76,7 +76,7 @@ def manifest_of(job: Job) -> Manifest:
 
 
 def restore(job: Job, path: Path, manifest: Manifest) -> None:
-    """Continue from a checkpoint, whose weights the network holds already (see :func:`ddp.job.build_job`). A collective.
+    """Continue from a checkpoint, whose weights the network holds already (see :func:`ddp.train.build_job`). A collective.
 
     :raises UsageError: on every rank, when one of its files has been damaged since it was verified
     """
@@ -95,8 +95,8 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     for group, own in zip(job.optimizer.param_groups, hyperparameters, strict=True):
         group.update(own)  # this run's weight decay and momentum, should they have been changed
     begin_momentum(job.optimizer)
-    if progress["scaler"] and job.precision.scaler.is_enabled():  # empty if the run was not in fp16 until now
-        job.precision.scaler.load_state_dict(progress["scaler"])
+    if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 until now
+        job.scaler.load_state_dict(progress["scaler"])
     if len(ranks[0]) == env.world_size:
         own_buffers = ranks[0][env.rank]["buffers"]
         for name, buffer in job.network.named_buffers():

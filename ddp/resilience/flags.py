@@ -1,24 +1,25 @@
 """Flags that travel with the gradients: what one rank knows, and all must act on in the same step.
 
-A signal reaches one rank; a loss is nan on one; one rank's clock says that it is time to save. If that rank alone left the
-loop, the others would wait for it for ever. An all-reduce of the flags in every step would cost a round trip (0.3 to 1.4 ms
-over gloo). But every step sums something over the ranks anyway: the gradients. So the flags are the gradient of a parameter
-that no optimizer knows, and DDP, torch's or any other, takes them along.
+A signal reaches one rank. A loss is nan on one. One rank's clock says that it is time to save. If that rank alone left the
+loop, the others would wait for it forever. An all-reduce of the flags in every step would cost a round trip (0.3 to 1.4 ms
+over gloo). But every step all-reduces the gradients anyway. So the flags are the gradient of one more parameter, which no
+optimizer knows: they are attached to the loss, and DDP, torch's or any other, all-reduces them with the rest.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
 class Flags(NamedTuple):
-    """What a rank raises, or what any rank has raised.
+    """What one rank reports, or what any rank has reported.
 
-    :param stop: leave after this step; :param save: write a checkpoint after it
-    :param user_error: something is wrong that a person can mend: all must end with its message
+    :param stop: leave after this step
+    :param save: write a checkpoint after this step
+    :param user_error: all ranks must end with this rank's message
     :param not_finite: the loss is inf or nan
     """
 
@@ -31,36 +32,40 @@ class Flags(NamedTuple):
 NO_FLAGS = Flags()
 
 
-class FlagCarrier(nn.Module):
-    """A network with the parameter whose gradient carries the flags. It is what DDP wraps; the network itself, its
-    ``state_dict`` and its optimizer know nothing of it."""
+class WithFlags(nn.Module):
+    """A network and the parameter whose gradient carries the flags. This is what DDP wraps; the network itself, its
+    ``state_dict`` and its optimizer do not know the parameter."""
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.flags = nn.Parameter(torch.zeros(len(Flags._fields), device=device))
         self.network = network
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The network's output, and the flags' place in the graph, for :func:`raise_flags`."""
-        return self.network(images), self.flags.clone()
+    def forward(self, *inputs: Any) -> Any:
+        """The network's own."""
+        return self.network(*inputs)
 
-    def agreed(self) -> Flags:
-        """After the backward pass: what was raised on any rank, in any micro-step. The same on every rank."""
-        assert self.flags.grad is not None, "no flags were raised in the backward pass"
-        values = self.flags.grad.tolist()  # averaged over the ranks and scaled; or nan, which is not 0, either
+    def attach(self, loss: Tensor, flags: Flags) -> Tensor:
+        """The same loss, whose backward pass leaves this rank's flags in the parameter's gradient.
+
+        A loss that is not finite makes all gradients nan, and so is seen on every rank: GradScaler looks at nothing else,
+        and cross-entropy's gradients can be finite where the loss is inf.
+
+        :param loss: 0-d; whether it is finite is found on its device, without the host waiting for it
+        :param flags: this rank's; ``not_finite`` is filled in
+        """
+        zero_or_nan = 0 * loss.detach()
+        values = torch.zeros_like(self.flags)
+        values[Flags._fields.index("not_finite")] = zero_or_nan
+        for number, flag in enumerate(flags):
+            if flag:
+                values[number] = 1
+        # The parameter is 0: the product adds nothing to the loss, and has ``values`` for its gradient.
+        return loss * (1 + zero_or_nan) + torch.dot(self.flags, values)
+
+    def reduced(self) -> Flags:
+        """After backward: what any rank attached in any micro-step. The same on every rank."""
+        assert self.flags.grad is not None, "no flags were attached to the loss"
+        values = self.flags.grad.tolist()  # averaged over the ranks and scaled; or nan, which differs from 0 too
         self.flags.grad = None
         return Flags(*(value != 0 for value in values))
-
-
-def raise_flags(loss: Tensor, place: Tensor, mine: Flags) -> Tensor:
-    """The same loss, whose backward pass leaves this rank's flags in the carrier's gradient.
-
-    :param loss: 0-d, scaled if it is to be; its ``not_finite`` is found here, on the device
-    :param place: what the carrier's forward returned with the logits
-    """
-    values = torch.zeros_like(place)
-    values[Flags._fields.index("not_finite")] = 0 * loss.detach()  # 0, or nan: without the host waiting for the device
-    for number, raised in enumerate(mine):
-        if raised:
-            values[number] = 1
-    return loss + torch.dot(place, values)  # the parameter is 0, so this adds 0, and has ``values`` for its gradient

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from common.cli import flag_of
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
-from common.reporting.run_directory import CONFIG_FILE, holds_run, prepare, require_writable, write_json
+from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, prepare, require_writable, write_json
 from common.resilience.stop_request import REQUEUE
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import Manifest
@@ -75,6 +76,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
         if found[0] is not None:
             with env.fail_together():
                 check_identity(found[0].manifest, config, data)
+        add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
             yield found[0]
         except SystemExit as end:

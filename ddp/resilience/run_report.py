@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from common.data.datasets import IN_MEMORY, ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting.machine import describe_machine
+from common.training.evaluation import Evaluation
 from ddp.config import TrainConfig
 
 
@@ -27,3 +30,13 @@ def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str
         "dataset_fingerprint": data.fingerprint,
         "machine": describe_machine(),
     }
+
+
+def report_run(config: TrainConfig, env: DistEnv, network: nn.Module, data: ImageData, result: Evaluation) -> None:
+    """Draw the figures and print the summary of a complete run, on rank 0. The other ranks wait for it."""
+    with env.fail_together():
+        if env.is_main:
+            from common.reporting.report import finish  # and matplotlib with it
+
+            title = f"{config.model} on {config.dataset}, {env.world_size} ranks, {config.precision}"
+            print(finish(config.run_dir, title, network, data, env, result, faster_loading(config)), flush=True)

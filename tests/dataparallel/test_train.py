@@ -16,7 +16,6 @@ from torch import Tensor
 
 from common.data.datasets import batches
 from common.errors import UsageError
-from common.reporting.report import Window
 from common.training.metrics import read_metrics
 from common.training.randomness import shuffled
 from common.training.recipes import load_in_memory
@@ -98,7 +97,7 @@ def test_without_dropout_a_run_on_two_devices_repeats_itself() -> None:
 def test_the_running_statistics_are_those_of_the_first_replica() -> None:
     job = job_on(2)
     order = shuffled(720, 0, epoch=0)
-    train_step(job, batches(job.data.train, order, 144), Window(CPU))
+    train_step(job, batches(job.data.train, order, 144))
 
     plain = job_on(1).network.train()
     (images, _) = next(batches(job.data.train, order, 72))  # the first half of the first global batch
@@ -113,7 +112,7 @@ def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
     stream = batches(job.data.train, shuffled(720, 0, 0), 144)
     rates = []
     for _ in range(4):
-        train_step(job, stream, Window(CPU))
+        train_step(job, stream)
         rates.append(job.optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
 

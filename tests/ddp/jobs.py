@@ -18,8 +18,8 @@ from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.job import Job, build_job
-from ddp.train import train, train_epoch
+from ddp.job import Job
+from ddp.train import build_job, train, train_epoch
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -54,7 +54,7 @@ def train_epochs(config: TrainConfig) -> Outcome:
         for _ in range(config.epochs):
             losses.append(train_epoch(job).loss)
             job.end_epoch(0.0)
-        confusion = evaluate(job.network, job.data, env, job.precision, job.test_loader).confusion
+        confusion = evaluate(job.network, job.data, env, config.precision, job.test_loader).confusion
         return Outcome(parameters_of(job), losses, confusion)
 
 

@@ -10,8 +10,7 @@ from common.data import datasets
 from common.distributed.process_group import process_group
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model
-from common.training.precision import Precision
-from ddp.evaluate import open_test_loader
+from ddp.data import open_test_loader
 from tests.launch import run_ranks
 
 
@@ -20,7 +19,7 @@ def evaluated(test_samples: int) -> tuple[Evaluation, bool]:
         data = datasets.load("glyphs", train_samples=100, test_samples=test_samples)
         torch.manual_seed(0)
         network = build_model("fashion-cnn", data.shape, len(data.classes), dropout=0.5)
-        result = evaluate(network, data, env, Precision("fp32", env.device), open_test_loader(data, env))
+        result = evaluate(network, data, env, "fp32", open_test_loader(data, env))
         return result, network.training
 
 

@@ -22,8 +22,7 @@ from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.training_data import load_lfw
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.job import build_job
-from ddp.train import train_epoch
+from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
 from tests.launch import error_lines, run_command, run_ranks, run_torchrun, start_command, statuses_by_rank
 
@@ -190,7 +189,7 @@ def end_of_evaluation(config: TrainConfig) -> str:
     with process_group() as env:
         job = build_job(config, env, load_data(config, env))
         with pytest.raises(UsageError) as caught:
-            evaluate(job.network, job.data, env, job.precision, job.test_loader)
+            evaluate(job.network, job.data, env, config.precision, job.test_loader)
         return str(caught.value)
 
 

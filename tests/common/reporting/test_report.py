@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from common.data.datasets import Batch
 from common.distributed.process_group import process_group
-from common.reporting.report import Window, WindowState, WindowTotals, data_verdict
+from common.reporting.report import data_verdict
+from common.training.window import Window, WindowState, WindowTotals
 from tests.launch import run_ranks
+
+
+def slow_batches() -> Iterator[Batch]:
+    time.sleep(0.02)
+    yield Batch(torch.zeros(1), torch.zeros(1))
 
 
 def two_windows() -> list[WindowTotals]:
@@ -23,8 +31,7 @@ def two_windows() -> list[WindowTotals]:
                 labels = torch.zeros(env.rank + 1, dtype=torch.int64)
                 logits = torch.eye(2)[torch.full_like(labels, 1 - env.rank % 2)]
                 window.add(torch.tensor(float(env.rank)), logits, labels)
-            with window.waiting():
-                time.sleep(0.02)
+            list(window.timed(slow_batches()))
             totals.append(window.reduce(env))
         return totals
 

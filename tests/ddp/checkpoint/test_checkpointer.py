@@ -20,8 +20,8 @@ from ddp.checkpoint import storage
 from ddp.checkpoint.checkpointer import Checkpointer, copied
 from ddp.checkpoint.manifest import KINDS
 from ddp.data import load_data
-from ddp.job import Job, build_job
-from ddp.train import train_step
+from ddp.job import Job
+from ddp.train import build_job, train_step
 from tests.ddp.checkpoint.test_storage import bits
 from tests.ddp.jobs import small
 from tests.launch import run_ranks

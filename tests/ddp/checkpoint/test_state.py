@@ -18,8 +18,8 @@ from ddp.checkpoint import storage
 from ddp.checkpoint.state import broadcast_tree, manifest_of, restore, state_of_job, state_of_rank
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.job import Job, build_job
-from ddp.train import train_step
+from ddp.job import Job
+from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.launch import run_ranks
 
@@ -112,7 +112,7 @@ def held(job: Job) -> Held:
         {name: group[name] for name in ("momentum", "weight_decay")},
         {name: value.numpy().copy() for name, value in job.network.named_buffers()},
         tuple(job.window.state())[:3],
-        (job.step, job.epoch, job.position, job.skipped_steps),
+        (job.step, job.epoch, job.step_in_epoch, job.skipped_steps),
     )
 
 

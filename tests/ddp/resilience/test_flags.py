@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from common.distributed.process_group import DistEnv, process_group
 from common.training.models import build_model
 from ddp.config import STRATEGIES
-from ddp.job import wrap
-from ddp.resilience.flags import NO_FLAGS, FlagCarrier, Flags, raise_flags
+from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
+from ddp.train import wrap
 from tests.launch import run_ranks
 
 HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -74,11 +74,11 @@ def agreed_in_each(cases: list[Case]) -> list[Flags]:
 
 def agreed_in(case: Case, env: DistEnv) -> Flags:
     """The step of ``ddp.train`` as far as flags go."""
-    carrier = FlagCarrier(nn.Linear(3, 2), env.device)
-    model: Any = carrier
+    flagged = WithFlags(nn.Linear(3, 2), env.device)
+    model: Any = flagged
     if env.world_size > 1:
-        model = wrap(carrier, env, case.strategy)
-        if case.hook:
+        model = wrap(flagged, env, case.strategy)
+        if case.hook and case.strategy != "naive":
             hook = HOOKS[case.hook]
             model.register_comm_hook(
                 None, lambda state, bucket: hook(state, bucket)
@@ -88,16 +88,15 @@ def agreed_in(case: Case, env: DistEnv) -> Flags:
         mine = [r for r in case.raised if (r.rank, r.micro_step) == (env.rank, micro_step)]
         keeps = env.world_size > 1 and micro_step < case.grad_accumulation_steps - 1
         with model.no_sync() if keeps else contextlib.nullcontext():
-            output, flags = model(torch.ones(4, 3))
-            loss = output.square().mean()
+            loss = model(torch.ones(4, 3)).square().mean()
             raised = NO_FLAGS
             for one in mine:
                 if one.flag == "not_finite":
                     loss = loss * one.loss
                 else:
                     raised = raised._replace(**{one.flag: True})
-            scaler.scale(raise_flags(loss, flags, raised) / case.grad_accumulation_steps).backward()
-    return carrier.agreed()
+            scaler.scale(flagged.attach(loss, raised) / case.grad_accumulation_steps).backward()
+    return flagged.reduced()
 
 
 @settings(max_examples=2)
@@ -126,33 +125,30 @@ Step = tuple[list[float], dict[str, Any]]
 
 
 def steps_with_and_without() -> list[tuple[Step, Step]]:
-    """For both kinds of DDP: the losses and gradients of two micro-steps, with the carrier, all flags raised, and without."""
+    """For both kinds of DDP: the losses and gradients of two micro-steps, with all flags attached, and without."""
     with process_group(threads=1) as env:
-        return [(step(env, strategy, carried=True), step(env, strategy, carried=False)) for strategy in STRATEGIES]
+        return [(step(env, strategy, flags=True), step(env, strategy, flags=False)) for strategy in STRATEGIES]
 
 
-def step(env: DistEnv, strategy: str, carried: bool) -> Step:
+def step(env: DistEnv, strategy: str, flags: bool) -> Step:
     torch.manual_seed(0)
     network = build_model("fashion-cnn", (1, 28, 28), 10)
-    carrier = FlagCarrier(network, env.device) if carried else None
-    model = wrap(carrier or network, env, strategy)
+    flagged = WithFlags(network, env.device) if flags else None
+    model: Any = wrap(flagged or network, env, strategy)
     losses = []
     for micro_step in range(2):
         torch.manual_seed(10 * env.rank + micro_step)
         images, labels = torch.randn(6, 1, 28, 28), torch.randint(10, (6,))
         with model.no_sync() if micro_step == 0 else contextlib.nullcontext():
-            loss: Tensor
-            if carrier is not None:
-                logits, place_of_flags = model(images)
-                plain = F.cross_entropy(logits, labels)
-                loss = raise_flags(plain, place_of_flags, Flags(stop=True, save=True, user_error=True))
-                assert loss.item() == plain.item()
-            else:
-                loss = F.cross_entropy(model(images), labels)
+            loss: Tensor = F.cross_entropy(model(images), labels)
+            if flagged is not None:
+                plain = loss.item()
+                loss = flagged.attach(loss, Flags(stop=True, save=True, user_error=True))
+                assert loss.item() == plain
             (loss / 2).backward()
         losses.append(loss.item())
-    if carrier is not None:
-        assert carrier.agreed() == Flags(stop=True, save=True, user_error=True, not_finite=False)
+    if flagged is not None:
+        assert flagged.reduced() == Flags(stop=True, save=True, user_error=True, not_finite=False)
     gradients = {name: p.grad.numpy().copy() for name, p in network.named_parameters() if p.grad is not None}
     return losses, gradients
 
@@ -169,14 +165,13 @@ def test_loss_and_gradients_are_the_same_bits_as_without_the_flags() -> None:
 def test_the_network_knows_nothing_of_the_flags() -> None:
     network = nn.Linear(3, 2)
     names = list(network.state_dict())
-    carrier = FlagCarrier(network, torch.device("cpu"))
+    flagged = WithFlags(network, torch.device("cpu"))
     assert list(network.state_dict()) == names == [name for name, _ in network.named_parameters()]
-    assert next(iter(carrier.parameters())) is carrier.flags  # DDP fills its buckets from the last parameter on
+    assert next(iter(flagged.parameters())) is flagged.flags  # DDP fills its buckets from the last parameter on
 
 
 def test_flags_do_not_outlast_their_step() -> None:
-    carrier = FlagCarrier(nn.Linear(3, 2), torch.device("cpu"))
+    flagged = WithFlags(nn.Linear(3, 2), torch.device("cpu"))
     for raised in (Flags(save=True), NO_FLAGS, Flags(stop=True)):
-        output, flags = carrier(torch.ones(1, 3))
-        raise_flags(output.sum(), flags, raised).backward()
-        assert carrier.agreed() == raised
+        flagged.attach(flagged(torch.ones(1, 3)).sum(), raised).backward()
+        assert flagged.reduced() == raised

@@ -193,7 +193,7 @@ def test_settings_that_an_older_run_lacks_are_no_difference(caplog: pytest.LogCa
         config = config_with(lr=0.2)
         data = load_data(config, env)
     before = config_with(lr=0.1).as_json()
-    del before["image_size"], before["micro_steps"]
+    del before["image_size"], before["grad_accumulation_steps"]
     facts = dataclasses.replace(
         manifest(20), config=before, dataset_length=len(data.train), dataset_fingerprint=data.fingerprint
     )

@@ -1,0 +1,157 @@
+"""What the ranks saw in a few training steps: loss, accuracy, time, and how long they waited for data."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.data.datasets import Batch
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
+
+
+@dataclass(frozen=True)
+class WindowTotals:
+    """A window of training steps, over all ranks.
+
+    :param loss: mean per sample; :param accuracy: share of the training samples recognized as they were trained on
+    :param seconds: wall time; :param data_wait: share of it that the ranks spent waiting for their next batch
+    """
+
+    samples: int
+    loss: float
+    accuracy: float
+    seconds: float
+    data_wait: float
+
+    @property
+    def images_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def as_record(self) -> dict[str, float]:
+        """For ``metrics.jsonl``."""
+        return {
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "seconds": self.seconds,
+            "images_per_s": self.images_per_s,
+            "data_wait": self.data_wait,
+        }
+
+    @classmethod
+    def merge(cls, windows: list[WindowTotals]) -> WindowTotals:
+        """Several windows as one; those without a sample, all of whose steps were skipped, have only taken time."""
+        samples = sum(w.samples for w in windows)
+        seen = [w for w in windows if w.samples]
+        seconds = sum(w.seconds for w in windows)
+        return cls(
+            samples,
+            sum(w.loss * w.samples for w in seen) / samples if seen else math.nan,
+            sum(w.accuracy * w.samples for w in seen) / samples if seen else math.nan,
+            seconds,
+            sum(w.data_wait * w.seconds for w in windows) / seconds if seconds else 0.0,
+        )
+
+
+class WindowState(NamedTuple):
+    """An unfinished window of one rank: sums over its samples, and the seconds it waited and lasted."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    samples: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+
+    @classmethod
+    def redistribute(cls, states: Sequence[WindowState], world_size: int) -> list[WindowState]:
+        """The states of as many ranks as there are now: as they were, or all samples on rank 0."""
+        if len(states) == world_size:
+            return list(states)
+        loss, correct, samples, waited, seconds = (sum(values) for values in zip(*states, strict=True))
+        lasted = seconds / len(states)
+        return [cls(loss, correct, int(samples), waited, lasted), *[cls(seconds=lasted)] * (world_size - 1)]
+
+
+class Window:
+    """Sums over a few steps on this rank. Nothing is read from the device before :meth:`reduce`, since each such read
+    would make the host wait for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, correct
+        self._marked = torch.zeros_like(self._sums)
+        self._samples = self._marked_samples = 0
+        self._waited = 0.0
+        self._began = time.perf_counter()
+
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; the time until each comes counts as waiting for data."""
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """A micro-batch: its mean loss (0-d), logits ``[n, classes]`` and labels ``[n]``."""
+        correct = (logits.detach().argmax(1) == labels).sum()
+        self._sums += torch.stack([loss.detach() * len(labels), correct])
+        self._samples += len(labels)
+
+    def reduce(self, env: DistEnv) -> WindowTotals:
+        """The totals over all ranks, by one all-reduce, and the beginning of the next window."""
+        if env.device.type == "cuda":
+            torch.cuda.synchronize(env.device)  # the steps that are queued belong to this window
+        seconds = time.perf_counter() - self._began
+        sums = torch.cat([self._sums, self._sums.new_tensor([self._samples, self._waited, seconds])])
+        loss, correct, samples, waited, taken = env.sum_over_ranks(sums).tolist()
+        self.restore(WindowState())
+        share = 1 / samples if samples else math.nan  # none, if all of its steps were skipped
+        return WindowTotals(int(samples), loss * share, correct * share, taken / env.world_size, waited / taken)
+
+    def mark(self) -> None:
+        """Remember the sums, for :meth:`rewind`."""
+        self._marked.copy_(self._sums)
+        self._marked_samples = self._samples
+
+    def rewind(self) -> None:
+        """Forget the batches that were added since :meth:`mark`; the time that they took still counts."""
+        self._sums.copy_(self._marked)
+        self._samples = self._marked_samples
+
+    def state(self) -> WindowState:
+        """What is in it, for a checkpoint."""
+        loss, correct = self._sums.tolist()
+        return WindowState(loss, correct, self._samples, self._waited, time.perf_counter() - self._began)
+
+    def restore(self, state: WindowState) -> None:
+        """Go on from there."""
+        self._sums.copy_(torch.tensor([state.loss, state.correct], dtype=torch.float64))
+        self._samples, self._waited, self._began = state.samples, state.waited, time.perf_counter() - state.seconds
+
+
+def log_window(
+    window: Window,
+    env: DistEnv,
+    step: int,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    record: Callable[..., None],
+    progress: Progress | None,
+) -> WindowTotals:
+    """End the window after this step: sum it over the ranks, record it, show it. Returns the totals.
+
+    :param record: called with ``"step"``, the step and the values by name
+    """
+    totals, rate = window.reduce(env), optimizer.param_groups[0]["lr"]
+    record("step", step, learning_rate=rate, loss_scale=scaler.get_scale(), **totals.as_record())
+    if progress is not None:
+        progress.reach(step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s")
+    return totals

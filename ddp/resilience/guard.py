@@ -1,0 +1,132 @@
+"""What surrounds one training step, so that a bad one does no harm and all ranks take the same decision.
+
+``train_step`` calls a guard in three places: for its batches, with its loss, and with the norm of its gradients. The default
+(ddp/resilience/step_guard.py) does nothing. This one
+
+- saves what a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
+- sends flags with the gradients (ddp/resilience/flags.py), so that all ranks stop, save or fail after the same step;
+- skips a step whose loss or gradients are not finite (ddp/resilience/nonfinite.py);
+- tells the watchdog where this rank is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor, nn
+
+from common.data.datasets import Batch
+from common.distributed.process_group import DistEnv
+from common.errors import UsageError
+from common.training.precision import autocast
+from dataloading.loader.failures import explained as loader_errors  # TODO
+from ddp.batchnorm import SavedStatistics
+from ddp.job import Job
+from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
+from ddp.resilience.nonfinite import report_skipped
+from ddp.resilience.step_guard import StepGuard
+
+
+class ResilientGuard(StepGuard):
+    """The guard of ``ddp.train``; first :meth:`wrap` the network, then :meth:`begin` the job.
+
+    ``flags`` are those of the last step, the same on every rank: ``not_finite`` says that it was skipped. ``requests`` is
+    called in each micro-step for the flags of this rank.
+    """
+
+    def __init__(self, env: DistEnv) -> None:
+        self._env = env
+        self.flags = NO_FLAGS
+        self.requests: Callable[[], Flags] = lambda: NO_FLAGS
+        self._losses: list[Tensor] = []  # of this step's micro-steps
+
+    def wrap(self, network: nn.Module) -> WithFlags:
+        self._with_flags = WithFlags(network, self._env.device)
+        self._statistics = SavedStatistics(network)
+        return self._with_flags
+
+    def begin(self, job: Job) -> None:
+        """Guard the steps of this job, whose network this guard has wrapped. A collective."""
+        self._job = job
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """One backward pass that is thrown away, so that DDP's buckets are final before the first step.
+
+        DDP rebuilds its buckets after the first backward pass, in the order in which gradients became ready. With three
+        ranks or more, the order in which a gradient is summed over the ranks depends on its place in the bucket. A resumed
+        run, whose first step is not the first, would otherwise differ in the last bit.
+        """
+        job, device = self._job, self._env.device
+        self.save()
+        with autocast(device, job.config.precision):
+            logits = job.model(job.data.to_input(job.empty_batch().images.to(device), job.config.memory_format))
+        self._with_flags.attach(logits.float().sum(), NO_FLAGS).backward()
+        self._with_flags.flags.grad = None
+        job.optimizer.zero_grad(set_to_none=True)
+        self.restore()
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's micro-batches of an epoch.
+
+        One rank may find a damaged file when the others already wait for its gradients. It then continues with empty
+        images to the end of the step, where all ranks stop together.
+        """
+        job = self._job
+        source = self._loaded(loader)
+        for micro_step in itertools.cycle(range(job.config.grad_accumulation_steps)):
+            if micro_step == 0:
+                self.save()
+            job.watchdog.at(job.step + 1, "data")
+            batch = next(source, None)
+            if batch is None:
+                return
+            job.watchdog.at(job.step + 1, "forward and backward")
+            yield batch
+
+    def _loaded(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        try:
+            with loader_errors():  # a loader worker that was killed, a full /dev/shm
+                yield from loader
+        except UsageError as error:
+            self._job.user_error = error
+            while True:
+                yield self._job.empty_batch()
+
+    def save(self) -> None:
+        """Remember the state to which a skipped step returns."""
+        self._statistics.save()
+        self._job.window.mark()
+
+    def restore(self) -> None:
+        """Undo what a skipped step's forward passes have changed."""
+        self._statistics.restore()
+        self._job.window.rewind()
+
+    def attach(self, loss: Tensor) -> Tensor:
+        self._losses.append(loss.detach())
+        mine = self.requests()._replace(user_error=self._job.user_error is not None)
+        return self._with_flags.attach(loss, mine)
+
+    def accepts(self, norm: Tensor) -> bool:
+        """See :class:`StepGuard`.
+
+        :raises UsageError: on every rank, if one met a user error, or if too many steps had to be skipped
+        """
+        job, scaler = self._job, self._job.scaler
+        losses, self._losses = self._losses, []
+        flags = self._with_flags.reduced()
+        if flags.user_error:
+            with self._env.fail_together():
+                if job.user_error is not None:
+                    raise job.user_error
+        # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
+        # a report only when the scale cannot be lowered further.
+        scaler_skips = scaler.is_enabled() and scaler.get_scale() * scaler.get_backoff_factor() >= 1.0
+        finite = not flags.not_finite and (scaler_skips or bool(norm.isfinite()))
+        self.flags = flags._replace(not_finite=not finite)
+        if not finite:
+            self.restore()
+            report_skipped(job, losses)
+        return finite

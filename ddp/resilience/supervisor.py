@@ -1,0 +1,136 @@
+"""What runs beside the training loop of a job: metrics, checkpoints in time, stop requests, the watchdog, progress.
+
+The loop in ddp/train.py calls it after each step and each epoch. Nothing here changes what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from common.data.datasets import Batch
+from common.distributed.rank_logging import Progress
+from common.reporting.profiling import profile_steps
+from common.resilience.stop_request import StopRequest, exit_status, signal_name
+from common.training.evaluation import Evaluation
+from common.training.metrics import MetricsWriter
+from common.training.window import WindowTotals
+from dataloading.loader.failures import explained as loader_errors  # TODO
+from ddp.checkpoint.checkpointer import Checkpointer
+from ddp.job import Job
+from ddp.resilience.flags import Flags
+from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.replica_check import require_equal_replicas
+from ddp.resilience.run_report import report_run
+
+logger = logging.getLogger("ddp.train")
+
+# The watchdog names the rank that is missing. The backend's own timeout names none, so it is this much longer.
+AFTER_THE_WATCHDOG_S = 30.0
+
+
+class Supervisor:
+    """Watches over the training loop for the length of a ``with`` block, which all ranks enter together.
+
+    :param job: to be trained, or trained further
+    :param resumed: whether it continues from a checkpoint, with that checkpoint's metrics
+    """
+
+    def __init__(self, job: Job, resumed: bool) -> None:
+        assert isinstance(job.guard, ResilientGuard)
+        self.job, self.guard = job, job.guard
+        self._resumed = resumed
+        self._stop = StopRequest()
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Supervisor:
+        job, config, env = self.job, self.job.config, self.job.env
+        if self._resumed:
+            logger.info(f"resuming after step {job.step}, {job.step_in_epoch} steps into epoch {job.epoch + 1}")
+        logger.info(
+            f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
+            f"{job.sampler.micro_batch_size} samples, {config.precision}, {env.backend}"
+        )
+        with env.fail_together():
+            after = (job.step, job.epoch) if self._resumed else None
+            job.metrics = MetricsWriter(
+                config.run_dir, after=after, tensorboard=config.tensorboard, silent=not env.is_main
+            )
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(job.metrics)
+            self.checkpointer = entered.enter_context(Checkpointer(config, env, job.metrics))
+            entered.enter_context(job.watchdog)
+            entered.enter_context(self._stop.listening())
+            steps = config.epochs * job.sampler.steps_per_epoch
+            job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
+            folder = config.run_dir / "profile" if config.profile else None
+            self._profile_step = entered.enter_context(profile_steps(env, folder))
+            self.guard.requests = lambda: Flags(stop=bool(self._stop), save=self.checkpointer.overdue())
+            self._open = entered.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def after_step(self) -> None:
+        """Compare the replicas, save or leave, as the step that is just over asks for. The same on every rank."""
+        job, config, flags = self.job, self.job.config, self.guard.flags
+        self._profile_step()
+        last = job.step_in_epoch == job.sampler.steps_per_epoch
+        if config.check_replicas_every and job.step % config.check_replicas_every == 0:
+            job.watchdog.at(job.step, "replica check")
+            require_equal_replicas(job.network, job.env, job.step)
+        if flags.stop:
+            self._leave()
+        if not (last or flags.not_finite) and (flags.save or self.checkpointer.due(job.step)):
+            self.checkpointer.save(job)
+
+    def until_stopped(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's batches of the test set, until a stop is requested; each is a sign of life for the watchdog."""
+        self.job.watchdog.at(self.job.step, "evaluation")
+
+        def loaded() -> Iterator[Batch]:
+            with loader_errors():
+                yield from loader
+
+        return self.job.watchdog.each(self._stop.before(loaded()), "evaluation")
+
+    def leave_if_stopped(self) -> None:
+        """After an evaluation: all ranks leave if any was asked to stop."""
+        if self.job.env.sum_over_ranks(torch.tensor(float(bool(self._stop)), device=self.job.env.device)):
+            self._leave()
+
+    def record_epoch(self, totals: WindowTotals, result: Evaluation) -> None:
+        """Log and record the epoch that is just over."""
+        job = self.job
+        assert job.metrics is not None
+        with job.env.fail_together():  # the disk of rank 0 may be full
+            tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
+            job.metrics.write("epoch", job.step, epoch=job.epoch - 1, **totals.as_record(), **tested)
+        logger.info(
+            f"epoch {job.epoch} of {job.config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+            f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+        )
+
+    def report(self, result: Evaluation) -> None:
+        """Draw the figures and print the summary, on rank 0, while the others wait."""
+        report_run(self.job.config, self.job.env, self.job.network, self.job.data, result)
+
+    def _leave(self) -> NoReturn:
+        """Save the step that is just over, and exit with a status that asks to be started again."""
+        job = self.job
+        self.checkpointer.save(job, wait=True)
+        requests: list[int | None] = [None] * job.env.world_size
+        dist.all_gather_object(requests, self._stop.number)
+        who = ", ".join(f"{signal_name(n)} on rank {rank}" for rank, n in enumerate(requests) if n is not None)
+        if job.env.is_main:
+            logger.warning(f"stopped by {who} after step {job.step}, which is saved: --resume continues from there")
+        raise SystemExit(exit_status(requests))
