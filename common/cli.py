@@ -1,4 +1,4 @@
-"""Commands: a frozen dataclass is the command line, and what a person got wrong is one line.
+"""Commands: a frozen dataclass is the command line, and a user error is one line.
 
 Each command declares its configuration once, as a frozen dataclass whose fields are made with :func:`option`; the flags,
 their help, their defaults and the check of their range all come from there::
@@ -19,12 +19,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
+import inspect
 import math
 import operator
 import os
 import signal
 import sys
 import time
+import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -36,7 +39,7 @@ from common.resilience.signal_redelivery import keep_stops
 
 Config = TypeVar("Config")
 
-# How long a rank waits for rank 0 to speak. torchrun ends it as soon as rank 0 has left.
+# Seconds that a rank waits for rank 0 to print the error. torchrun ends it as soon as rank 0 has left.
 WAIT_FOR_RANK_ZERO_S = 30.0
 WAIT_IF_SEEN_BY_ALL_S = 2.0
 
@@ -46,6 +49,7 @@ def option(
     help: str,
     *,
     choices: Sequence[str] | None = None,
+    or_function: bool = False,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -54,15 +58,15 @@ def option(
 ) -> Any:
     """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not.
 
-    A field of type ``tuple[int, ...]`` (or of another such type) is typed as a list, ``--workers 0,2,4``; the choices and
-    the range are those of each of its values.
+    A field of type ``tuple[int, ...]`` (or of another element type) is given as a list, ``--workers 0,2,4``. The choices
+    and the range then apply to each value.
 
+    :param or_function: accept ``module:function`` besides the choices; see :func:`import_function`
     :param former_name: the field's name in an older version, whose flag is still understood
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "former_name": former_name, **limits}
-    )
+    names = {"choices": choices, "or_function": or_function, "former_name": former_name}
+    return dataclasses.field(default=default, metadata={"help": help, **names, **limits})
 
 
 def flag_of(field_name: str) -> str:
@@ -71,7 +75,7 @@ def flag_of(field_name: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, except that a mistake is a :class:`UsageError` (one line) instead of the usage text and an exit."""
+    """argparse, but a user error raises :class:`UsageError` (one line) instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -90,9 +94,9 @@ def parse(
 
     :param program: the module as it is run, ``"ddp.train"``
     :param argv: the arguments; ``sys.argv[1:]`` when None
-    :param underscores: take each flag also as ``-batch_size``, as many courses' scripts have it
-    :raises UsageError: for an unknown flag, an unreadable value, one that is out of its range, or whatever
-        ``config_type.__post_init__`` finds wrong with them together
+    :param underscores: accept each flag also as ``-batch_size``, as the scripts of many courses do
+    :raises UsageError: for an unknown flag, an unreadable value, a value out of its range, or a combination that
+        ``config_type.__post_init__`` refuses
     """
     parser = _Parser(
         prog=f"python -m {program}",
@@ -107,11 +111,14 @@ def parse(
         if kind is bool:
             settings["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
-            settings |= {"type": kind, "choices": field.metadata["choices"]}
-            settings["metavar"] = None if field.metadata["choices"] else kind.__name__.upper()
+            choices = field.metadata["choices"]
+            settings |= {"type": kind, "choices": choices, "metavar": None if choices else kind.__name__.upper()}
+            if field.metadata["or_function"]:
+                settings |= {"type": _name_or_function(choices), "choices": None}
+                settings["metavar"] = f"{{{','.join((*choices, 'MODULE:FUNCTION'))}}}"
             if _is_list(hints[field.name]):
-                settings |= {"type": _list_of(kind, field.metadata["choices"]), "choices": None}
-                settings["metavar"] = f"{'|'.join(field.metadata['choices'] or [kind.__name__.upper()])},..."
+                settings |= {"type": _list_of(kind, choices), "choices": None}
+                settings["metavar"] = f"{'|'.join(choices or [kind.__name__.upper()])},..."
         flags = [flag_of(field.name), *([f"-{field.name}"] if underscores else [])]
         parser.add_argument(*flags, **settings)
         if field.metadata["former_name"]:
@@ -146,8 +153,9 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Make ``main`` a command: a :class:`UsageError` becomes one line on stderr and exit status 2, once per job.
 
-    Every rank of a job meets the same error, so rank 0 speaks for all. The others wait, since one that left first would
-    have torchrun end rank 0 before it has spoken; if nobody has ended them by then, the mistake was theirs alone.
+    Every rank of a job meets the same error, so rank 0 prints it for all. The other ranks wait: if one of them left first,
+    torchrun would end rank 0 before it has printed. A rank that is still alive after the wait met the error alone, and prints
+    it itself.
     """
 
     @functools.wraps(main)
@@ -156,7 +164,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
             with keep_stops(lambda error: signal.SIGINT if isinstance(error, KeyboardInterrupt) else None):
                 main()
         except KeyboardInterrupt:
-            sys.exit(130)  # as a shell has it; nobody needs to be told where Ctrl-C found us
+            sys.exit(130)  # the shell's status for Ctrl-C, without a traceback
         except UsageError as error:
             rank = os.environ.get("RANK", "0")
             if rank == "0":
@@ -171,14 +179,69 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def is_function_name(value: str) -> bool:
+    """Whether an option that takes ``module:function`` was given one, and not one of its choices."""
+    return ":" in value
+
+
+def import_function(flag: str, value: str, signature: str, arguments: tuple[Any, ...] = ()) -> Callable[..., Any]:
+    """The function (or class) that ``module:function`` names. Python's usual search path applies; the current directory
+    comes first with ``python -m`` and with ``torchrun -m``.
+
+    :param flag: for the error's text, ``"--model"``
+    :param signature: what is expected, ``"build(shape, classes) -> nn.Module"``
+    :param arguments: those it will be called with; only their number is checked here
+    :raises UsageError: when the module cannot be imported, has no such attribute, or this cannot be called so
+    """
+    expected = f"give a function {signature} as module:function"
+    module_name, _, name = value.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except UsageError:
+        raise
+    except Exception as error:  # a module's code may raise anything while it is imported
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if "importlib" in place.filename else f", {place.filename} line {place.lineno}"
+        raise UsageError(
+            f"{flag} {value}: module {module_name!r} cannot be imported "
+            f"({type(error).__name__}: {' '.join(str(error).split())}{where}): {expected}"
+        ) from error
+    try:
+        function = functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        raise UsageError(f"{flag} {value}: module {module_name!r} has no {name!r}: {expected}") from None
+    if not callable(function):
+        raise UsageError(f"{flag} {value} is a {type(function).__name__} and cannot be called: {expected}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:  # some functions written in C do not tell their parameters
+        pass
+    except TypeError as error:
+        raise UsageError(f"{flag} {value} takes other arguments ({error}): {expected}") from None
+    return typing.cast(Callable[..., Any], function)
+
+
+def _name_or_function(choices: Sequence[str]) -> Callable[[str], str]:
+    """argparse's ``type`` for one of the choices, or ``module:function``."""
+
+    def read(text: str) -> str:
+        if text in choices or all(text.partition(":")):
+            return text
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {text!r} (choose from {', '.join(choices)} or module:function)"
+        )
+
+    return read
+
+
 def _is_list(hint: Any) -> bool:
-    """Whether the type is ``tuple[int, ...]``, or that or None."""
+    """Whether the type is ``tuple[int, ...]`` or ``tuple[int, ...] | None``."""
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(typing.get_origin(part) is tuple for part in parts)
 
 
 def _list_of(kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], tuple[Any, ...]]:
-    """argparse's ``type`` for a list: its values between commas."""
+    """argparse's ``type`` for a list of values between commas."""
 
     def read(text: str) -> tuple[Any, ...]:
         values = []

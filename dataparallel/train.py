@@ -43,7 +43,7 @@ from common.training.models import LEAST_SAMPLES, build_model
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast
 from common.training.randomness import derive_seed, seed_torch, shuffled
-from common.training.recipes import LearningConfig, load_in_memory, require_a_batch
+from common.training.recipes import LearningConfig, load_dataset, require_a_batch
 from common.training.window import Window, WindowTotals
 from dataparallel.devices import parse_devices
 from dataparallel.parallel import HandwrittenDataParallel
@@ -74,7 +74,7 @@ class TrainConfig(LearningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._default("run_dir", Path("runs", f"dataparallel-{self.dataset}-{self.model}"))
+        self._default("run_dir", Path("runs", f"dataparallel-{self.run_name}"))
 
 
 @command
@@ -96,7 +96,7 @@ def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
     require_samples_for_all(config, len(devices))
     if config.download:
         fashion_mnist.download(Path(config.data_dir))
-    data = load_in_memory(config)
+    data = load_dataset(config)
     require_a_batch(config, data)
     with prepare(config.run_dir, overwrite=config.overwrite, resumable=False):
         named = ", ".join(map(str, devices))

@@ -14,15 +14,18 @@ from common.errors import UsageError
 from common.training.metrics import check_tensorboard
 from common.training.models import LEAST_SAMPLES, MODELS
 from common.training.recipes import LearningConfig
-from dataloading.dataset.decoders import DECODERS
 from ddp.all_reduce.choice import ALL_REDUCES
 
-DATASETS = (*IN_MEMORY, "lfw")
+DATASETS = (*IN_MEMORY, "lfw", "folder")
 LOADERS = ("stock", "fast")
+DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
 STRATEGIES = ("torch", "naive", "handwritten")
 
-# How images are had from files, unless a flag says otherwise; those in memory have no use for it.
-FROM_FILES: dict[str, Any] = {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"}
+# The settings that only data sets of files have, with their defaults.
+FROM_FILES: dict[str, dict[str, Any]] = {
+    "lfw": {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"},
+    "folder": {"image_size": 64},
+}
 # Where a run lies and how it was begun, which changes nothing in it.
 OF_THE_START = ("resume", "auto_resume", "overwrite", "run_dir")
 
@@ -46,26 +49,36 @@ class TrainConfig(LearningConfig):
     """
 
     # What is learned, and from what
-    dataset: str = option("glyphs", "what to train on; lfw is a folder of faces", choices=DATASETS)
+    dataset: str = option(
+        "glyphs",
+        "what to train on; lfw is a folder of faces, folder has a folder of images per class; of your own: a function load() "
+        "in a module",
+        choices=DATASETS,
+        or_function=True,
+    )
     data_dir: str = option(
         None,
         "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's); of lfw: "
-        "a folder or URL with a folder of JPEGs for each person (default: faces drawn for the purpose)",
+        "a folder or URL with a folder of JPEGs for each person (default: faces drawn for the purpose); of folder: "
+        "DIR/CLASS/IMAGE, or DIR/train/CLASS/IMAGE and DIR/test/CLASS/IMAGE",
     )
     min_images_per_person: int = option(
         None, "of lfw, take the people with so many images; a fifth of each is for testing (default: 40)", minimum=2
     )
     image_size: int = option(
-        None, "height and width to which lfw's images are resized (default: 64)", minimum=8, maximum=1024
+        None, "height and width to which images from files are resized (default: 64)", minimum=8, maximum=1024
     )
-    model: str = option(None, "what to train (default: fashion-cnn; resnet18 on lfw)", choices=MODELS)
+    model: str = option(
+        None,
+        "what to train; of your own: a function build(shape, classes) in a module (default: fashion-cnn; resnet18 for files)",
+        choices=MODELS,
+        or_function=True,
+    )
 
     # The optimization
-    epochs: int = option(
-        None, "passes over the training set (default: 12 on glyphs, 10 on fashion-mnist, 15 on lfw)", minimum=1
-    )
+    epochs: int = option(None, "passes over the training set (default: 12 on glyphs, 15 on files, else 10)", minimum=1)
     batch_size: int = option(
-        None, "samples per optimizer step, over all ranks and micro-steps; 48 on lfw (default: 144)", minimum=1
+        None, "samples per optimizer step, over all ranks and micro-steps; 48 on files (default: 144)", minimum=1
     )
     grad_accumulation_steps: int = option(
         1, "forward-backward passes (micro-steps) per optimizer step", minimum=1, former_name="micro_steps"
@@ -93,12 +106,12 @@ class TrainConfig(LearningConfig):
 
     # Loading
     loader: str = option(
-        None, "torch's DataLoader, or dataloading's own, for files (default: stock; fast on lfw)", choices=LOADERS
+        None, "torch's DataLoader, or dataloading's own, for files (default: stock; fast for files)", choices=LOADERS
     )
     workers: int = option(
         None,
         "loader processes (or threads, of the fast one) per rank; on a CPU, they compete with training for its cores "
-        "(default: 0, since data in memory is fetched fastest without; 1 on lfw)",
+        "(default: 0, since data in memory is fetched fastest without; 1 for files)",
         minimum=0,
     )
     persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
@@ -124,15 +137,19 @@ class TrainConfig(LearningConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_memory = self.dataset in IN_MEMORY
-        for name, value in FROM_FILES.items():
-            if in_memory and getattr(self, name) is not None:
-                raise UsageError(f"{flag_of(name)} is for lfw: {self.dataset} has no files to choose from or decode")
-            self._default(name, None if in_memory else value)
-        self._default("loader", "stock" if in_memory else "fast")
-        self._default("workers", 0 if in_memory else 1)
-        if in_memory and self.loader == "fast":
-            raise UsageError(f"--loader fast is for lfw: {self.dataset} lies in memory and needs no decoding")
+        if self.dataset == "folder" and not self.data_dir:
+            raise UsageError("--dataset folder needs --data-dir DIR, a folder with a folder of images for each class")
+        from_files = FROM_FILES.get(self.dataset, {})
+        for name in FROM_FILES["lfw"]:
+            if name not in from_files and getattr(self, name) is not None:
+                takers = " and ".join(dataset for dataset, settings in FROM_FILES.items() if name in settings)
+                reason = "has no files to choose from or decode" if not from_files else "does not take it"
+                raise UsageError(f"{flag_of(name)} is for {takers}: {self.dataset} {reason}")
+            self._default(name, from_files.get(name))
+        self._default("loader", "fast" if from_files else "stock")
+        self._default("workers", 1 if from_files else 0)
+        if not from_files and self.loader == "fast":
+            raise UsageError(f"--loader fast is for {' and '.join(FROM_FILES)}: {self.dataset} has no files to decode")
         if self.all_reduce is not None and self.strategy != "handwritten":
             raise UsageError(
                 f"--all-reduce {self.all_reduce} is for the DDP written by hand: add --strategy handwritten"
@@ -142,7 +159,7 @@ class TrainConfig(LearningConfig):
             flag = "--resume" if self.resume else "--auto-resume"
             raise UsageError(f"{flag} continues the run in its directory and --overwrite deletes it: give one of them")
         _ = self.checkpoint_interval  # which may be wrong
-        self._default("run_dir", Path("runs", f"{self.dataset}-{self.model}"))
+        self._default("run_dir", Path("runs", self.run_name))
 
     @property
     def checkpoint_interval(self) -> tuple[int | None, float | None]:

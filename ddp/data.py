@@ -1,58 +1,70 @@
-"""What a run learns from, and the loader that brings it its batches."""
+"""The data set of a run, and the loader of its batches.
+
+``dataloading`` is imported here and nowhere else in ``ddp``, and only for images in files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from common.data import fashion_mnist
 from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
 from common.distributed.process_group import DistEnv
 from common.resilience.loader_workers import poll_for_deaths, start_worker
 from common.training.evaluation import evaluation_batch_size
-from common.training.recipes import load_in_memory, require_a_batch
-from dataloading.dataset.batches import LFWBatches
-from dataloading.dataset.training_data import load_lfw
-from dataloading.loader.fast_loader import FastLoader
-from dataloading.synthetic import face_cache
-from ddp.config import WITHOUT_WORKERS, Loading, TrainConfig
+from common.training.recipes import load_dataset, require_a_batch
+from ddp.config import FROM_FILES, WITHOUT_WORKERS, Loading, TrainConfig
 from ddp.sampler import ShardSampler
 
-Loader = DataLoader[Batch] | FastLoader
+Loader = Iterable[Batch]
 
 
 def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
-    """Every rank holds the data set; one process per node fetches or draws it, while the others wait."""
+    """Load the data set on every rank. One process per node downloads or draws it first, while the others wait."""
     with env.fail_together():
         if env.local_rank == 0 and config.download:
+            from common.data import fashion_mnist
+
             fashion_mnist.download(Path(config.data_dir))
         if env.local_rank == 0 and config.dataset == "lfw" and not config.data_dir:
+            from dataloading.synthetic import face_cache
+
             face_cache.ensure()
     with env.fail_together():
-        if config.dataset == "lfw":
-            data = load_lfw(
-                config.data_dir,
-                min_images_per_person=config.min_images_per_person,
-                image_size=config.image_size,
-                augmentation=config.augmentation,
-                seed=config.seed,
-                train_samples=config.train_samples,
-                test_samples=config.test_samples,
-                decoder=config.decoder,
-            )
-        else:
-            data = load_in_memory(config)
+        data = load_files(config) if config.dataset in FROM_FILES else load_dataset(config)
         require_a_batch(config, data)
     return data
 
 
+def load_files(config: TrainConfig) -> ImageData:
+    """A data set of image files: ``lfw`` or ``folder``."""
+    from dataloading.dataset.image_folder import load_folder
+    from dataloading.dataset.training_data import load_lfw
+
+    taken: dict[str, Any] = {
+        "image_size": config.image_size,
+        "augmentation": config.augmentation,
+        "seed": config.seed,
+        "train_samples": config.train_samples,
+        "test_samples": config.test_samples,
+    }
+    if config.dataset == "folder":
+        return load_folder(config.data_dir, **taken)
+    people = config.min_images_per_person
+    return load_lfw(config.data_dir, min_images_per_person=people, decoder=config.decoder, **taken)
+
+
 def open_loader(images: Images, batch_sampler: Iterable[BatchKey], device: torch.device, loading: Loading) -> Loader:
-    """The loader that brings the batches a sampler asks for: torch's own, or for images in files the fast one."""
+    """The loader of the batches that a sampler asks for: torch's own, or for images in files the fast one."""
     pin_memory = device.type == "cuda"
     if loading.loader == "fast":
+        from dataloading.dataset.batches import LFWBatches
+        from dataloading.loader.fast_loader import FastLoader
+
         assert isinstance(images, LFWBatches)
         return FastLoader(
             images,

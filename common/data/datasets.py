@@ -1,15 +1,16 @@
-"""The image data sets as a loader asks for them, a whole batch at a time, and those that are held in memory as uint8.
+"""Image data sets that return whole batches, and those that are held in memory as uint8.
 
-``DataLoader`` asks a data set that has ``__getitems__`` for all samples of a batch in one call. On images that lie in
-memory this is the difference between one indexing operation and a Python loop with a collate at its end.
+``DataLoader`` asks a data set with ``__getitems__`` for all samples of a batch in one call. For images in memory, that is one
+indexing operation instead of a Python loop and a collate.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.data import fashion_mnist, glyphs
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.errors import UsageError
 
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
 
 class Images(Protocol):
-    """One half of a data set, wherever its images are."""
+    """One half of a data set: the training or the test images, in memory or in files."""
 
     @property
     def labels(self) -> npt.NDArray[np.int64]: ...
@@ -62,8 +62,10 @@ class Images(Protocol):
 class ImageDataset(Dataset[Batch]):
     """Images and labels in memory.
 
-    :param images: uint8 ``[samples, channels, height, width]``; :param labels: int64 ``[samples]``
-    :param augmentation: what is done to a fetched batch, a pure function of (seed, epoch, sample)
+    :param images: uint8 ``[samples, channels, height, width]``
+    :param labels: int64 ``[samples]``
+    :param augmentation: of a fetched batch, a pure function of (seed, epoch, sample)
+    :param seed: of the augmentation
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class ImageDataset(Dataset[Batch]):
 
 
 def batches(images: Images, samples: npt.NDArray[np.int64], batch_size: int, epoch: int = 0) -> Iterator[Batch]:
-    """Fetch samples in the order given, as they look in this epoch, in this process; the last batch may be smaller."""
+    """Fetch samples in this process, in the given order and augmented for this epoch; the last batch may be smaller."""
     for start in range(0, len(samples), batch_size):
         yield images.__getitems__(BatchKey(epoch, samples[start : start + batch_size]))
 
@@ -103,10 +105,12 @@ def keep_batch(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set's two halves, and what a model needs to know of them.
+    """A data set: training and test images, class names, and the pixel statistics for normalization.
 
-    :param mean: :param std: of the training images' pixels, on a scale of 0 to 1
-    :param fingerprint: a digest that tells it from other data
+    :param classes: names, in the order of the labels
+    :param mean: of the training images' pixels, on a scale of 0 to 1
+    :param std: their standard deviation
+    :param fingerprint: a digest of the data, compared when a run is resumed
     """
 
     name: str
@@ -123,7 +127,7 @@ class ImageData:
         return self.train.shape
 
     def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-        """uint8 images as a model wants them: float32 of mean 0 and standard deviation 1, on the device they are on."""
+        """The model's input: uint8 images become float32 of mean 0 and standard deviation 1, on the same device."""
         return (
             images.to(torch.float32, memory_format=memory_format).mul_(1 / (255 * self.std)).sub_(self.mean / self.std)
         )
@@ -140,18 +144,28 @@ def load(
 ) -> ImageData:
     """Load a data set of :data:`IN_MEMORY`.
 
-    :param folder: where ``fashion-mnist`` lies: torchvision's layout, or simply its four files; ``glyphs`` needs none
-    :param train_samples: :param test_samples: take only the first so many; all when None
+    :param folder: of ``fashion-mnist``: torchvision's layout, or simply its four files
+    :param train_samples: use only the first so many; all when None
+    :param test_samples: likewise
     :param seed: of the augmentation. The data itself is the same for every seed.
-    :raises UsageError: when files are missing, damaged, not what they should be or not needed, or have too few samples
+    :raises UsageError: when files are missing, damaged, of another data set or not needed, or have too few samples
     """
     if name == "glyphs" and folder is not None:
-        raise UsageError(f"--data-dir {folder} is for fashion-mnist and lfw: glyphs are rendered, not read")
-    source = glyphs if name == "glyphs" else fashion_mnist
+        raise UsageError(f"--data-dir {folder} is for fashion-mnist and files: glyphs are rendered, not read")
+    source: ModuleType
+    read: Callable[[str, int], tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]
+    if name == "glyphs":
+        from common.data import glyphs  # here, since it imports Pillow
+
+        source, read = glyphs, glyphs.render
+    else:
+        from common.data import fashion_mnist
+
+        source, read = fashion_mnist, lambda split, count: fashion_mnist.read(folder, split)
     halves = {}
     for split, limit in (("train", train_samples), ("test", test_samples)):
         count = first_samples(split, limit, source.SAMPLES[split], name)
-        images, labels = glyphs.render(split, count) if name == "glyphs" else fashion_mnist.read(folder, split)
+        images, labels = read(split, count)
         halves[split] = images[:count, None], labels[:count]
 
     images, labels = halves["train"]
@@ -169,9 +183,9 @@ def load(
 
 
 def first_samples(split: str, limit: int | None, available: int, name: str) -> int:
-    """How many samples of a half are taken: the first ``limit``, or all that are ``available``.
+    """The number of samples of a half that are used: the first ``limit``, or all that are ``available``.
 
-    :raises UsageError: when there are not so many
+    :raises UsageError: when there are fewer
     """
     if limit is not None and limit > available:
         raise UsageError(f"--{split}-samples {limit} is more than the {available:,} that {name} has")
@@ -181,7 +195,7 @@ def first_samples(split: str, limit: int | None, available: int, name: str) -> i
 def mean_and_std(images: npt.NDArray[np.uint8]) -> tuple[float, float]:
     """Mean and standard deviation of all pixels, on a scale of 0 to 1.
 
-    Counting is exact, and so the same on every machine; in pieces, since bincount makes an int64 copy of what it counts.
+    Counting is exact, and so the same on every machine. It goes in pieces, since bincount makes an int64 copy of its input.
     """
     histogram = np.sum([np.bincount(part.reshape(-1), minlength=256) for part in np.array_split(images, 100)], axis=0)
     levels = np.arange(256) / 255

@@ -79,14 +79,15 @@ def plot_samples(
 ) -> None:
     """Images in a grid of eight columns, each with what was predicted; mistakes in red, with the truth.
 
-    :param images: uint8 ``[n, channels, height, width]``, grey or RGB
+    :param images: uint8 ``[n, channels, height, width]``, grey or RGB; of other numbers of channels, the first is drawn
     """
     rows = -(-len(images) // 8)
     figure, axes = new_figure(rows, 8, (9.6, 1.4 * rows + 0.6), title)
     for plot in axes.flat:
         plot.set_axis_off()
     for plot, image, label, prediction in zip(axes.flat, images, labels, predictions, strict=False):
-        plot.imshow(image.transpose(1, 2, 0).squeeze(), cmap="gray")
+        drawn = image if len(image) in (1, 3) else image[:1]
+        plot.imshow(drawn.transpose(1, 2, 0).squeeze(), cmap="gray")
         right = label == prediction
         text = classes[prediction] if right else f"{classes[prediction]}, not {classes[label]}"
         if len(text) > LONG_NAME:

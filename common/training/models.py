@@ -1,16 +1,21 @@
-"""The models: a small one that learns, a wide one whose gradients are heavy, and one that everybody knows.
+"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18, and any model of one's own.
 
 All take float images ``[n, channels, height, width]`` and return logits ``[n, classes]``.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from common.cli import import_function, is_function_name
+from common.errors import UsageError
+
 MODELS = ("fashion-cnn", "mlp", "resnet18")
-# Samples of a forward pass in training, where it takes more than one: resnet18's last feature maps are of one pixel for images
-# of up to 32x32, and BatchNorm finds no variance in a single value.
+# Minimum samples of a forward pass in training, where it is more than one. The last feature maps of resnet18 have one pixel for
+# images of up to 32x32, and BatchNorm finds no variance in a single value.
 LEAST_SAMPLES = {"resnet18": 2}
+LEAST_SIDE = 8  # pixels; below, nothing is left after the pooling of fashion-cnn
 
 
 class FashionCNN(nn.Module):
@@ -48,8 +53,8 @@ class FashionCNN(nn.Module):
 
 
 class MLP(nn.Sequential):
-    """Fully connected layers of ``width`` units. Its gradients are large against its compute, so that synchronizing them
-    is what a step is spent on: 14.2 M parameters (57 MB in fp32) at 28x28, two flops per parameter and sample forward."""
+    """Fully connected layers of ``width`` units. Its gradients are large and its compute is small, so a step mostly
+    synchronizes: 14.2 M parameters (57 MB in fp32) at 28x28, two flops per parameter and sample in forward."""
 
     def __init__(self, inputs: int, classes: int, dropout: float, width: int = 2048, depth: int = 4) -> None:
         layers: list[nn.Module] = [nn.Flatten()]
@@ -59,12 +64,21 @@ class MLP(nn.Sequential):
 
 
 def build_model(name: str, shape: tuple[int, int, int], classes: int, dropout: float = 0.0) -> nn.Module:
-    """The model ``name`` of :data:`MODELS` for images of ``shape`` (channels, height, width), in fp32 on the CPU.
+    """Build a model for images of ``shape`` (channels, height, width), in fp32 on the CPU.
 
-    :param dropout: of ``fashion-cnn`` and ``mlp``; ``resnet18`` has none
+    :param name: one of :data:`MODELS`, or ``module:function`` for ``function(shape, classes) -> nn.Module``
+    :param dropout: of ``fashion-cnn`` and ``mlp``
+    :raises UsageError: when the function cannot be imported or called, or its result is no such module. Exceptions that the
+        function itself raises pass as they are
     """
     channels, height, width = shape
+    if is_function_name(name):
+        return _build_own(name, shape, classes)
     if name == "fashion-cnn":
+        if min(height, width) < LEAST_SIDE:
+            raise UsageError(
+                f"--model fashion-cnn needs images of {LEAST_SIDE}x{LEAST_SIDE} pixels or more, not {height}x{width}"
+            )
         return FashionCNN(channels, height, width, classes, dropout)
     if name == "mlp":
         return MLP(channels * height * width, classes, dropout)
@@ -75,4 +89,27 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int, dropout: f
         model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
-    raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}")
+    raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)} and module:function")
+
+
+def _build_own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """The model that the user's function builds, checked by one forward pass, which also materializes lazy layers."""
+    arguments = (shape, classes)
+    build = import_function("--model", name, "build(shape, classes) -> nn.Module", arguments)
+    model = build(*arguments)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"--model {name} returned a {type(model).__name__} instead of an nn.Module: build(shape, classes) must return a "
+            f"module that takes float images [n, {', '.join(map(str, shape))}] and returns logits [n, {classes}]"
+        )
+    was_training = model.training
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        logits = model.eval()(torch.zeros(2, *shape))
+    model.train(was_training)
+    if not isinstance(logits, Tensor) or logits.shape != (2, classes):
+        found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise UsageError(
+            f"--model {name}: its module returned {found} for images [2, {', '.join(map(str, shape))}]: it must return logits "
+            f"[2, {classes}], one per class"
+        )
+    return model

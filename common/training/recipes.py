@@ -1,4 +1,4 @@
-"""What is learned, and how: the settings that all trainers take, and the recipes that fill in what is not given."""
+"""What is learned, and how: the settings that all trainers share, and the recipes that fill in what is not given."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from common.cli import option
-from common.data import datasets, fashion_mnist
+from common.cli import is_function_name, option
+from common.data import datasets
 from common.data.augmentation import Augmentation
 from common.data.datasets import IN_MEMORY, ImageData
 from common.errors import UsageError
@@ -21,12 +21,15 @@ from common.training.precision import PRECISIONS
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 
-# What a data set is trained with unless a flag says otherwise.
+# The defaults of each data set.
 RECIPES: dict[str, dict[str, Any]] = {
     "glyphs": {"model": "fashion-cnn", "epochs": 12, "batch_size": 144, "shift": 3, "flip": False},
     "fashion-mnist": {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 1, "flip": True},
     "lfw": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
+    "folder": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
 }
+# Of one's own data set nothing is known, so its images are left as they are.
+OWN_RECIPE: dict[str, Any] = {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 0, "flip": False}
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
 WEIGHT_DECAYS = {"sgd": 5e-4, "adam": 0.0, "adamw": 0.05}
 ONE_CYCLE_WARMUP = 0.3  # share of the run, as in torch.optim.lr_scheduler.OneCycleLR
@@ -34,7 +37,7 @@ ONE_CYCLE_WARMUP = 0.3  # share of the run, as in torch.optim.lr_scheduler.OneCy
 
 @dataclass(frozen=True)
 class LearningConfig:
-    """The settings that trainers share; each derives its own configuration, and adds how it divides the work.
+    """The settings that trainers share. Each trainer derives its own configuration and adds how it divides the work.
 
     A field whose option is None follows from the data set, the optimizer or the schedule, and is filled in on construction.
 
@@ -42,15 +45,24 @@ class LearningConfig:
     """
 
     # What is learned, and from what
-    dataset: str = option("glyphs", "what to train on", choices=IN_MEMORY)
+    dataset: str = option(
+        "glyphs", "what to train on; of your own: a function load() in a module", choices=IN_MEMORY, or_function=True
+    )
     data_dir: str = option(
         None, "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's)"
     )
     download: bool = option(False, "let one process per node download fashion-mnist to --data-dir first")
     train_samples: int | None = option(None, "train on the first so many samples only", minimum=1)
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
-    augment: bool = option(True, "shift (and, except for glyphs, mirror) the training images")
-    model: str = option(None, "what to train (default: fashion-cnn)", choices=MODELS)
+    augment: bool = option(
+        True, "shift (and, except for glyphs, mirror) the training images; your own are left as they are"
+    )
+    model: str = option(
+        None,
+        "what to train; of your own: a function build(shape, classes) in a module (default: fashion-cnn)",
+        choices=MODELS,
+        or_function=True,
+    )
     dropout: float = option(0.25, "dropout probability of fashion-cnn and mlp", minimum=0, below=1)
 
     # The optimization
@@ -78,11 +90,13 @@ class LearningConfig:
 
     def __post_init__(self) -> None:
         if self.dataset == "fashion-mnist":
+            from common.data import fashion_mnist
+
             self._default("data_dir", "data" if self.download else str(fashion_mnist.default_folder()))
         elif self.download:
             raise UsageError(f"--download is for fashion-mnist: {self.dataset} has no such place on the internet")
         for name in ("model", "epochs", "batch_size"):
-            self._default(name, RECIPES[self.dataset][name])
+            self._default(name, self._recipe[name])
         self._default("lr", LEARNING_RATES[self.optimizer])
         self._default("weight_decay", WEIGHT_DECAYS[self.optimizer])
         one_cycle = self.schedule == "one-cycle"
@@ -92,18 +106,26 @@ class LearningConfig:
 
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
-            object.__setattr__(self, name, value)  # the one moment at which a frozen dataclass may still be completed
+            object.__setattr__(self, name, value)  # only here, during construction, is the frozen dataclass completed
+
+    @property
+    def _recipe(self) -> dict[str, Any]:
+        return OWN_RECIPE if is_function_name(self.dataset) else RECIPES[self.dataset]
+
+    @property
+    def run_name(self) -> str:
+        """For the default run directory: data set and model, without characters that paths do not like."""
+        return f"{self.dataset}-{self.model}".replace(":", ".")
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as JSON has them."""
+        """The settings in JSON's types."""
         settings = dataclasses.asdict(self)
         return {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
 
     @property
     def augmentation(self) -> Augmentation:
-        """What the recipe of the data set does to training images; nothing with ``--no-augment``."""
-        recipe = RECIPES[self.dataset]
-        return Augmentation(recipe["shift"], recipe["flip"]) if self.augment else Augmentation()
+        """The augmentation of the data set's recipe; none with ``--no-augment``."""
+        return Augmentation(self._recipe["shift"], self._recipe["flip"]) if self.augment else Augmentation()
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -121,19 +143,24 @@ class LearningConfig:
         )
 
 
-def load_in_memory(config: LearningConfig) -> ImageData:
-    """The data set, one of :data:`common.data.datasets.IN_MEMORY`.
+def load_dataset(config: LearningConfig) -> ImageData:
+    """The data set: one of :data:`common.data.datasets.IN_MEMORY`, or one's own.
 
-    :raises UsageError: as :func:`common.data.datasets.load`
+    :raises UsageError: as :func:`common.data.datasets.load` and :func:`common.data.own_dataset.load_own`
     """
-    return datasets.load(
-        config.dataset,
-        Path(config.data_dir) if config.data_dir else None,
-        train_samples=config.train_samples,
-        test_samples=config.test_samples,
-        augmentation=config.augmentation,
-        seed=config.seed,
-    )
+    taken: dict[str, Any] = {
+        "train_samples": config.train_samples,
+        "test_samples": config.test_samples,
+        "augmentation": config.augmentation,
+        "seed": config.seed,
+    }
+    if is_function_name(config.dataset):
+        from common.data.own_dataset import load_own
+
+        if config.data_dir is not None:
+            raise UsageError(f"--data-dir {config.data_dir} is not passed to --dataset {config.dataset}: leave it out")
+        return load_own(config.dataset, **taken)
+    return datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **taken)
 
 
 def require_a_batch(config: LearningConfig, data: ImageData) -> None:

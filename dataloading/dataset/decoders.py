@@ -61,15 +61,17 @@ def get_decoder(name: str) -> Decoder:
     return {"pillow": decode_pillow, "simplejpeg": _decode_simplejpeg, "torchcodec": _decode_torchcodec}[name]
 
 
-def open_pillow(data: bytes) -> Image.Image:
-    """A JPEG file's content as a Pillow image in RGB.
+def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Image.Image:
+    """A file's content as a Pillow image in RGB.
 
-    :raises NotDecodable: for what is no JPEG file, or a part of one
+    :param formats: those of Pillow that are accepted; all when None
+    :raises NotDecodable: for other files, and damaged ones
     """
     try:
-        return Image.open(io.BytesIO(data), formats=("JPEG",)).convert("RGB")
+        return Image.open(io.BytesIO(data), formats=formats).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        what = "no JPEG file" if isinstance(error, UnidentifiedImageError) else f"damaged: {error}"
+        expected = "image that Pillow reads" if formats is None else "JPEG file"
+        what = f"no {expected}" if isinstance(error, UnidentifiedImageError) else f"damaged: {error}"
         raise NotDecodable("empty" if not data else what) from error
 
 

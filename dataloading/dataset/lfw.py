@@ -93,6 +93,7 @@ class LFWDataset(Dataset[Any]):
         # A file that lies in no folder is of the person whose name comes before its number.
         folders = [name.split("/")[0] if "/" in name else name.rsplit(".", 1)[0].rsplit("_", 1)[0] for name in names]
         people, labels = np.unique(np.array(folders), return_inverse=True)
+        self.formats: tuple[str, ...] | None = ("JPEG",)  # of Pillow
         self.files = FileList(names)
         self.people: tuple[str, ...] = tuple(people.tolist())
         self.labels: npt.NDArray[np.int64] = labels.astype(np.int64)
@@ -219,7 +220,7 @@ class LFWDataset(Dataset[Any]):
         try:
             with self.span("decode"):
                 if self.decoder == "pillow":
-                    return open_pillow(data)
+                    return open_pillow(data, self.formats)
                 return Image.fromarray(self._decode(data, None))
         except NotDecodable as error:
             raise self._bad(sample, error) from error

@@ -59,10 +59,17 @@ def load_lfw(
     """
     files = LFWDataset(folder or face_cache.ensure(), decoder=decoder, seed=seed, image_size=image_size)
     people = _people(files, min_images_per_person)
-    train_indices, test_indices = _split(files, people)
+    train_indices, test_indices = split(files, people)
     train = files.subset(train_indices[: first_samples("train", train_samples, len(train_indices), NAME)], people)
     test = files.subset(test_indices[: first_samples("test", test_samples, len(test_indices), NAME)], people)
+    return image_data(NAME, train, test, augmentation)
 
+
+def image_data(name: str, train: LFWDataset, test: LFWDataset, augmentation: Augmentation) -> ImageData:
+    """Two halves of the same classes as a data set to train on, with the statistics of the first training images.
+
+    :raises BadFile: when one of these is damaged
+    """
     pixels = _first_images(train)
     mean, std = mean_and_std(pixels)
     digest = hashlib.sha256(pixels.tobytes())
@@ -70,7 +77,7 @@ def load_lfw(
         digest.update("\n".join(half.files).encode("utf-8", "surrogateescape"))
         digest.update(half.labels.tobytes())
     return ImageData(
-        name=NAME,
+        name=name,
         train=LFWBatches(train, replace(augmentation, fill=round(255 * mean))),
         test=LFWBatches(test),
         classes=train.people,
@@ -93,7 +100,7 @@ def _people(files: LFWDataset, min_images: int) -> Indices:
     return people
 
 
-def _split(files: LFWDataset, people: Indices) -> tuple[Indices, Indices]:
+def split(files: LFWDataset, people: Indices) -> tuple[Indices, Indices]:
     """Indices of the training and of the test images, each in the order of a hash of the file's name."""
     names = np.array([zlib.crc32(name.encode("utf-8", "surrogateescape")) for name in files.files])
     order = np.argsort(hash64("lfw-split", names), kind="stable")

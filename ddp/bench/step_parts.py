@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
-from common.training.recipes import load_in_memory
+from common.training.recipes import load_dataset
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.parallel import HandwrittenDataParallel
 from ddp.bench.step_loops import endless_batches
@@ -104,7 +104,7 @@ class Runner:
 
     def __init__(self, env: DistEnv, config: TrainConfig, wrapper: str, devices: int) -> None:
         self._env = env
-        self._job = job = build_job(config, env, load_in_memory(config))
+        self._job = job = build_job(config, env, load_dataset(config))
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":

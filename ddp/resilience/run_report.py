@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from common.data.datasets import IN_MEMORY, ImageData
+from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting.machine import describe_machine
 from common.training.evaluation import Evaluation
-from ddp.config import TrainConfig
+from ddp.config import FROM_FILES, TrainConfig
 
 
 def faster_loading(config: TrainConfig) -> list[str]:
     """The flags that may bring batches sooner: more workers and, for images in files, what decodes them faster."""
     workers = "--workers 2" if config.workers == 0 else f"more than --workers {config.workers}"
     flags = {"--loader fast": config.loader == "stock", "--decoder simplejpeg": config.decoder == "pillow"}
-    return [workers, *(flag for flag, helps in flags.items() if helps and config.dataset not in IN_MEMORY)]
+    return [workers, *(flag for flag, helps in flags.items() if helps and config.dataset in FROM_FILES)]
 
 
 def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from common.distributed.process_group import DistEnv
 from common.training.models import build_model
 from common.training.optimization import build_optimizer
 from common.training.randomness import derive_seed
-from common.training.recipes import load_in_memory, require_a_batch
+from common.training.recipes import load_dataset, require_a_batch
 from ddp.all_reduce.algorithms import AllReduce, Pending
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
@@ -133,7 +133,7 @@ class Recorder:
     """
 
     def __init__(self, env: DistEnv, config: TrainConfig, all_reduce: str, bucket_cap_mb: float | None) -> None:
-        self._config, self._data = config, load_in_memory(config)
+        self._config, self._data = config, load_dataset(config)
         require_a_batch(config, self._data)
         torch.manual_seed(derive_seed(config.seed, "weights"))
         network = build_model(config.model, self._data.shape, len(self._data.classes), config.dropout)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, command, option, parse
+from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, command, import_function, option, parse
 from common.errors import UsageError
 from tests.launch import REPOSITORY, run_ranks
 
@@ -362,3 +362,75 @@ def interrupted_in_a_finalizer() -> int | str | None:
 
 def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
     assert run_ranks(interrupted_in_a_finalizer, 1) == [130]
+
+
+@dataclass(frozen=True)
+class Named:
+    """An option with a former name, and one that takes a function."""
+
+    grad_accumulation_steps: int = option(1, "micro-steps", minimum=1, former_name="micro_steps")
+    model: str = option("cnn", "what to train", choices=("cnn", "mlp"), or_function=True)
+
+
+def parse_named(*arguments: str) -> Named:
+    return parse(Named, "named", None, arguments)
+
+
+def test_a_former_name_is_understood_and_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_named("--micro-steps", "4") == parse_named("--grad-accumulation-steps", "4") == Named(4)
+    assert parse_named() == Named(1)
+    with pytest.raises(UsageError, match="--micro-steps: invalid int value: 'x'"):
+        parse_named("--micro-steps", "x")
+    with pytest.raises(UsageError, match="--grad-accumulation-steps 0 is out of range"):
+        parse_named("--micro-steps", "0")
+    with pytest.raises(SystemExit):
+        parse_named("--help")
+    assert "--micro-steps" not in capsys.readouterr().out
+
+
+def test_an_option_takes_one_of_its_choices_or_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_named("--model", "mlp").model == "mlp"
+    assert parse_named("--model", "a.b:c").model == "a.b:c"
+    for value in ("vgg", ":c", "a:", ":"):
+        with pytest.raises(
+            UsageError, match=f"--model: invalid choice: '{value}' .choose from cnn, mlp or module:function"
+        ):
+            parse_named("--model", value)
+    with pytest.raises(SystemExit):
+        parse_named("--help")
+    assert "--model {cnn,mlp,MODULE:FUNCTION}" in capsys.readouterr().out
+
+
+def test_a_function_is_found_by_its_module_and_name() -> None:
+    assert import_function("--model", "os.path:join", "join(a, b)", ("a", "b"))("a", "b") == "a/b"
+    assert import_function("--model", "fractions:Fraction.from_float", "f(x)", (1.0,))(0.5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("no_such_module:f", "module 'no_such_module' cannot be imported (ModuleNotFoundError: No module named"),
+        (".relative:f", "module '.relative' cannot be imported (TypeError"),
+        (
+            "broken:f",
+            "module 'broken' cannot be imported (ZeroDivisionError: division by zero, {folder}/broken.py line 2)",
+        ),
+        ("wrong:f", "module 'wrong' cannot be imported (SyntaxError: "),
+        ("right:g", "module 'right' has no 'g'"),
+        ("right:x", "right:x is a int and cannot be called"),
+        ("right:f", "right:f takes other arguments (too many positional arguments)"),
+    ],
+)
+def test_what_is_no_such_function_is_one_line(
+    value: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in (("broken", "x = 0\n1 / x"), ("wrong", "def f(:"), ("right", "x = 3\ndef f(a): ...")):
+        (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UsageError) as error:
+        import_function("--model", value, "build(shape, classes)", (1, 2))
+    message = str(error.value)
+    assert len(message.splitlines()) == 1
+    assert message.startswith(f"--model {value}")
+    assert problem.format(folder=tmp_path) in message
+    assert message.endswith(": give a function build(shape, classes) as module:function")

@@ -18,7 +18,7 @@ from common.data.datasets import batches
 from common.errors import UsageError
 from common.training.metrics import read_metrics
 from common.training.randomness import shuffled
-from common.training.recipes import load_in_memory
+from common.training.recipes import load_dataset
 from dataparallel import train
 from dataparallel.train import Job, TrainConfig, build_job, require_samples_for_all, train_epoch, train_step
 from tests.launch import run_command, start_command
@@ -32,7 +32,7 @@ TIMINGS = ("seconds", "images_per_s", "data_wait")
 def job_on(devices: int, **settings: Any) -> Job:
     """A small job on so many CPU devices."""
     config = TrainConfig(**({"train_samples": 720, "test_samples": 10, "dropout": 0.0, "lr": 0.01} | settings))
-    return build_job(config, (CPU,) * devices, load_in_memory(config))
+    return build_job(config, (CPU,) * devices, load_dataset(config))
 
 
 def numbers_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from common.data.augmentation import Augmentation
 from common.errors import UsageError
-from ddp.config import TrainConfig, micro_batch_size
+from dataloading.dataset import decoders
+from ddp.config import DECODERS, TrainConfig, micro_batch_size
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,20 @@ from ddp.config import TrainConfig, micro_batch_size
         ),
         ({"dataset": "lfw"}, {"loader": "fast", "workers": 1, "decoder": "pillow", "data_dir": None}),
         ({"dataset": "lfw", "loader": "stock", "workers": 0}, {"loader": "stock", "workers": 0}),
+        (
+            {"dataset": "folder", "data_dir": "d"},
+            {
+                "model": "resnet18",
+                "image_size": 64,
+                "decoder": None,
+                "loader": "fast",
+                "run_dir": Path("runs/folder-resnet18"),
+            },
+        ),
+        (
+            {"dataset": "own:load", "model": "own:build"},
+            {"loader": "stock", "augmentation": Augmentation(), "run_dir": Path("runs/own.load-own.build")},
+        ),
         ({"augment": False}, {"augmentation": Augmentation()}),
         ({"dataset": "fashion-mnist"}, {"augmentation": Augmentation(shift=1, flip=True)}),
     ],
@@ -48,10 +63,14 @@ def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str,
     [
         ({"download": True}, "--download is for fashion-mnist"),
         ({"download": True, "dataset": "lfw"}, "--download is for fashion-mnist"),
-        ({"loader": "fast"}, "--loader fast is for lfw: glyphs"),
+        ({"loader": "fast"}, "--loader fast is for lfw and folder: glyphs"),
         ({"min_images_per_person": 40}, "--min-images-per-person is for lfw: glyphs"),
-        ({"image_size": 64, "dataset": "fashion-mnist"}, "--image-size is for lfw: fashion-mnist"),
+        ({"image_size": 64, "dataset": "fashion-mnist"}, "--image-size is for lfw and folder: fashion-mnist"),
         ({"decoder": "pillow"}, "--decoder is for lfw: glyphs"),
+        ({"decoder": "pillow", "dataset": "folder", "data_dir": "d"}, "--decoder is for lfw: folder does not take it"),
+        ({"dataset": "folder"}, "--dataset folder needs --data-dir DIR"),
+        ({"dataset": "own:load", "loader": "fast"}, "--loader fast is for lfw and folder: own:load has no files"),
+        ({"dataset": "own:load", "download": True}, "--download is for fashion-mnist"),
         ({"warmup_epochs": 4.0, "epochs": 3}, "--warmup-epochs 4 is longer than --epochs 3"),
     ],
 )
@@ -90,3 +109,7 @@ def test_an_all_reduce_by_hand_is_for_the_ddp_by_hand() -> None:
     with pytest.raises(UsageError, match="add --strategy handwritten"):
         TrainConfig(all_reduce="ring")
     assert TrainConfig(strategy="handwritten").all_reduce == "backend"
+
+
+def test_the_decoders_are_those_of_dataloading() -> None:
+    assert decoders.DECODERS == DECODERS

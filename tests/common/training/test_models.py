@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from common.errors import UsageError
 from common.training.models import MLP, MODELS, FashionCNN, build_model
 
 GREY, RGB = (1, 28, 28), (3, 32, 32)
@@ -82,3 +87,56 @@ def test_an_mlp_of_another_depth_and_width_has_its_layers(depth: int) -> None:
 def test_an_unknown_model_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"'vgg'.*fashion-cnn, mlp, resnet18"):
         build_model("vgg", GREY, 10)
+
+
+def test_a_model_of_ones_own_is_built_with_the_shape_and_the_classes(own: Callable[[str], str]) -> None:
+    name = own(
+        "def build(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes), nn.Dropout())"
+    )
+    before = torch.get_rng_state()
+    model = build_model(name, (2, 3, 5), 7)
+    assert model.training
+    assert model[1].weight.shape == (7, 30)  # type: ignore[index]
+    assert all(parameter.requires_grad and not parameter.is_inference() for parameter in model.parameters())
+    torch.set_rng_state(before)
+    again = build_model(name, (2, 3, 5), 7)
+    assert torch.equal(again[1].weight, model[1].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 3", "returned a int instead of an nn.Module: .* float images .n, 2, 3, 5. and returns logits .n, 7."),
+        ("return nn.Flatten()", "its module returned .2, 30. for images .2, 2, 3, 5.: it must return logits .2, 7."),
+        ("return nn.LSTM(5, 7) if 0 else Pair()", "its module returned a tuple for images"),
+    ],
+)
+def test_what_is_no_such_model_is_one_line(own: Callable[[str], str], body: str, message: str) -> None:
+    name = own(f"class Pair(nn.Module):\n    def forward(self, x): return x, x\ndef build(shape, classes): {body}")
+    with pytest.raises(UsageError, match=f"^--model {name}:? {message}") as error:
+        build_model(name, (2, 3, 5), 7)
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_function_itself_raises_passes_as_it_is(own: Callable[[str], str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        build_model(own("def build(shape, classes): return 1 / 0"), (2, 3, 5), 7)
+
+
+def test_images_that_are_too_small_for_the_cnn_are_refused() -> None:
+    with pytest.raises(UsageError, match="--model fashion-cnn needs images of 8x8 pixels or more, not 7x9"):
+        build_model("fashion-cnn", (1, 7, 9), 3)
+    assert build_model("fashion-cnn", (1, 8, 9), 3)(torch.zeros(2, 1, 8, 9)).shape == (2, 3)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """``own(text)``: the name of ``build`` in a new module with this text."""
+
+    def write(text: str) -> str:
+        monkeypatch.delitem(sys.modules, "own_model", raising=False)
+        (tmp_path / "own_model.py").write_text(f"from torch import nn\n{text}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        return "own_model:build"
+
+    return write
