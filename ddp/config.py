@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.cli import flag_of, option
+from common.cli import flag_of, is_function_name, option
 from common.data.datasets import IN_MEMORY
 from common.distributed.process_group import BACKENDS, DEVICES
 from common.errors import UsageError
 from common.training.metrics import check_tensorboard
-from common.training.models import LEAST_SAMPLES, MODELS
+from common.training.models import LEAST_SAMPLES, MODELS, find_own
 from common.training.recipes import LearningConfig
 from ddp.all_reduce.choice import ALL_REDUCES
 
@@ -177,7 +177,8 @@ class TrainConfig(LearningConfig):
     def check(self, world_size: int) -> None:
         """What can only be checked on a rank of the job.
 
-        :raises UsageError: when the batch does not divide, is too small for the model, or TensorBoard is missing
+        :raises UsageError: when the batch does not divide, is too small for the model, or TensorBoard or the function of an
+            own model is missing
         """
         samples = micro_batch_size(self.batch_size, world_size, self.grad_accumulation_steps)
         if samples < LEAST_SAMPLES.get(self.model, 1):
@@ -186,6 +187,8 @@ class TrainConfig(LearningConfig):
             )
         if self.tensorboard:
             check_tensorboard()
+        if is_function_name(self.model):
+            find_own(self.model)  # before there is a run directory
 
     @property
     def loading(self) -> Loading:

@@ -5,6 +5,8 @@ All take float images ``[n, channels, height, width]`` and return logits ``[n, c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -92,11 +94,17 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int, dropout: f
     raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)} and module:function")
 
 
+def find_own(name: str) -> Callable[[tuple[int, int, int], int], object]:
+    """The function ``module:function`` that builds a model of one's own.
+
+    :raises UsageError: when it cannot be imported, or takes other arguments
+    """
+    return import_function("--model", name, "build(shape, classes) -> nn.Module", ((1, 28, 28), 10))
+
+
 def _build_own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """The model that the user's function builds, checked by one forward pass, which also materializes lazy layers."""
-    arguments = (shape, classes)
-    build = import_function("--model", name, "build(shape, classes) -> nn.Module", arguments)
-    model = build(*arguments)
+    model = find_own(name)(shape, classes)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"--model {name} returned a {type(model).__name__} instead of an nn.Module: build(shape, classes) must return a "

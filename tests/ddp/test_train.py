@@ -101,7 +101,13 @@ def test_gradients_cross_the_network_once_per_optimizer_step(grad_accumulation_s
 
 @pytest.mark.parametrize("all_reduce", ["backend", "ring", "shared-memory"])
 def test_the_hand_written_ddp_trains_to_the_same_bits(all_reduce: str) -> None:
-    settings = {"train_samples": 720, "dropout": 0.25, "grad_accumulation_steps": 2, "precision": "bf16", "clip_norm": 1.0}
+    settings = {
+        "train_samples": 720,
+        "dropout": 0.25,
+        "grad_accumulation_steps": 2,
+        "precision": "bf16",
+        "clip_norm": 1.0,
+    }
     by_hand = small(**settings, strategy="handwritten", all_reduce=all_reduce)
     (expected, _), (outcome, _) = (run_ranks(train_epochs, 2, config) for config in (small(**settings), by_hand))
     assert_identical(outcome.parameters, expected.parameters)

@@ -55,7 +55,7 @@ def names(half: Images) -> list[str]:
 
 
 def counts(half: Images) -> list[int]:
-    return np.bincount(half.labels).tolist()
+    return [int(count) for count in np.bincount(half.labels)]
 
 
 def test_a_fifth_of_each_class_is_for_testing(written: Path, folder: Path) -> None:
