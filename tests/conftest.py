@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from tests.ranks import close_pool, pool_pids
 from tests.user_errors import user_error as user_error
 
 # Deadlines would assert times; random examples would make a red test unrepeatable.
@@ -22,10 +23,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    """Below this process, only multiprocessing's own two helpers may live on from test to test."""
+    """Below this process, only multiprocessing's own two helpers and the pool of ranks may live on from test to test."""
     yield
     helpers = psutil.Process().children()
-    left = [process for process in psutil.Process().children(recursive=True) if process not in helpers]
+    known = pool_pids()
+    below = psutil.Process().children(recursive=True)
+    left = [process for process in below if process not in helpers and process.pid not in known]
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive, f"left running: {[process.cmdline() for process in alive]}"
     others = [p for p in helpers if not any("multiprocessing" in part for part in p.cmdline())]
@@ -38,3 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def pytest_unconfigure() -> None:
+    close_pool()

@@ -73,6 +73,7 @@ def test_it_lists_every_example_with_what_it_shows() -> None:
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("name", [name for name in listed() if name not in (*LOADING, *MEASURING, *INTERRUPTED)])
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     flags = ("--data-dir", str(faces), "--train-samples", "96") if name == "files" else ()
@@ -84,6 +85,7 @@ def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces
     assert sorted(path.name for path in tmp_path.glob("run/profile/*")) == traces
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_example_that_is_interrupted_goes_on_to_its_end(name: str, tmp_path: Path) -> None:
     status, out = run_script(name, *SMALL, "--epochs", "60", "--run-dir", str(tmp_path / "run"))
@@ -93,6 +95,7 @@ def test_an_example_that_is_interrupted_goes_on_to_its_end(name: str, tmp_path: 
     assert len(re.findall(r"^test accuracy ", out, re.MULTILINE)) == 1, out
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("name", LOADING)
 def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     output = tmp_path / "results"
@@ -103,6 +106,7 @@ def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: 
     assert list(output.glob("*.json"))
 
 
+@pytest.mark.examples
 @pytest.mark.parametrize("name", MEASURING)
 def test_an_example_that_measures_is_a_command_with_options(name: str) -> None:
     status, out = run_script(name, "--output", "results", "--help")

@@ -39,6 +39,8 @@ from tests.faults import (
 )
 from tests.launch import statuses_by_rank
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,4 +1,4 @@
-"""tests/soak.py: runs that are killed at any moment end with the right bits; three of them here, fifty with ``-m slow``."""
+"""tests/soak.py: runs that are killed at any moment end with the right bits; three of them with ``-m faults``, fifty with ``-m slow``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults import SMALL
-from tests.launch import error_lines, run_command
-from tests.soak import WAYS, Way
+from tests.launch import run_command
+from tests.soak import WAYS, Way, main
+from tests.user_errors import UserError
 
 ONE_WAY = "fp16,2 workers,2 micro-steps,handwritten"
 
@@ -20,6 +21,7 @@ def soak(output: Path, *flags: str, timeout_s: float) -> str:
     return done.stdout
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_three_kills(tmp_path: Path) -> None:
     said = soak(tmp_path, "--kills", "3", "--only", ONE_WAY, timeout_s=850)
@@ -43,8 +45,6 @@ def test_there_are_all_ways_to_train() -> None:
     assert Way("fp16", 2, 1, "torch").flags == (*SMALL, *flags)
 
 
-def test_only_of_what_there_is_not(tmp_path: Path) -> None:
-    done = run_command("tests.soak", "--output", str(tmp_path), "--only", "fp32,fp8")
-    assert done.returncode == 2
-    (line,) = error_lines(done.stderr)
+def test_only_of_what_there_is_not(user_error: UserError, tmp_path: Path) -> None:
+    line = user_error(main, "--output", str(tmp_path), "--only", "fp32,fp8")
     assert line.startswith("error: --only fp32,fp8: no way to train has all of these words")

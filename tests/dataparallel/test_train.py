@@ -21,7 +21,7 @@ from common.training.randomness import shuffled
 from common.training.recipes import load_dataset
 from dataparallel import train
 from dataparallel.train import Job, TrainConfig, build_job, require_samples_for_all, train_epoch, train_step
-from tests.launch import run_command, start_command
+from tests.launch import run_command, run_forked, start_command
 from tests.user_errors import UserError
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, settings: tuple[str, ...]) -> None:
     arguments = (*TINY, *settings, "--batch-size", "48", "--log-every", "4", "--threads", "1")
     for command, device in (("ddp.train", "--device"), ("dataparallel.train", "--devices")):
-        done = run_command(command, *arguments, device, "cpu", "--run-dir", str(tmp_path / command))
+        (done,) = run_forked(command, *arguments, device, "cpu", "--run-dir", tmp_path / command)
         assert done.returncode == 0, done.stderr
     (expected_file,) = (tmp_path / "ddp.train" / "checkpoints").glob("epoch-*-step-00000012/model.pt")
     expected = torch.load(expected_file, weights_only=True)
@@ -183,7 +183,7 @@ def test_the_run_directory_has_everything(finished: Path) -> None:
 
 def test_torch_s_wrapper_without_gpus_says_that_it_divides_nothing(tmp_path: Path) -> None:
     arguments = ("--devices", "cpu,cpu", "--wrapper", "torch", "--run-dir", str(tmp_path / "run"))
-    done = run_command("dataparallel.train", *TINY, *arguments)
+    (done,) = run_forked("dataparallel.train", *TINY, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("nn.DataParallel knows no CPU devices") == 1
 
@@ -198,6 +198,7 @@ def test_there_is_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not dist.is_initialized()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ("dataparallel.train", "--devices", "cpu,cpu", "--epochs", "100", "--run-dir", str(tmp_path / "run"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,15 +62,17 @@ def train_epochs(config: TrainConfig) -> Outcome:
 
 def run_job(config: TrainConfig) -> None:
     """The whole of ``ddp.train``, but for its figures."""
-    leave_out_figures()
-    with process_group() as env:
+    with without_figures(), process_group() as env:
         train(config, env)
 
 
-def leave_out_figures() -> None:
-    """For good, in this process: they take as long as a small run does, and the tests of the command have it draw them."""
-    for name in ("plot_curves", "plot_confusion", "plot_samples"):
-        mock.patch.object(report, name).start()
+@contextlib.contextmanager
+def without_figures() -> Iterator[None]:
+    """Figures take as long as a small run does, and the tests of the command have it draw them."""
+    with contextlib.ExitStack() as patches:
+        for name in ("plot_curves", "plot_confusion", "plot_samples"):
+            patches.enter_context(mock.patch.object(report, name))
+        yield
 
 
 def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from common.training.metrics import read_metrics
 from ddp import evaluate, train
-from tests.launch import error_lines, run_command, run_torchrun
+from tests.launch import error_lines, run_command, run_forked, run_torchrun
 from tests.user_errors import UserError
 
 TINY = ("--train-samples", "432", "--test-samples", "101", "--epochs", "1", "--device", "cpu")
@@ -65,7 +65,8 @@ def test_the_run_directory_has_everything(finished: Path) -> None:
 def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> None:
     expected = json.loads((finished / "result.json").read_text())["test"]
     flags = ("--run-dir", str(finished), "--checkpoint", "best", "--test-samples", "101", "--device", "cpu")
-    done = run_torchrun(3, "ddp.evaluate", *flags)
+    done, *others = run_forked("ddp.evaluate", *flags, world_size=3)
+    assert [rank.stdout for rank in others] == ["", ""]
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"accuracy {100 * expected['accuracy']:.2f} %: ")
@@ -75,7 +76,7 @@ def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> No
 
 def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
     arguments = (*TINY, "--batch-size", "48", "--run-dir", str(finished), "--resume")
-    done = run_command("ddp.train", *arguments)
+    (done,) = run_forked("ddp.train", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == (finished / "stdout").read_text().splitlines()[0]
 
@@ -139,14 +140,14 @@ def test_a_run_is_not_overwritten_nor_taken_for_another(user_error: UserError, t
 
 def test_fewer_epochs_than_are_done_are_refused(user_error: UserError, tmp_path: Path) -> None:
     common = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
-    assert run_command("ddp.train", *common, "--epochs", "2").returncode == 0
+    assert run_forked("ddp.train", *common, "--epochs", "2")[0].returncode == 0
     line = user_error(train.main, *common, "--resume", "--epochs", "1")
     assert "--epochs 1 is less than the 2" in line
 
 
 def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
     flags = ("--lr", "1e30", "--epochs", "3", "--max-skipped-steps", "2", "--run-dir", str(tmp_path / "run"))
-    done = run_command("ddp.train", *TINY, *flags)
+    (done,) = run_forked("ddp.train", *TINY, *flags)
     assert done.returncode == 2, done.stderr
     assert len(re.findall(r"WARNING .* at step \d+: that step is skipped", done.stderr)) == 2
     (line,) = error_lines(done.stderr)
@@ -162,8 +163,11 @@ def test_a_checkpoint_that_is_not_there_is_not_evaluated(user_error: UserError, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch-size", "145"], "does not divide over 2 ranks x 1 micro-steps: use 144 or 146"),  # all ranks find it
-        (["--no-such-flag"], "--no-such-flag"),  # before there is a process group
+        pytest.param(  # all ranks find it
+            *(["--batch-size", "145"], "does not divide over 2 ranks x 1 micro-steps: use 144 or 146"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--no-such-flag"], "--no-such-flag", marks=pytest.mark.slow),  # before there is a process group
         (["--run-dir", "/proc/cannot"], "cannot be written"),  # rank 0 alone finds it
     ],
 )
@@ -176,7 +180,7 @@ def test_two_ranks_say_it_once(tmp_path: Path, arguments: list[str], words: str)
     assert done.returncode == 1  # which is torchrun's, whatever its workers' is
 
 
-@pytest.mark.parametrize("command", ["ddp.train", "ddp.evaluate", "ddp.bench"])
+@pytest.mark.parametrize("command", ["ddp.evaluate", "ddp.bench"])
 def test_help_is_enough_to_use_a_command(command: str) -> None:
     done = run_command(command, "--help")
     assert done.returncode == 0
@@ -185,7 +189,9 @@ def test_help_is_enough_to_use_a_command(command: str) -> None:
 
 
 def test_help_names_every_flag_and_default() -> None:
-    text = " ".join(run_command("ddp.train", "--help").stdout.split())
+    done = run_command("ddp.train", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = " ".join(done.stdout.split())
     for part in (
         "--batch-size INT",
         "(default: 144)",
@@ -197,6 +203,7 @@ def test_help_names_every_flag_and_default() -> None:
         assert part in text, part
 
 
+@pytest.mark.slow
 def test_it_works_from_any_folder(tmp_path: Path) -> None:
     """As installed: the packages are found without the clone as the current folder."""
     done = run_command("ddp.train", *TINY, cwd=tmp_path)
@@ -230,7 +237,7 @@ def test_the_overhead_benchmark_reports_ratios(tmp_path: Path) -> None:
     ("arguments", "words"), [(["speed"], "unknown benchmark 'speed'"), (["overhead", "--rounds", "1"], "--rounds 1")]
 )
 def test_a_wrong_benchmark_is_one_line(arguments: list[str], words: str) -> None:
-    done = run_command("ddp.bench", *arguments)
+    (done,) = run_forked("ddp.bench.__main__", *arguments)
     assert done.returncode == 2
     assert words in error_lines(done.stderr)[0]
     assert len(done.stderr.splitlines()) == 1

@@ -24,7 +24,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
-from tests.launch import error_lines, run_command, run_ranks, run_torchrun, start_command, statuses_by_rank
+from tests.launch import error_lines, run_forked, run_ranks, run_torchrun, start_command, statuses_by_rank
 
 SMALL: dict[str, Any] = {
     "min_images_per_person": 2,
@@ -125,16 +125,17 @@ def test_a_run_learns_and_says_how_long_it_waited_for_data(finished: Path) -> No
 
 def test_evaluate_repeats_the_runs_result(finished: Path, tmp_path: Path) -> None:
     expected = json.loads((finished / "result.json").read_text())["test"]
-    done = run_torchrun(3, "ddp.evaluate", "--run-dir", str(finished), "--device", "cpu")
+    done, *_ = run_forked("ddp.evaluate", "--run-dir", finished, "--device", "cpu", world_size=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith(f"12 of 12 samples, loss {expected['loss']:.4f}")
 
     others = write_people(tmp_path / "others", people=3, images=15, side=24)
-    done = run_command("ddp.evaluate", "--run-dir", str(finished), "--data-dir", str(others), "--device", "cpu")
+    (done,) = run_forked("ddp.evaluate", "--run-dir", finished, "--data-dir", others, "--device", "cpu")
     assert done.returncode == 2
     assert "trained on other data than is there now" in error_lines(done.stderr)[0]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("loader", ["stock", "fast"])
 def test_no_worker_is_left_when_training_is_stopped(many: Path, tmp_path: Path, loader: str) -> None:
     arguments = (*FLAGS, "--dataset", "lfw", "--data-dir", str(many), "--batch-size", "2", "--epochs", "100000")
@@ -199,6 +200,7 @@ def test_a_damaged_test_image_ends_all_ranks(faces: Path, tmp_path: Path) -> Non
         assert f"{path} is damaged" in text
 
 
+@pytest.mark.faults
 def test_a_damaged_file_is_one_line_and_exit_status_2(many: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(many, tmp_path / "many")
     path = damage(folder, "train")
@@ -216,7 +218,7 @@ def test_too_few_images_and_a_missing_folder_are_said_once(faces: Path, tmp_path
         (("--data-dir", str(faces), "--min-images-per-person", "16"), "the most images are 15 and 15"),
         (("--data-dir", str(tmp_path / "none")), "none is not there"),
     ):
-        done = run_command("ddp.train", "--dataset", "lfw", *arguments, "--run-dir", str(tmp_path / "run"))
+        (done,) = run_forked("ddp.train", "--dataset", "lfw", *arguments, "--run-dir", tmp_path / "run")
         assert done.returncode == 2
         (line,) = error_lines(done.stderr)
         assert words in line

@@ -62,14 +62,14 @@ def test_world_sizes_agree(alone: Outcome, world_size: int) -> None:
         assert np.array_equal(outcome.confusion, alone.confusion)
 
 
-@pytest.mark.parametrize("grad_accumulation_steps", [2, 4])
-def test_micro_steps_equal_one_big_batch(grad_accumulation_steps: int) -> None:
-    whole, divided = (
+def test_micro_steps_equal_one_big_batch() -> None:
+    whole, *others = (
         run_ranks(train_epochs, 2, small(model="mlp", grad_accumulation_steps=k, train_samples=1440))[0]
-        for k in (1, grad_accumulation_steps)
+        for k in (1, 2, 4)
     )
-    assert_close(divided.parameters, whole.parameters, 1e-5)
-    assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
+    for divided in others:
+        assert_close(divided.parameters, whole.parameters, 1e-5)
+        assert divided.losses == pytest.approx(whole.losses, rel=1e-6)
 
 
 def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
@@ -99,8 +99,7 @@ def test_gradients_cross_the_network_once_per_optimizer_step(grad_accumulation_s
         assert steps == [weight] * 3
 
 
-@pytest.mark.parametrize("all_reduce", ["backend", "ring", "shared-memory"])
-def test_the_hand_written_ddp_trains_to_the_same_bits(all_reduce: str) -> None:
+def test_the_hand_written_ddp_trains_to_the_same_bits() -> None:
     settings = {
         "train_samples": 720,
         "dropout": 0.25,
@@ -108,10 +107,12 @@ def test_the_hand_written_ddp_trains_to_the_same_bits(all_reduce: str) -> None:
         "precision": "bf16",
         "clip_norm": 1.0,
     }
-    by_hand = small(**settings, strategy="handwritten", all_reduce=all_reduce)
-    (expected, _), (outcome, _) = (run_ranks(train_epochs, 2, config) for config in (small(**settings), by_hand))
-    assert_identical(outcome.parameters, expected.parameters)
-    assert outcome.losses == expected.losses
+    expected, _ = run_ranks(train_epochs, 2, small(**settings))
+    for all_reduce in ("backend", "ring", "shared-memory"):
+        config = small(**settings, strategy="handwritten", all_reduce=all_reduce)
+        outcome, _ = run_ranks(train_epochs, 2, config)
+        assert_identical(outcome.parameters, expected.parameters)
+        assert outcome.losses == expected.losses
 
 
 def different_models(models: tuple[str, str]) -> str:
@@ -129,12 +130,21 @@ def test_ranks_with_different_models_are_told_so() -> None:
         assert "rank 1" in message
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (2, False), (4, True), (4, False)])
-def test_loader_workers_do_not_change_a_bit(workers: int, persistent: bool) -> None:
-    config = {"epochs": 2, "train_samples": 720, "dropout": 0.25}
-    (expected, _), (outcome, _) = (
-        run_ranks(train_epochs, 2, small(**config, workers=n, persistent_workers=persistent)) for n in (0, workers)
-    )
+WITH_WORKERS = {"epochs": 2, "train_samples": 720, "dropout": 0.25}
+
+
+@pytest.fixture(scope="module")
+def without_workers() -> Outcome:
+    return run_ranks(train_epochs, 2, small(**WITH_WORKERS))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("workers", "persistent"),
+    [(2, True), (4, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
+)
+def test_loader_workers_do_not_change_a_bit(without_workers: Outcome, workers: int, persistent: bool) -> None:
+    expected = without_workers
+    outcome, _ = run_ranks(train_epochs, 2, small(**WITH_WORKERS, workers=workers, persistent_workers=persistent))
     assert_identical(outcome.parameters, expected.parameters)
     assert outcome.losses == expected.losses
 
@@ -147,9 +157,12 @@ def test_loader_workers_do_not_change_a_bit(workers: int, persistent: bool) -> N
     [
         (1, {"optimizer": "adamw", "schedule": "one-cycle", "async_checkpoint": True}),
         (2, {"precision": "fp16", "clip_norm": 1.0, "workers": 1}),
-        (2, {"grad_accumulation_steps": 2, "sync_batchnorm": True, "async_checkpoint": True}),
+        pytest.param(
+            *(2, {"grad_accumulation_steps": 2, "sync_batchnorm": True, "async_checkpoint": True}),
+            marks=pytest.mark.slow,
+        ),
         (3, {}),  # the sum of three floats depends on their order, and so on DDP's buckets
-        (3, {"strategy": "handwritten", "all_reduce": "ring"}),
+        pytest.param(3, {"strategy": "handwritten", "all_reduce": "ring"}, marks=pytest.mark.slow),
     ],
 )
 def test_resuming_anywhere_changes_no_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
@@ -178,9 +191,10 @@ def test_resuming_anywhere_changes_no_bit(tmp_path: Path, world_size: int, setti
     [
         ({"sync_batchnorm": True, "train_samples": 1440}, [(5, 1, {"workers": 1}), (15, 3, {"workers": 0})]),
         # BatchNorm's batches are those of a micro-step, so other micro-steps need a model without it.
-        (
+        pytest.param(
             {"model": "mlp", "train_samples": 720},
             [(3, 1, {"grad_accumulation_steps": 2}), (6, 3, {"grad_accumulation_steps": 4, "workers": 1})],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["workers", "micro-steps"],
@@ -227,10 +241,19 @@ def test_a_position_means_the_same_samples_at_every_world_size() -> None:
         assert together == [sorted(step) for step in whole[7:]]
 
 
+TWO_STEPS: dict[str, Any] = {"train_samples": 288, "test_samples": 10}
+
+
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    run_ranks(run_job, 1, small(**TWO_STEPS, run_dir=run_dir))
+    return run_dir
+
+
 @pytest.mark.parametrize("change", [{"weight_decay": 0.25}, {"momentum": 0.5}, {"precision": "fp16"}])
-def test_resuming_with_other_settings_takes_them(tmp_path: Path, change: dict[str, Any]) -> None:
-    config = {"train_samples": 288, "test_samples": 10, "run_dir": tmp_path / "run"}
-    run_ranks(run_job, 1, small(**config))
+def test_resuming_with_other_settings_takes_them(tmp_path: Path, one_epoch: Path, change: dict[str, Any]) -> None:
+    config = TWO_STEPS | {"run_dir": shutil.copytree(one_epoch, tmp_path / "run")}
     run_ranks(run_job, 1, small(**config | {"epochs": 2, "resume": True} | change))
     found = storage.newest(tmp_path / "run")
     assert found is not None
@@ -298,11 +321,11 @@ def test_clipping_sees_unscaled_gradients() -> None:
     assert norms["fp16"][1] == pytest.approx(0.01, rel=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_follows_fp32(precision: str) -> None:
+def test_low_precision_follows_fp32() -> None:
     config = {"epochs": 2, "train_samples": 1440, "test_samples": 10}
-    expected, outcome = (run_ranks(train_epochs, 2, small(**config, precision=p))[0] for p in ("fp32", precision))
-    assert outcome.losses == pytest.approx(expected.losses, rel=0.02)
+    expected, *others = (run_ranks(train_epochs, 2, small(**config, precision=p))[0] for p in ("fp32", "bf16", "fp16"))
+    for outcome in others:
+        assert outcome.losses == pytest.approx(expected.losses, rel=0.02)
 
 
 @pytest.mark.slow
@@ -332,16 +355,16 @@ def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"model": "resnet18", "lr": 0.02},
+        pytest.param({"model": "resnet18", "lr": 0.02}, marks=pytest.mark.slow),
         {"optimizer": "adam", "label_smoothing": 0.1},
         {"channels_last": False, "augment": False},
-        {"compile": True, "model": "mlp"},
+        pytest.param({"compile": True, "model": "mlp"}, marks=pytest.mark.slow),
     ],
 )
 def test_it_learns_with(settings: dict[str, Any]) -> None:
     """Two epochs on few samples: enough to see the loss fall."""
     config = {"train_samples": 720, "epochs": 2, "test_samples": 10, "lr": None, **settings}
-    outcomes = run_ranks(train_epochs, 2, small(**config), timeout_s=280)
+    outcomes = run_ranks(train_epochs, 2, small(**config), timeout_s=280, fresh="compile" in settings)
     assert outcomes[0].losses[1] < outcomes[0].losses[0]
     assert_identical(outcomes[0].parameters, outcomes[1].parameters)
 

@@ -16,7 +16,7 @@ from common.distributed.worker_group import rendezvous
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.train import main
-from tests.ddp.jobs import leave_out_figures
+from tests.ddp.jobs import without_figures
 from tests.launch import FORK_SERVER, NO_GPUS, kill
 
 # 60 steps, each with a record; dropout and BatchNorm, so that a rank has something of its own to lose.
@@ -148,7 +148,7 @@ def _rank(environment: dict[str, str], command: list[str], output: Path, plant: 
     multiprocessing.set_start_method(
         "fork", force=True
     )  # of loader workers: as on a command line, not as we were started
-    leave_out_figures()
     if plant is not None:
         plant()
-    main()
+    with without_figures():
+        main()

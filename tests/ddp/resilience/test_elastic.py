@@ -17,6 +17,8 @@ from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import FLAGS, litter, processes_of, steps_done, training, wait_for_step
 from tests.launch import free_port, start_command
 
+pytestmark = pytest.mark.faults
+
 # Weights that do not depend on how many ranks there are, but for rounding.
 AT_ANY_WORLD_SIZE = ("--sync-batchnorm", "--dropout", "0")
 

@@ -18,6 +18,8 @@ from ddp import train
 from ddp.job import Job
 from tests.ddp.resilience.interrupting import Run, processes_of, training
 
+pytestmark = pytest.mark.faults
+
 TIMEOUT_S = 5.0
 HANG_AFTER_STEP = 10
 NEVER_ENDING = ("--epochs", "1000", "--timeout", str(TIMEOUT_S))

@@ -35,6 +35,8 @@ from tests.ddp.resilience.interrupting import (
 )
 from tests.launch import start_command
 
+pytestmark = pytest.mark.faults
+
 LEAVES_WITHIN_S = 60.0  # on a machine that does something else too; alone it takes 2 to 4, and under torchrun 5 to 7
 
 
