@@ -1,0 +1,50 @@
+"""The packages' names beside a project's own: a ``common`` that comes first on Python's path is an error that says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+
+SUBJECTS = ("dataloading", "dataparallel", "ddp")
+
+
+def import_in(folder: Path, module: str, *, first: Path = Path(".")) -> subprocess.CompletedProcess[str]:
+    """Import a module in a fresh interpreter, as ``python -m`` would: ``first`` comes before this repository."""
+    program = f"import sys; sys.path[:0] = [{str(first)!r}, {str(REPOSITORY)!r}]; import {module}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "files", [["common/__init__.py", "common/errors.py"], ["common.py"]], ids=["package", "module"]
+)
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_common_of_ones_own_is_named_with_what_to_do(subject: str, files: list[str], tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('imported')")
+    done = import_in(tmp_path, subject)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {subject} needs its package 'common' in {REPOSITORY / 'common'}, but Python finds "
+        f"{tmp_path / files[0].split('/')[0]} first: rename that one, or start Python in another folder"
+    )
+
+
+def test_a_folder_without_code_and_a_common_that_comes_later_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "common").mkdir()  # Python prefers a package that has an __init__.py, wherever it is
+    (tmp_path / "common" / "notes.txt").write_text("")
+    assert import_in(tmp_path, "ddp, common.errors").stderr == ""
+    (tmp_path / "common" / "__init__.py").write_text("")
+    assert import_in(tmp_path, "ddp, common.errors", first=REPOSITORY).stderr == ""
+
+
+def test_the_three_packages_check_alike() -> None:
+    texts = [(REPOSITORY / subject / "__init__.py").read_text().split('"""')[-1] for subject in SUBJECTS]
+    assert texts[0] == texts[1] == texts[2]
