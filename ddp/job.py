@@ -15,11 +15,10 @@ from common.errors import UsageError
 from common.resilience.watchdog import Watchdog
 from common.training.metrics import MetricsWriter
 from common.training.window import Window, WindowTotals, log_window
-from ddp.checkpoint.manifest import name_of
 from ddp.config import TrainConfig
 from ddp.data import Loader
-from ddp.resilience.step_guard import StepGuard
 from ddp.sampler import MicroBatchSampler
+from ddp.step_guard import StepGuard
 
 
 @dataclasses.dataclass
@@ -76,12 +75,10 @@ class Job:
         self.windows.append(totals)
 
     def end_epoch(self, accuracy: float) -> None:
-        """Count the present epoch as done. Its checkpoint, which is written next, may be the best."""
+        """Count the present epoch as done, with the accuracy of its evaluation."""
         self.epoch += 1
         self.windows = []
         self.accuracy = accuracy
-        if self.best is None or accuracy > self.best["accuracy"]:
-            self.best = {"name": name_of(self.epoch, self.step), "accuracy": accuracy}
 
     def empty_batch(self) -> Batch:
         """A micro-batch of black images."""

@@ -42,7 +42,6 @@ from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
-from ddp.by_hand.strategies import wrap_by_hand
 from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import load_weights
 from ddp.config import TrainConfig
@@ -50,9 +49,9 @@ from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
 from ddp.resilience.guard import ResilientGuard
 from ddp.resilience.resume import Found, open_run
-from ddp.resilience.step_guard import StepGuard
 from ddp.resilience.supervisor import AFTER_THE_WATCHDOG_S, Supervisor
 from ddp.sampler import MicroBatchSampler
+from ddp.step_guard import StepGuard
 
 logger = logging.getLogger("ddp.train")
 
@@ -145,7 +144,9 @@ def wrap(module: nn.Module, env: DistEnv, strategy: str = "torch", all_reduce: s
     """
     require_same_modules(module, {"--strategy": strategy, "--all-reduce": all_reduce})
     if strategy != "torch":
-        return wrap_by_hand(module, env, strategy, all_reduce)  # the same mechanism, in Python that can be read
+        from ddp.by_hand.strategies import wrap_by_hand  # the same mechanism, in Python that can be read
+
+        return wrap_by_hand(module, env, strategy, all_reduce)
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         module,
         device_ids=[env.device] if env.device.type == "cuda" else None,

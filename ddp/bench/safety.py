@@ -39,7 +39,7 @@ from ddp.bench.step_loops import timed, trainer_step
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.job import Job
-from ddp.resilience.step_guard import StepGuard
+from ddp.step_guard import StepGuard
 from ddp.train import build_job
 
 LIMIT = 1.03

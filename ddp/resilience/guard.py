@@ -1,7 +1,7 @@
 """What surrounds one training step, so that a bad one does no harm and all ranks take the same decision.
 
 ``train_step`` calls a guard in three places: for its batches, with its loss, and with the norm of its gradients. The default
-(ddp/resilience/step_guard.py) does nothing. This one
+(ddp/step_guard.py) does nothing. This one
 
 - saves what a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
 - sends flags with the gradients (ddp/resilience/flags.py), so that all ranks stop, save or fail after the same step;
@@ -25,7 +25,7 @@ from ddp.batchnorm import SavedStatistics
 from ddp.job import Job
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
 from ddp.resilience.nonfinite import report_skipped
-from ddp.resilience.step_guard import StepGuard
+from ddp.step_guard import StepGuard
 
 
 class ResilientGuard(StepGuard):

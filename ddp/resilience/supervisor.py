@@ -23,6 +23,7 @@ from common.training.metrics import MetricsWriter
 from common.training.window import WindowTotals
 from dataloading.loader.failures import explained as loader_errors  # TODO
 from ddp.checkpoint.checkpointer import Checkpointer
+from ddp.checkpoint.manifest import name_of
 from ddp.job import Job
 from ddp.resilience.flags import Flags
 from ddp.resilience.guard import ResilientGuard
@@ -109,8 +110,10 @@ class Supervisor:
             self._leave()
 
     def record_epoch(self, totals: WindowTotals, result: Evaluation) -> None:
-        """Log and record the epoch that is just over."""
+        """Log and record the epoch that is just over. Its checkpoint, which is written next, may be the best."""
         job = self.job
+        if job.best is None or result.accuracy > job.best["accuracy"]:
+            job.best = {"name": name_of(job.epoch, job.step), "accuracy": result.accuracy}
         assert job.metrics is not None
         with job.env.fail_together():  # the disk of rank 0 may be full
             tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
