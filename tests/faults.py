@@ -28,9 +28,9 @@ import torch
 
 import ddp.train
 from common.data.datasets import ImageData
-from common.reporting.run_directory import SCRATCH
+from common.reporting.atomic_files import SCRATCH
 from common.training.metrics import read_metrics
-from ddp.checkpoint import storage
+from ddp.checkpoint import directory, storage
 from ddp.checkpoint.manifest import KINDS
 from ddp.job import Job
 from tests.launch import REPOSITORY, clean_environment, error_lines
@@ -131,7 +131,7 @@ class Run:
     def saves(self) -> list[str]:
         """Checkpoints that are half written."""
         with contextlib.suppress(FileNotFoundError):
-            return [name for name in os.listdir(_folder(self.run_dir)) if name.startswith(storage.SAVING)]
+            return [name for name in os.listdir(_folder(self.run_dir)) if name.startswith(directory.SAVING)]
         return []
 
     def seconds_to_end(self, timeout_s: float) -> float | None:
@@ -366,7 +366,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     for rank in contents["ranks"]:
         rank["window"] = rank["window"][:3]  # then come its seconds
     contents["progress"] = manifest.progress
-    contents["at"] = (manifest.epoch, manifest.step, manifest.position)
+    contents["at"] = (manifest.epoch, manifest.step, manifest.step_in_epoch)
     contents["metrics"] = read_metrics(run_dir)
     return dict(_leaves("", contents))
 
@@ -411,7 +411,7 @@ def assert_nothing_runs(*runs: Run) -> None:
 
 def scratch_files(run_dir: Path) -> list[str]:
     """What was half written or half removed when somebody died."""
-    half = (storage.SAVING, storage.REPLACED, storage.REMOVED)
+    half = (directory.SAVING, directory.REPLACED, directory.REMOVED)
     entries = [entry for folder in (run_dir, _folder(run_dir)) if folder.is_dir() for entry in folder.iterdir()]
     names = [entry.name for entry in entries]
     return [name for name in names if name.startswith(half) or SCRATCH.fullmatch(name) or name.endswith(".scratch")]

@@ -17,7 +17,8 @@ from common.reporting.run_directory import CONFIG_FILE
 from common.resilience.stop_request import REQUEUE
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import MANIFEST, Manifest, name_of
+from ddp.checkpoint.folder import MANIFEST
+from ddp.checkpoint.manifest import Manifest, name_of
 from tests.faults import (
     SMALL,
     STEPS,
@@ -107,7 +108,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
             assert run.until(lambda: run.step() > 8)
             with read_only(run_dir):
                 assert re.fullmatch(
-                    rf"error: {run_dir}\S* cannot be written \(Read-only file system\): mend that, then continue with "
+                    rf"error: {run_dir}\S* cannot be written \(Read-only file system\): remove the cause, then continue with "
                     "--resume",
                     refusal_of(run),
                 )

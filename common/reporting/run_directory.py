@@ -1,6 +1,6 @@
 """A run's own directory: ``config.json``, ``metrics.jsonl``, per-rank logs, figures and checkpoints.
 
-Never overwritten unless it was asked for, and then only when it is a run's directory.
+It is overwritten only on request, and only if it is a run's directory.
 """
 
 from __future__ import annotations
@@ -8,28 +8,28 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from common.errors import UsageError
+from common.reporting.atomic_files import SCRATCH
+from common.reporting.atomic_files import sync_folder as sync_folder
+from common.reporting.atomic_files import write_bytes as write_bytes
+from common.reporting.atomic_files import write_json as write_json
 from common.resilience.run_lock import LOCK_FILE, RunLock
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
-LAUNCH_FILE = "launch.json"  # who has started it; see ddp/resilience/restarts.py
-SCRATCH = re.compile(r"\.(.+\.)?[0-9a-f]{32}")  # files beside those that are written atomically
+LAUNCH_FILE = "launch.json"  # names the launch that started the run; see ddp/resilience/restarts.py
 
 
 def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> RunLock:
     """Create a run's directory, or accept the one to resume. For rank 0, before anything is written.
 
-    :param resumable: whether the command has a ``--resume`` to speak of
-    :returns: the lock on it, to be kept as long as the run lasts
+    :param resumable: whether the command has a flag ``--resume`` that an error message may name
+    :returns: the lock on the directory, to be held as long as the run lasts
     :raises UsageError: when it exists (without ``resume`` or ``overwrite``), is not a run's, has nothing to resume, is in
         use, or cannot be written
     """
@@ -48,7 +48,8 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
         require_writable(folder)
         lock = RunLock(folder)
         if exists and overwrite:
-            # Not the folder itself, which may be a link or somebody's current one; and last what says that it is a run's.
+            # The folder itself stays: it may be a link, or the current directory of a shell. config.json goes last: if we
+            # are killed before, the folder is still known as a run's.
             for entry in sorted(folder.iterdir(), key=lambda entry: entry.name == CONFIG_FILE):
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
@@ -64,7 +65,7 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
 
 
 def require_writable(folder: Path) -> None:
-    """Make the directory on this node, if it is not there, and try it.
+    """Create the directory on this node if it does not exist, and check that it can be written.
 
     :raises UsageError: when it cannot be written
     """
@@ -75,11 +76,36 @@ def require_writable(folder: Path) -> None:
         raise UsageError(f"--run-dir {folder} cannot be written: {error}") from error
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether the folder's ``config.json`` is one of ours; many programs write a file of that name."""
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return isinstance(content, dict) and "dataset_fingerprint" in content
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes a part of a run that can be resumed.
+
+    :raises UsageError: naming ``path``, for an OSError in the block
+    """
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}): {'make room' if full else 'remove the cause'}, then continue with "
+            "--resume"
+        ) from error
+
+
 @contextlib.contextmanager
 def results_in(folder: Path) -> Iterator[None]:
     """A block that writes a benchmark's results.
 
-    :raises UsageError: when they cannot be written
+    :raises UsageError: for an OSError in the block
     """
     try:
         yield
@@ -90,7 +116,7 @@ def results_in(folder: Path) -> Iterator[None]:
 
 
 def prepare_output(folder: Path) -> None:
-    """Make a benchmark's folder and try it, before the hours that may lie between now and its results.
+    """Create a benchmark's folder and check that it can be written, before the benchmark runs for hours.
 
     :raises UsageError: when it cannot be written
     """
@@ -109,63 +135,5 @@ def _try_writing(folder: Path) -> None:
 
 
 def _precedes_a_run(name: str) -> bool:
-    """Whether the entry is written before ``config.json``: what a run leaves that was killed before it began."""
+    """Whether the entry may be written before ``config.json``, so that a run killed that early leaves it."""
     return name in (LOCK_FILE, LOG_FOLDER, LAUNCH_FILE) or SCRATCH.fullmatch(name) is not None
-
-
-def holds_run(folder: Path) -> bool:
-    """Whether a run was begun there: its ``config.json`` is one of ours; many things have a file of that name."""
-    try:
-        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return isinstance(content, dict) and "dataset_fingerprint" in content
-
-
-def write_bytes(path: Path, content: bytes | memoryview) -> None:
-    """Write a file atomically, and so that it outlives a power cut: a reader finds the old file or the new one whole.
-
-    :raises OSError: when it cannot be written; the old file is untouched
-    """
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(scratch, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-    sync_folder(path.parent)  # which holds the name
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A block that writes a part of a run that can be resumed.
-
-    :raises UsageError: naming ``path``, for an OSError in the block
-    """
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise UsageError(
-            f"{path} cannot be written ({error.strerror}): {'make room' if full else 'mend that'}, then continue with "
-            "--resume"
-        ) from error
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically: a reader finds the old file or the new one, never a part."""
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    scratch.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(scratch, path)

@@ -1,8 +1,9 @@
-"""One run per directory at a time: the second is refused while the first lives, and not after it died.
+"""One run per directory at a time: a second run is refused as long as the first one lives.
 
-A POSIX record lock belongs to a process: the kernel takes it back however the process ends, SIGKILL included, and loader
-workers do not inherit it, so that one that outlives its rank for a moment keeps nobody out. (``flock`` belongs to the open
-file, which a fork shares.) Shared file systems pass it on to other hosts, if they support locks; if not, it is said.
+A POSIX record lock belongs to a process. The kernel releases it however the process ends, SIGKILL included. Loader workers
+do not inherit it, so a worker that outlives its rank for a moment does not keep the lock. (``flock`` belongs to the open
+file, which a fork shares.) Shared file systems enforce the lock on other hosts, if they support locks; if not, a warning
+says so.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class RunLock:
-    """Holds a directory until it is closed, or this process ends.
+    """Locks a directory until it is closed, or this process ends.
 
-    :raises UsageError: while another process holds it, naming that
+    :raises UsageError: naming the process that holds the lock
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as it is held)
+        self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -36,7 +37,7 @@ class RunLock:
             holder = self._file.read().strip() or "another process"
             self._file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(f"{folder} cannot be locked ({error.strerror}): nothing keeps a second run out of it")
+                logger.warning(f"{folder} cannot be locked ({error.strerror}): a second run in it is not refused")
                 return
             raise UsageError(
                 f"--run-dir {folder} is in use by {holder}: wait for it or stop it, or give another directory"

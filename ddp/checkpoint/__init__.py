@@ -1,0 +1,31 @@
+"""Checkpoints that are complete or absent, checked to the last byte, and resumed bit for bit.
+
+For a training loop of one's own, with any state::
+
+    from ddp.checkpoint import load, newest, prune, save
+
+    found = newest("checkpoints", set_aside=True)  # None at the first start; damaged ones are passed over
+    if found is not None:
+        model.load_state_dict(load(found.path, "model"))
+        optimizer.load_state_dict(load(found.path, "optimizer"))
+        scheduler.load_state_dict(load(found.path, "scheduler"))
+    for step in range(found.step if found else 0, steps):
+        ...
+        if rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+            save("checkpoints", step + 1, state, facts={"seed": seed})
+            prune("checkpoints", keep_last=3)
+
+``state`` is a dict of anything that ``torch.load(weights_only=True)`` reads: an EMA's weights, the state of a scaler or of
+the random number generators are entries like any other. ``facts`` is JSON for people. :func:`clean`, once before the loop,
+removes what a killed process left; :func:`verify` checks one checkpoint. Only one process may write: rank 0.
+
+To copy it, take ddp/checkpoint/folder.py and directory.py, common/reporting/atomic_files.py and common/errors.py: they
+import nothing else of this project. The other modules here are the trainer's: its manifest (manifest.py, storage.py),
+what it saves (state.py), when (checkpointer.py), and ``python -m ddp.checkpoint``.
+"""
+
+from ddp.checkpoint.directory import clean, list_checkpoints, newest, prune, save
+from ddp.checkpoint.folder import Checkpoint, Damaged, load, verify
+
+__all__ = ["Checkpoint", "Damaged", "clean", "list_checkpoints", "load", "newest", "prune", "save", "verify"]

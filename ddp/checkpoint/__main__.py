@@ -1,21 +1,19 @@
-"""What a run's checkpoints are, whether they are whole, and the weights of one of them alone.
+"""Inspect a run's checkpoints, verify them, and export the weights of one.
 
     python -m ddp.checkpoint inspect --run-dir runs/glyphs-fashion-cnn
     python -m ddp.checkpoint verify --run-dir runs/glyphs-fashion-cnn
     python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --checkpoint best --output weights.pt
 
-``inspect`` lists them and tells what the newest whole one says of itself; ``verify`` reads every byte and ends with status 1
-if any is damaged; ``export`` writes a state dict that ``torch.load(weights_only=True)`` reads into the plain module of
-common/training/models.py. None of them changes anything in the run's directory. While the run goes on, a checkpoint that it removes
-in the middle of being read is told as damaged, and is gone the next time.
+``inspect`` lists them, with all facts of the newest that is whole. ``verify`` reads every byte and ends with status 1 if any
+is damaged; ``sha256sum -c SHA256SUMS`` in a checkpoint's folder does the same. ``export`` writes a state dict for the plain
+module of common/training/models.py, which ``torch.load(weights_only=True)`` reads. None of them changes anything in the run's
+directory. If the run is still going on and removes a checkpoint while it is read, that one is reported as damaged.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +24,11 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
+from common.reporting.atomic_files import atomic_file
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, best_of, choose, existing, named
-from ddp.checkpoint.manifest import Damaged, Manifest
+from ddp.checkpoint.folder import Damaged, save_tensors
+from ddp.checkpoint.manifest import Manifest
 
 DEFAULT_RUN = Path("runs/glyphs-fashion-cnn")
 
@@ -45,7 +45,7 @@ class VerifyConfig:
     """Settings of ``ddp.checkpoint verify``."""
 
     run_dir: Path = option(DEFAULT_RUN, "directory of the run")
-    checkpoint: str | None = option(None, "name of the one to check (default: all)")
+    checkpoint: str | None = option(None, "name of the checkpoint to check (default: all)")
 
 
 @dataclass(frozen=True)
@@ -72,27 +72,27 @@ def main() -> None:
 
 
 def inspect(argv: Sequence[str]) -> None:
-    """Print a table of all checkpoints, and what the newest whole one says of itself."""
+    """Print a table of all checkpoints, and all facts of the newest that is whole."""
     config = parse(InspectConfig, "ddp.checkpoint inspect", __doc__, argv)
     found = [_verified(path) for path in existing(config.run_dir)]
     whole = [one for one in found if isinstance(one, Manifest)]
     best = best_of(whole[-1]) if whole else None
     width = max(len(one.path.name if isinstance(one, Damaged) else one.name) for one in found)
-    print(f"{'':<{width}}{'step':>9}{'epoch':>7}{'position':>10}{'accuracy':>10}{'size':>12}{'ranks':>7}")
+    print(f"{'':<{width}}{'step':>9}{'epoch':>7}{'step in epoch':>15}{'accuracy':>10}{'size':>12}{'ranks':>7}")
     for one in found:
         if isinstance(one, Damaged):
             print(f"{one.path.name:<{width}}  damaged: {one.problem}")
             continue
         accuracy = one.progress.get("accuracy")
         print(
-            f"{one.name:<{width}}{one.step:>9}{one.epoch:>7}{one.position:>10}"
+            f"{one.name:<{width}}{one.step:>9}{one.epoch:>7}{one.step_in_epoch:>15}"
             f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{_size(one):>12}{one.world_size:>7}  whole"
             f"{', best' if one.name == best else ''}"
         )
     if whole:
         print(f"\n{whole[-1].name}, the newest that is whole:")
-        facts = vars(whole[-1]).items()
-        print("\n".join(f"  {name:<20} {_text(fact)}" for name, fact in facts if name not in ("files", "format")))
+        facts = {"step": whole[-1].step, **whole[-1].facts()}
+        print("\n".join(f"  {name:<20} {_text(fact)}" for name, fact in facts.items()))
 
 
 def verify(argv: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ def verify(argv: Sequence[str]) -> None:
 
 
 def export(argv: Sequence[str]) -> None:
-    """Write the weights of one checkpoint, alone and on the CPU, whole or not at all.
+    """Write the weights of one checkpoint, on the CPU; the file is complete or absent.
 
     :raises UsageError: when there is no such checkpoint, it is damaged, or the file is there or cannot be written
     """
@@ -124,15 +124,11 @@ def export(argv: Sequence[str]) -> None:
         raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
     path, manifest = choose(config.run_dir, config.checkpoint)
     weights = storage.read(path, "model")
-    scratch = output.with_name(f".{output.name}.{uuid.uuid4().hex}")
     try:
-        storage.save_file(scratch, weights)
-        os.replace(scratch, output)
+        with atomic_file(output) as file:
+            save_tensors(file, weights)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written ({error.strerror})") from error
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
     print(f"{output}: {len(weights)} tensors of {manifest.model}, from {manifest.name}")
 
 
@@ -147,11 +143,11 @@ def _verified(path: Path) -> Manifest | Damaged:
 
 
 def _size(manifest: Manifest) -> str:
-    return f"{sum(facts['bytes'] for facts in manifest.files.values()) / 1e6:,.3f} MB"
+    return f"{sum(manifest.files.values()) / 1e6:,.3f} MB"
 
 
 def _text(value: object) -> str:
-    """A fact on one line."""
+    """A fact as one line."""
     return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 

@@ -1,8 +1,8 @@
-"""When a checkpoint is written, and by whom.
+"""When a checkpoint is written, and by which rank.
 
-Rank 0 writes, since all ranks hold the same weights; what differs between ranks is gathered first. In the background
-(``--async-checkpoint``) the training waits only until rank 0 has a copy: a thread encodes, hashes and syncs it while the next
-steps are taken, and is done before the next checkpoint begins.
+Rank 0 writes, because all ranks hold the same weights. What differs between ranks is gathered first. With
+``--async-checkpoint``, training waits only until rank 0 has a copy in memory. A thread writes the copy while training
+continues, and the next checkpoint begins only after that thread has ended.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from ddp.job import Job
 
 
 class Checkpointer:
-    """A run's checkpoints. All ranks make one, and call :meth:`save` and :meth:`finish` together.
+    """Writes a run's checkpoints. :meth:`save` and :meth:`finish` are collectives.
 
-    :param metrics: synced before each checkpoint: it must not be ahead of the records that led to it
+    :param metrics: synced before each checkpoint, so that no checkpoint is ahead of the metrics on the disk
     """
 
     def __init__(self, config: TrainConfig, env: DistEnv, metrics: MetricsWriter) -> None:
-        self._config, self._place, self._metrics = config, env, metrics
+        self._config, self._env, self._metrics = config, env, metrics
         self._every_steps, self._every_seconds = config.checkpoint_interval
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._copy: Any = None  # of the last save; its memory is used again
+        self._copy: Any = None  # of the last save's state; the next save reuses its memory
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint belongs after this optimizer step, by the count of steps: the same on all ranks."""
+        """True on every rank when ``--checkpoint-every`` is a number of steps and this is a multiple of it."""
         return self._every_steps is not None and step % self._every_steps == 0
 
     def overdue(self) -> bool:
-        """Whether it is time for one, by the clock of rank 0, whose alone counts."""
+        """True on rank 0 when the checkpoint interval has elapsed."""
         since = time.monotonic() - self._saved_at
-        return self._place.is_main and self._every_seconds is not None and since >= self._every_seconds
+        return self._env.is_main and self._every_seconds is not None and since >= self._every_seconds
 
     def save(self, job: Job, *, wait: bool = False) -> None:
-        """Write the job's state.
+        """Write the job's state. A collective.
 
-        :param wait: until it is on the disk, even if it may be written in the background
-        :raises UsageError: on every rank, when it could not be written, or the one before could not
+        :param wait: return only when it is on the disk, also with ``--async-checkpoint``
+        :raises UsageError: on every rank, when this checkpoint or the previous one could not be written
         """
         job.watchdog.at(job.step, "checkpoint")
-        ranks: list[Any] = [None] * self._place.world_size
+        ranks: list[Any] = [None] * self._env.world_size
         dist.all_gather_object(ranks, state_of_rank(job))
-        with job.watchdog.paused(), self._place.fail_together():  # a disk may be slower than any other rank
-            if self._place.is_main:
+        with job.watchdog.paused(), self._env.fail_together():  # a disk may take longer than a collective may
+            if self._env.is_main:
                 self._join()
-                if job.user_error is not None:  # the metrics of this very step may not have been written
+                if job.user_error is not None:  # the metrics of this step may have failed to be written
                     raise job.user_error
                 manifest, state = manifest_of(job), state_of_job(job, ranks)
                 if self._config.async_checkpoint and not wait:
@@ -71,11 +71,11 @@ class Checkpointer:
         self._saved_at = time.monotonic()
 
     def finish(self) -> None:
-        """Wait for what is being written, and for the metrics.
+        """Wait until the last checkpoint and the metrics are on the disk. A collective.
 
-        :raises UsageError: on every rank, when it could not be
+        :raises UsageError: on every rank, when they could not be written
         """
-        with self._place.fail_together():
+        with self._env.fail_together():
             self._join()
             self._metrics.sync()
 
@@ -83,7 +83,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._thread is not None:  # the run has failed; what it had saved is worth a moment
+        if self._thread is not None:  # the run has failed: let its last checkpoint be completed
             self._thread.join()
 
     def _write(self, manifest: Manifest, state: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Checkpointer:
             storage.write(self._config.run_dir, manifest, state)
             best = manifest.progress["best"]
             storage.prune(self._config.run_dir, self._config.keep_last, best["name"] if best else None)
-        except Exception as error:  # what this thread raises, nobody would see
+        except Exception as error:  # an exception would end the thread unseen; _join raises it
             self._failure = error
 
     def _join(self) -> None:
@@ -108,7 +108,7 @@ class Checkpointer:
 def copied(tree: Any, earlier: Any = None) -> Any:
     """A copy of nested dicts, lists and tensors on the CPU.
 
-    :param earlier: a copy that is no longer needed, whose memory is taken: new memory would cost a page fault per 4 KiB
+    :param earlier: a copy that is no longer needed. Its memory is reused: new memory would cost a page fault per 4 KiB
     """
     if isinstance(tree, Tensor):
         if isinstance(earlier, Tensor) and (earlier.shape, earlier.dtype) == (tree.shape, tree.dtype):

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints a person means: the newest that is whole, the best, or one by its name."""
+"""The choice of a run's checkpoint: the newest that is whole, the best, or one by its name."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ CHOICE = f"name of one, or {BEST} (default: the newest that is whole)"
 
 
 def choose(run_dir: Path, name: str | None) -> tuple[Path, Manifest]:
-    """The path of a checkpoint, every byte of which is checked, and what it says of itself.
+    """The path and manifest of a checkpoint whose every byte was checked.
 
-    :param name: its own, :data:`BEST`, or None for the newest that is whole
-    :raises UsageError: when it is not there, or damaged
+    :param name: its name, :data:`BEST`, or None for the newest that is whole
+    :raises UsageError: when there is no such checkpoint, or it is damaged
     """
     paths = existing(run_dir)
     if name is None or name == BEST:
         found = storage.newest(run_dir)
-        assert found is not None  # or there would be no paths
+        assert found is not None  # because there are paths
         if name is None:
             return found
         name = best_of(found[1])
@@ -33,7 +33,7 @@ def choose(run_dir: Path, name: str | None) -> tuple[Path, Manifest]:
 
 
 def existing(run_dir: Path) -> list[Path]:
-    """All of a run, oldest first, whole or not.
+    """All checkpoints of a run, oldest first, whole or damaged.
 
     :raises UsageError: when there is none
     """

@@ -1,8 +1,8 @@
-"""What a run needs to continue bit for bit, and how it comes back into a job.
+"""The state that a run needs to continue bit for bit: how it is taken from a job, and restored.
 
-All randomness is a function of (seed, epoch, step, rank, sample), so it is the weights, the optimizer's tensors, and a few
-numbers. Two things differ between ranks: BatchNorm's running statistics, which are averaged only at an epoch's end, and the
-window of the metrics that is not yet full. With another number of ranks, their averages and sums go on instead.
+All randomness is a function of (seed, epoch, step, rank, sample). So the state is the weights, the optimizer's tensors, and
+a few numbers. Two things differ between ranks: BatchNorm's running statistics, which are averaged only at an epoch's end,
+and the metrics since the last log line. A run resumed with another number of ranks continues from their averages and sums.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from ddp.job import Job
 
 
 def state_of_rank(job: Job) -> dict[str, Any]:
-    """What only this rank has, on the CPU."""
+    """What differs between ranks: this rank's buffers and metrics window, on the CPU."""
     buffers = {name: value.cpu() for name, value in job.network.named_buffers()}
     return {"buffers": buffers, "window": tuple(job.window.state())}
 
 
 def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The tensors of a checkpoint, where they are.
+    """The files of a checkpoint. Tensors are not copied; they stay on their device.
 
     :param ranks: each rank's :func:`state_of_rank`
+    :returns: ``model``, ``optimizer`` and ``ranks``
     """
-    model = job.network.state_dict()  # of the plain module: no "module." in its keys
-    if job.step_in_epoch:  # inside an epoch: the statistics with which one would evaluate it now
+    model = job.network.state_dict()  # of the plain module, so that no key begins with "module."
+    if job.step_in_epoch:  # within an epoch: the averaged statistics, with which it can be evaluated
         model |= _mean_buffers([rank["buffers"] for rank in ranks])
     return {"model": model, "optimizer": job.optimizer.state_dict(), "ranks": ranks}
 
 
 def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over the ranks of what is a statistic; rank 0's of what is a count."""
+    """The mean over the ranks of the floating-point buffers (statistics); counts stay rank 0's."""
     names = [name for name, value in ranks[0].items() if value.is_floating_point()]
     return {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in names}
 
 
 def manifest_of(job: Job) -> Manifest:
-    """The numbers of a checkpoint."""
+    """The facts of a checkpoint: all that is no tensor."""
     config, env = job.config, job.env
     return Manifest(
         step=job.step,
         epoch=job.epoch,
-        position=job.step_in_epoch,
+        step_in_epoch=job.step_in_epoch,
         seed=config.seed,
         world_size=env.world_size,
         batch_size=config.batch_size,
@@ -76,9 +77,9 @@ def manifest_of(job: Job) -> Manifest:
 
 
 def restore(job: Job, path: Path, manifest: Manifest) -> None:
-    """Continue from a checkpoint, whose weights the network holds already (see :func:`ddp.train.build_job`). A collective.
+    """Restore all of a checkpoint but the weights, with which :func:`ddp.train.build_job` built the network. A collective.
 
-    :raises UsageError: on every rank, when one of its files has been damaged since it was verified
+    :raises UsageError: on every rank, when a file cannot be loaded
     """
     env, progress = job.env, manifest.progress
     contents: list[Any] = [None, None]
@@ -87,15 +88,15 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
             contents = [storage.read(path, "optimizer"), storage.read(path, "ranks")]
     ranks = [contents[1]]
     dist.broadcast_object_list(ranks, src=0, device=env.device)
-    job.optimizer.state.clear()  # or it would be there twice for a while
+    job.optimizer.state.clear()  # first, so that memory never holds it twice
     optimizer = broadcast_tree(contents[0], env)
 
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
     job.optimizer.load_state_dict(optimizer)
     for group, own in zip(job.optimizer.param_groups, hyperparameters, strict=True):
-        group.update(own)  # this run's weight decay and momentum, should they have been changed
+        group.update(own)  # this run's flags decide, not those of the run before
     begin_momentum(job.optimizer)
-    if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 until now
+    if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
     if len(ranks[0]) == env.world_size:
         own_buffers = ranks[0][env.rank]["buffers"]
@@ -109,8 +110,9 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
 
 
 def broadcast_tree(tree: Any, env: DistEnv) -> Any:
-    """Rank 0's nested dicts and lists on every rank, each tensor sent by itself to where it is needed: never pickled, and
-    never twice on a device.
+    """Rank 0's nested dicts and lists on every rank, with their tensors on the rank's device.
+
+    Each tensor is broadcast by itself: none is pickled, and no device holds one twice.
 
     :param tree: on rank 0; ignored on the others
     """
@@ -122,10 +124,10 @@ def broadcast_tree(tree: Any, env: DistEnv) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Missing:
-    """Stands for a tensor in a tree that is sent ahead."""
+    """Takes the place of a tensor in the outline that is broadcast first."""
 
     shape: torch.Size
-    stride: tuple[int, ...]  # the optimizer's fused kernels take its tensors for laid out as the parameters are
+    stride: tuple[int, ...]  # fused optimizers require their state in the memory layout of the parameters
     dtype: torch.dtype
 
 
@@ -146,7 +148,7 @@ def _with_tensors(tree: Any, tensors: Any, env: DistEnv) -> Any:
             tensor = next(tensors).to(env.device)
         else:
             tensor = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=env.device)
-        dist.broadcast(tensor.as_strided((tensor.numel(),), (1,)), src=0)  # its memory, in whatever order it is
+        dist.broadcast(tensor.as_strided((tensor.numel(),), (1,)), src=0)  # as it lies in memory, whatever its strides
         return tensor
     if isinstance(tree, dict):
         return {key: _with_tensors(value, tensors, env) for key, value in tree.items()}

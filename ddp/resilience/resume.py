@@ -119,8 +119,12 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
             f"--resume: the run was started with other data: {there[0]} training samples with digest {there[1]}, not "
             f"{here[0]} with {here[1]}: give its --data-dir, or another --run-dir"
         )
-    if (manifest.epoch, manifest.position) > (config.epochs, 0):
-        behind = f"{manifest.epoch} epochs and {manifest.position} steps" if manifest.position else str(manifest.epoch)
+    if (manifest.epoch, manifest.step_in_epoch) > (config.epochs, 0):
+        behind = (
+            f"{manifest.epoch} epochs and {manifest.step_in_epoch} steps"
+            if manifest.step_in_epoch
+            else str(manifest.epoch)
+        )
         raise UsageError(f"--epochs {config.epochs} is less than the {behind} that the run has behind it")
     for line in differences(before, now):
         logger.info("resuming with other settings: %s", line)

@@ -22,7 +22,7 @@ from ddp.checkpoint.manifest import KINDS
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.train import build_job, train_step
-from tests.ddp.checkpoint.test_storage import bits
+from tests.ddp.checkpoint.samples import bits
 from tests.ddp.jobs import small
 from tests.launch import run_ranks
 

@@ -14,7 +14,7 @@ from common.training.models import build_model
 from ddp.checkpoint import __main__ as checkpoint
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import FOLDER
-from tests.ddp.checkpoint.test_storage import contents, forge, manifest
+from tests.ddp.checkpoint.samples import contents, forge, manifest
 from tests.launch import run_command
 from tests.user_errors import UserError
 
@@ -72,7 +72,7 @@ def test_inspect_lists_all_and_describes_the_newest_whole_one(
     before = state_of(run)
     table, facts = call(monkeypatch, capsys, "inspect", "--run-dir", run).split("\n\n")
     header, *rows = table.splitlines()
-    assert header.split() == ["step", "epoch", "position", "accuracy", "size", "ranks"]
+    assert header.split() == ["step", "epoch", "step", "in", "epoch", "accuracy", "size", "ranks"]
     assert [row.split()[0] for row in rows] == NAMES
     assert rows[0].split()[1:5] == ["10", "1", "0", "90.00"] and rows[0].endswith("  2  whole")
     assert rows[1].endswith("  2  whole, best")
@@ -199,7 +199,7 @@ def test_mistakes_are_one_line(written: Path, run: Path, tmp_path: Path, user_er
         shutil.rmtree(run / FOLDER / name)
     for name in ("inspect", "verify", "export"):
         line = user_error(main, name, "--run-dir", run, *(("--output", output) if name == "export" else ()))
-        assert "has format 99, this version reads 2: use the one that wrote it" in line
+        assert "has the newer format 99, this version reads 3: use the one that wrote it" in line
     assert not output.exists()
 
 

@@ -19,6 +19,7 @@ from ddp.checkpoint.state import broadcast_tree, manifest_of, restore, state_of_
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
+from ddp.resilience.resume import Found
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.launch import run_ranks
@@ -138,10 +139,11 @@ def trained_and_saved(folder: Path) -> Held:
 
 def restored(config: TrainConfig) -> Held:
     with process_group(threads=1) as env:
-        found: list[Any] = [storage.newest(config.run_dir)]
-        path, manifest = found[0]
-        job = build_job(config, env, load_data(config, env), path)
-        restore(job, path, manifest)
+        newest = storage.newest(config.run_dir)
+        assert newest is not None
+        found = Found(*newest)
+        job = build_job(config, env, load_data(config, env), found)
+        restore(job, *found)
         return held(job)
 
 

@@ -16,11 +16,12 @@ from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.reporting.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
-from ddp.checkpoint.storage import FOLDER, SAVING
+from ddp.checkpoint.directory import SAVING
+from ddp.checkpoint.storage import FOLDER
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.resilience.resume import REQUEUE_FILE, check_identity, differences, open_run
-from tests.ddp.checkpoint.test_storage import contents, forge, manifest
+from tests.ddp.checkpoint.samples import contents, forge, manifest
 from tests.ddp.jobs import small
 from tests.launch import run_ranks
 
@@ -123,7 +124,7 @@ def test_another_run_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
     assert other_data is not None and newer is not None
     assert other_data.startswith("--resume: the run was started with other data: 144 training samples with digest ")
     assert other_data.endswith(" with 0123456789abcdef: give its --data-dir, or another --run-dir")
-    assert newer == f"{run_dir / FOLDER / NEWER} has format 99, this version reads 2: use the one that wrote it"
+    assert newer == f"{run_dir / FOLDER / NEWER} has the newer format 99, this version reads 3: use the one that wrote it"
     assert (run_dir / FOLDER / NEWER).is_dir() and (run_dir / FOLDER / OLDER).is_dir()
 
 

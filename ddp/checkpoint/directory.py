@@ -1,0 +1,190 @@
+"""A directory of checkpoints for any training loop: each is complete or absent.
+
+    DIRECTORY/step-00000123/    one checkpoint; its files are those of ddp/checkpoint/folder.py
+
+A checkpoint is written into a scratch folder, synced to the disk and renamed. A process that is killed at any moment
+leaves the earlier checkpoints as they were. A damaged checkpoint is reported, and the one before it is used.
+
+One process writes: rank 0, or a process that is alone. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import UsageError
+from common.reporting.atomic_files import sync_folder
+from ddp.checkpoint.folder import Checkpoint, Damaged, step_of, verify, write
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"([a-z]+-\d+-)*step-\d{8,}", re.ASCII)  # of a checkpoint's folder
+SAVING, REPLACED, REMOVED = ".saving-", ".replaced-", ".removed-"  # folders that are being written or removed
+
+_Verified = TypeVar("_Verified")
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    state: Mapping[str, Any],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+) -> Path:
+    """Write a checkpoint; one of the same name is replaced.
+
+    Tensors are written one after another from where they are; there is no copy of the whole state.
+
+    :param state: by name, anything that ``torch.load(weights_only=True)`` reads: the state dicts of a model, an optimizer,
+        a scheduler, an EMA of the weights
+    :param facts: small values for people and programs to read, as JSON
+    :param name: of the checkpoint's folder, if not ``step-00000123``. It ends so; the numbers in it sort checkpoints
+    :returns: the checkpoint's folder
+    :raises OSError: when it cannot be written; earlier checkpoints are untouched
+    :raises TypeError: when the state holds an object that could not be loaded again, or a fact is not JSON
+    :raises ValueError: for a name or key that is no plain word
+    """
+    directory = Path(directory)
+    path = directory / (name or f"step-{step:08d}")
+    if not NAME.fullmatch(path.name) or step_of(path) != step:
+        raise ValueError(f"checkpoint name {path.name!r} does not end in step-{step:08d}")
+    scratch = directory / f"{SAVING}{uuid.uuid4().hex}"
+    try:
+        if not directory.is_dir():
+            directory.mkdir()
+            sync_folder(directory.parent)
+        write(scratch, step, state, facts or {})
+        _move_into_place(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def list_checkpoints(directory: str | Path) -> list[Path]:
+    """All checkpoints by their names alone, oldest first; some may be damaged.
+
+    :raises UsageError: when the directory cannot be read
+    """
+    directory = Path(directory)
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be read ({error.strerror})") from error
+    found = [name for name in names if NAME.fullmatch(name)]
+    return [directory / name for name in sorted(found, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+
+
+def newest(directory: str | Path, *, set_aside: bool = False) -> Checkpoint | None:
+    """The newest checkpoint that is whole; damaged ones are reported and passed over.
+
+    :param set_aside: rename these to ``damaged-...``; for the process that writes into the directory
+    :returns: None when there is no checkpoint at all
+    :raises UsageError: when all are damaged, or the newest that is not damaged has another format
+    """
+    return newest_of(list_checkpoints(directory), verify, set_aside=set_aside, remedy="or start in another directory")
+
+
+def newest_of(
+    paths: list[Path], verify: Callable[[Path], _Verified], *, set_aside: bool, remedy: str
+) -> _Verified | None:
+    """:func:`newest` of these checkpoints, checked by another ``verify``.
+
+    :param remedy: what else to do when all are damaged
+    """
+    damaged: list[Damaged] = []
+    for path in reversed(paths):
+        try:
+            found = verify(path)
+        except Damaged as error:
+            logger.warning("%s", error)
+            damaged.append(error)
+            continue
+        if set_aside:  # only now: if all are damaged, the directory must not look as if it never held any
+            for one in damaged:
+                _set_aside(one.path)
+        return found
+    if damaged:
+        raise UsageError(
+            f"{paths[0].parent} holds no checkpoint that is whole ({len(damaged)} damaged; the newest: {damaged[0]}): "
+            f"put back a copy, {remedy}"
+        )
+    return None
+
+
+def prune(directory: str | Path, keep_last: int, keep: Collection[str] = ()) -> None:
+    """Remove all checkpoints but the newest ``keep_last`` (at least 1) and those named in ``keep``.
+
+    Call it after :func:`save`, when the newest is known to be whole.
+
+    :raises OSError: when they cannot be removed
+    """
+    directory = Path(directory)
+    if keep_last < 1:
+        raise ValueError(f"keep_last {keep_last} would remove the newest checkpoint: give at least 1")
+    removed = []
+    for path in list_checkpoints(directory)[:-keep_last]:
+        if path.name not in keep:
+            removed.append(directory / f"{REMOVED}{uuid.uuid4().hex}")
+            os.rename(path, removed[-1])  # first, so that a half-removed checkpoint never has a checkpoint's name
+    if removed:
+        sync_folder(directory)
+    for path in removed:
+        _remove(path)
+
+
+def clean(directory: str | Path) -> None:
+    """Remove what a killed process left half written or half removed; for the process that writes into the directory.
+
+    :raises OSError: when it cannot be removed
+    """
+    directory = Path(directory)
+    for entry in list(directory.iterdir()) if directory.is_dir() else []:
+        place = directory / entry.name.removeprefix(REPLACED).rpartition("-")[0]
+        if entry.name.startswith(REPLACED) and not os.path.lexists(place):
+            os.rename(entry, place)  # the process was killed before it moved the new one there
+        elif entry.name.startswith((SAVING, REPLACED, REMOVED)):
+            _remove(entry)
+
+
+def _move_into_place(scratch: Path, path: Path) -> None:
+    """Give a complete checkpoint its name. A folder cannot be renamed onto another, so an older one is moved away first."""
+    replaced = path.with_name(f"{REPLACED}{path.name}-{uuid.uuid4().hex}")
+    occupied = os.path.lexists(path)
+    try:
+        if occupied:
+            os.rename(path, replaced)
+        os.rename(scratch, path)
+    except BaseException:
+        if os.path.lexists(replaced) and not os.path.lexists(path):
+            os.rename(replaced, path)
+        raise
+    try:
+        sync_folder(path.parent)
+    finally:
+        if occupied:
+            _remove(replaced)
+
+
+def _set_aside(path: Path) -> None:
+    """:raises OSError: when it cannot be renamed"""
+    names = (f"damaged-{path.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 10**6))))
+    target = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    os.rename(path, target)
+    logger.warning("%s is now %s", path.name, target.name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

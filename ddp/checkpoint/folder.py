@@ -1,0 +1,279 @@
+"""One checkpoint: a folder of which every byte can be checked.
+
+    model.pt          one file per entry of the state, in torch.save's format
+    optimizer.pt
+    manifest.json     the step, the caller's facts, and the size of each file above
+    SHA256SUMS        a digest of each file above; `sha256sum -c SHA256SUMS` checks them
+
+The digests are computed from the files as they are read back. They find what a disk does later (``torch.load`` ignores the
+checksums of its own format). Nothing in a file is executed, whoever wrote it (``weights_only=True``).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import pickle
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+from common.errors import UsageError
+from common.reporting.atomic_files import new_file, sync_folder
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 3  # raise it with every change of the fields below, or of the trainer's (ddp/checkpoint/manifest.py)
+MANIFEST, DIGESTS = "manifest.json", "SHA256SUMS"
+FIELDS = {"format": int, "step": int, "facts": dict, "files": dict}
+CHUNK = 1 << 20  # bytes hashed at a time
+
+_KEY = re.compile(r"\w[\w-]*", re.ASCII)  # of a state's entry: never a path such as ../elsewhere
+_DIGEST_LINES = re.compile(rb"(?:[0-9a-f]{64}  [\w.-]+\n)+")
+
+
+class Damaged(UsageError):
+    """A checkpoint is not as it was written; the message names its path and the problem."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(path, problem)
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose every byte was checked.
+
+    :param path: its folder
+    :param step: the number it was saved with
+    :param facts: the caller's own, from JSON: a tuple comes back as a list, floats come back bit for bit
+    :param files: bytes of each file of the state
+    """
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+    files: dict[str, int]
+
+
+def write(folder: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Write a checkpoint's files into a new folder, and sync them to the disk; see :func:`ddp.checkpoint.directory.save`.
+
+    :raises OSError: when they cannot be written; some may be
+    """
+    if wrong := [key for key in state if not _KEY.fullmatch(key)]:
+        raise ValueError(f"state {wrong[0]!r} cannot be a file's name: use letters, digits, _ and -")
+    folder.mkdir()
+    for key, content in state.items():
+        _save_entry(folder / f"{key}.pt", content)
+    read_back = {f"{key}.pt": _size_and_digest(folder / f"{key}.pt") for key in state}
+    files = {name: size for name, (size, _) in read_back.items()}
+    manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
+    with new_file(folder / MANIFEST) as file:
+        file.write((json.dumps(manifest, indent=2) + "\n").encode("ascii"))
+    read_back[MANIFEST] = _size_and_digest(folder / MANIFEST)
+    with new_file(folder / DIGESTS) as file:
+        file.write("".join(f"{digest}  {name}\n" for name, (_, digest) in read_back.items()).encode("ascii"))
+    sync_folder(folder)
+
+
+def verify(path: str | Path) -> Checkpoint:
+    """Check every byte of a checkpoint; files that it does not list are ignored.
+
+    :raises Damaged: when it is not as it was written, or cannot be read
+    :raises UsageError: when it has another format. Every later format keeps ``format`` in ``manifest.json``, with the
+        digest in ``SHA256SUMS``, so that it is not mistaken for damage.
+    """
+    path = Path(path)
+    digests = _read_digests(path)
+    encoded = _read(path, MANIFEST)
+    if hashlib.sha256(encoded).hexdigest() != digests.get(MANIFEST):
+        raise Damaged(path, f"{MANIFEST} has other content than was written (SHA-256)")
+    manifest = _parse_manifest(path, encoded)
+    files: dict[str, int] = manifest["files"]
+    if digests.keys() != {*files, MANIFEST}:
+        raise Damaged(path, f"{DIGESTS} lists {sorted(digests)} instead of {sorted([*files, MANIFEST])}")
+    for name, size in files.items():
+        try:
+            found, digest = _size_and_digest(path / name)
+        except OSError as error:
+            raise Damaged(path, f"{name} cannot be read ({error.strerror})") from error
+        if found != size:
+            raise Damaged(path, f"{name} has {found} bytes instead of {size}")
+        if digest != digests[name]:
+            raise Damaged(path, f"{name} has other content than was written (SHA-256)")
+    return Checkpoint(path, manifest["step"], manifest["facts"], files)
+
+
+def load(path: str | Path, key: str) -> Any:
+    """Read one entry of a verified checkpoint's state, its tensors on the CPU; nothing in it is executed.
+
+    :raises Damaged: when it cannot be loaded: whoever forges a file can forge its digest too
+    """
+    import torch  # here, so that a program may import this module without torch
+
+    path = Path(path)
+    try:
+        return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # its type depends on what the file holds
+        raise Damaged(path, f"{key}.pt cannot be loaded ({type(error).__name__})") from error
+
+
+def save_tensors(file: BinaryIO, content: Any) -> None:
+    """``torch.save`` into an open file, with the errors of that file.
+
+    :raises OSError: when it cannot be written; a part of it may be
+    """
+    import torch  # see load
+
+    stream = _ErrorKeepingStream(file)
+    try:
+        torch.save(content, cast(IO[bytes], stream))  # it calls only write and flush
+    except RuntimeError as error:
+        # If a signal handler raised within write, torch replaces that by a complaint about the unfinished archive.
+        if not isinstance(error.__context__, KeyboardInterrupt | SystemExit):
+            raise
+        stop: BaseException = error.__context__
+    else:
+        if stream.error is not None:
+            raise stream.error
+        return
+    raise stop  # outside the handler, so that torch's complaint is not shown with it
+
+
+class _ErrorKeepingStream:
+    """The file object that ``torch.save`` writes to. It keeps the first error and drops what follows: an exception raised
+    here would cross torch's C++, which turns it into another without the errno."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.error: OSError | None = None
+        self._file = file
+
+    def write(self, data: memoryview) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Done when the file is closed."""
+
+
+def wrong_field(content: dict[str, Any], types: Mapping[str, type]) -> str | None:
+    """The first difference between the fields of JSON and those that it should have, or None."""
+    if content.keys() != types.keys():
+        return f"lacks or adds {sorted(content.keys() ^ types.keys())}"
+    for name, kind in types.items():
+        if type(content[name]) is not kind:
+            return f"has {name} {content[name]!r}, which is no {kind.__name__}"
+    return None
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 if it has none."""
+    digits = path.name.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _save_entry(path: Path, content: Any) -> None:
+    """Write one entry of a state, and check that it can be loaded again."""
+    import torch  # see load
+
+    with new_file(path) as file:
+        save_tensors(file, content)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mapped: no tensor is read
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise TypeError(f"state {path.stem!r} holds what torch.load(weights_only=True) refuses: {reason}") from error
+    except (OSError, RuntimeError):
+        logger.debug("%s is on a file system that cannot map files: not tried", path)
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    """The digest of each file that ``SHA256SUMS`` lists.
+
+    :raises UsageError: when the checkpoint is of format 2, which had none and kept a digest in its manifest
+    """
+    try:
+        lines = _read(path, DIGESTS)
+    except Damaged:
+        try:
+            manifest = json.loads(_read(path, MANIFEST))
+        except (Damaged, ValueError, RecursionError):
+            manifest = None
+        if isinstance(manifest, dict) and manifest.get("format") == 2 and "digest" in manifest:
+            raise _other_format(path, 2) from None
+        raise
+    found = [line.split("  ") for line in lines.decode("ascii").splitlines()] if _DIGEST_LINES.fullmatch(lines) else []
+    digests = {name: digest for digest, name in found}
+    if not digests or len(digests) != len(found):  # malformed, or a name twice
+        raise Damaged(path, f"{DIGESTS} has other content than was written")
+    return digests
+
+
+def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
+    """The manifest, whose digest was right. It may still be another program's, or forged."""
+    try:
+        manifest = json.loads(encoded)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(path, f"{MANIFEST} is not JSON") from error
+    if not isinstance(manifest, dict):
+        raise Damaged(path, f"{MANIFEST} is not one of a checkpoint")
+    found = manifest.get("format")
+    if type(found) is int and found != FORMAT:  # exactly: True is no int here
+        raise _other_format(path, found)
+    problem = wrong_field(manifest, FIELDS)
+    if problem is None:
+        for name, size in manifest["files"].items():
+            if not (name.endswith(".pt") and _KEY.fullmatch(name[:-3]) and type(size) is int):
+                problem = f"lists the file {name!r} with {size!r} bytes"
+    if problem is None and manifest["step"] != step_of(path):
+        problem = f"is that of step {manifest['step']}"
+    if problem is not None:
+        raise Damaged(path, f"{MANIFEST} {problem}")
+    return manifest
+
+
+def _other_format(path: Path, found: int) -> UsageError:
+    age = "older" if found < FORMAT else "newer"
+    return UsageError(f"{path} has the {age} format {found}, this version reads {FORMAT}: use the one that wrote it")
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        with _open(path / name) as file:
+            return file.read()
+    except OSError as error:
+        raise Damaged(path, f"{name} cannot be read ({error.strerror})") from error
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    """The bytes of a file and their SHA-256 in hex digits.
+
+    :raises OSError: when it cannot be read
+    """
+    size, digest = 0, hashlib.sha256()
+    with _open(path) as file:
+        while chunk := file.read(CHUNK):
+            size += len(chunk)
+            digest.update(chunk)
+    return size, digest.hexdigest()
+
+
+def _open(path: Path) -> BinaryIO:
+    """:raises OSError: also for what is no regular file: opening a pipe would wait for a writer"""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return open(path, "rb")

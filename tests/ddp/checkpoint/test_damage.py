@@ -1,0 +1,251 @@
+"""ddp/checkpoint: whatever happens to the files of a checkpoint is found and named, and the one before it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import UsageError
+from ddp.checkpoint import storage
+from ddp.checkpoint.folder import Damaged
+from ddp.checkpoint.storage import FOLDER
+from tests.ddp.checkpoint.samples import FILES, NEWER, OLDER, assert_is, manifest, write
+
+
+@dataclasses.dataclass
+class Pair:
+    """A run with two checkpoints, and the bytes of both; the newer one is to be damaged."""
+
+    run_dir: Path
+    older: dict[str, bytes]
+    newer: dict[str, bytes]
+
+    def restored(self) -> Path:
+        """The newer checkpoint as it was written."""
+        path = self.run_dir / FOLDER / NEWER
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            path.unlink()
+        path.mkdir()
+        for name, content in self.newer.items():
+            (path / name).write_bytes(content)
+        return path
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    return {name: (path / name).read_bytes() for name in FILES}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    run_dir = tmp_path_factory.mktemp("pair")
+    return Pair(run_dir, bytes_of(write(run_dir, 10)), bytes_of(write(run_dir, 20)))
+
+
+Damage = Callable[[Path, Pair], None]
+OFFSETS = st.integers(0, 1 << 20)  # taken modulo a file's length
+ONE_FILE = st.sampled_from(FILES)
+
+
+def truncated(file: str, offset: int) -> Damage:
+    def damage(path: Path, pair: Pair) -> None:
+        (path / file).write_bytes(pair.newer[file][: offset % len(pair.newer[file])])
+
+    return damage
+
+
+def flipped(flips: list[tuple[str, int, int]]) -> Damage:
+    def damage(path: Path, pair: Pair) -> None:
+        for file, offset, bit in flips:
+            content = bytearray((path / file).read_bytes())
+            content[offset % len(content)] ^= 1 << bit
+            (path / file).write_bytes(content)
+
+    return damage
+
+
+def appended(file: str, tail: bytes) -> Damage:
+    def damage(path: Path, pair: Pair) -> None:
+        (path / file).write_bytes(pair.newer[file] + tail)
+
+    return damage
+
+
+def exchanged(first: str, second: str) -> Damage:
+    def damage(path: Path, pair: Pair) -> None:
+        (path / first).write_bytes(pair.newer[second])
+        (path / second).write_bytes(pair.newer[first])
+
+    return damage
+
+
+def of_the_other(files: set[str]) -> Damage:
+    """Files of the checkpoint before, with or without its manifest and digests."""
+
+    def damage(path: Path, pair: Pair) -> None:
+        for file in files:
+            (path / file).write_bytes(pair.older[file])
+
+    return damage
+
+
+def missing(files: set[str]) -> Damage:
+    def damage(path: Path, pair: Pair) -> None:
+        for file in files:
+            (path / file).unlink()
+
+    return damage
+
+
+def replaced(kind: str, file: str | None) -> Damage:
+    """A file, or the whole folder, is replaced by something of another kind."""
+
+    def damage(path: Path, pair: Pair) -> None:
+        target = path if file is None else path / file
+        shutil.rmtree(target) if file is None else target.unlink()
+        if kind == "file":
+            target.write_bytes(b"" if file else pair.newer["model.pt"])
+        elif kind == "folder":
+            target.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(target)  # to open it would wait for a writer
+        else:
+            target.symlink_to("nowhere" if kind == "dangling link" else target.name)  # or to itself
+
+    return damage
+
+
+DAMAGES = st.one_of(
+    st.builds(truncated, ONE_FILE, OFFSETS),
+    st.builds(flipped, st.lists(st.tuples(ONE_FILE, OFFSETS, st.integers(0, 7)), min_size=1, max_size=8)),
+    st.builds(appended, ONE_FILE, st.binary(min_size=1, max_size=64)),
+    st.builds(exchanged, ONE_FILE, ONE_FILE),
+    st.builds(of_the_other, st.sets(ONE_FILE, min_size=1)),
+    st.builds(missing, st.sets(ONE_FILE, min_size=1)),
+    st.builds(
+        replaced, st.sampled_from(["file", "folder", "pipe", "dangling link", "circular link"]), st.none() | ONE_FILE
+    ),
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(damage=DAMAGES)
+def test_a_damaged_one_is_reported_and_the_one_before_it_used(
+    damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_passed_over(damage, pair, caplog)
+
+
+@pytest.mark.slow
+@settings(max_examples=1200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(damage=DAMAGES)
+def test_a_thousand_damaged_ones(damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    assert_passed_over(damage, pair, caplog)
+
+
+def assert_passed_over(damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    path, older = pair.restored(), pair.run_dir / FOLDER / OLDER
+    damage(path, pair)
+    if path.is_dir() and all((path / name).is_file() for name in FILES) and bytes_of(path) == pair.newer:
+        assert_is(path, 20)  # a bit that was flipped twice, a file exchanged with itself
+        return
+    found = storage.newest(pair.run_dir)
+    assert found is not None and found[0] == older
+    assert dataclasses.replace(found[1], files={}) == manifest(10)
+    assert bytes_of(older) == pair.older
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} is damaged: ") and "\n" not in message
+    hidden = older.rename(pair.run_dir / "hidden")
+    try:
+        with pytest.raises(UsageError) as refused:
+            storage.newest(pair.run_dir)
+    finally:
+        hidden.rename(older)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (truncated("model.pt", 100), r"model\.pt has 100 bytes instead of \d+"),
+        (flipped([("ranks.pt", 300, 1)]), r"ranks\.pt has other content than was written \(SHA-256\)"),
+        (flipped([("manifest.json", 0, 7)]), r"manifest\.json has other content than was written \(SHA-256\)"),
+        (flipped([("SHA256SUMS", 0, 7)]), r"SHA256SUMS has other content than was written"),
+        (flipped([("SHA256SUMS", 64, 1)]), r"SHA256SUMS has other content than was written"),
+        (truncated("SHA256SUMS", 75), r"manifest\.json has other content than was written \(SHA-256\)"),
+        (missing({"SHA256SUMS"}), r"SHA256SUMS cannot be read \(No such file or directory\)"),
+        (of_the_other({"SHA256SUMS"}), r"manifest\.json has other content than was written \(SHA-256\)"),
+        (flipped([("manifest.json", 13, 0)]), r"manifest\.json has other content than was written \(SHA-256\)"),
+        (missing({"optimizer.pt"}), r"optimizer\.pt cannot be read \(No such file or directory\)"),
+        (missing({"manifest.json"}), r"manifest\.json cannot be read \(No such file or directory\)"),
+        (replaced("dangling link", "model.pt"), r"model\.pt cannot be read \(No such file or directory\)"),
+        (replaced("circular link", "model.pt"), r"model\.pt cannot be read \(Too many levels of symbolic links\)"),
+        (replaced("folder", "model.pt"), r"model\.pt cannot be read \(Not a regular file\)"),
+        (replaced("file", None), r"SHA256SUMS cannot be read \(Not a directory\)"),
+        (replaced("dangling link", None), r"SHA256SUMS cannot be read \(No such file or directory\)"),
+        (of_the_other(set(FILES)), r"manifest\.json is that of step 10"),
+        (of_the_other({"model.pt"}), r"model\.pt has other content than was written \(SHA-256\)"),
+    ],
+)
+def test_the_problem_is_named(pair: Pair, damage: Damage, problem: str) -> None:
+    path = pair.restored()
+    damage(path, pair)
+    with pytest.raises(Damaged, match=rf"^{path} is damaged: {problem}$") as refused:
+        storage.verify(path)
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # as from rank to rank
+
+
+def test_a_file_without_permission_is_reported_with_the_reason() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to the user that root becomes here
+        os.chmod(folder, 0o755)
+        path = write(Path(folder), 10)
+        (path / "model.pt").chmod(0)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            with pytest.raises(Damaged, match=r"model\.pt cannot be read \(Permission denied\)$"):
+                storage.verify(path)
+        finally:
+            os.seteuid(user)
+
+
+def test_damaged_ones_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [write(tmp_path, step) for step in (10, 20, 30, 40)]
+    for path in paths[1:]:
+        (path / "model.pt").unlink()
+    (tmp_path / FOLDER / f"damaged-{NEWER}").mkdir()
+    assert storage.newest(tmp_path) == (paths[0], storage.verify(paths[0]))
+    assert storage.all_of(tmp_path) == paths  # nothing is moved without set_aside
+    caplog.clear()
+    found = storage.newest(tmp_path, set_aside=True)
+    assert found is not None and found[0] == paths[0]
+    assert storage.all_of(tmp_path) == paths[:1]
+    assert sorted(os.listdir(tmp_path / FOLDER)) == sorted(
+        [OLDER, f"damaged-{NEWER}", f"damaged-{NEWER}-2", *(f"damaged-{path.name}" for path in paths[2:])]
+    )
+    assert f"{NEWER} is now damaged-{NEWER}-2" in caplog.messages
+    caplog.clear()
+    storage.newest(tmp_path, set_aside=True)
+    assert not caplog.messages
+
+
+def test_if_all_are_damaged_none_is_set_aside(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (write(tmp_path, step) / "model.pt").unlink()
+    for _ in range(2):
+        with pytest.raises(
+            UsageError, match=rf"no checkpoint that is whole \(2 damaged; the newest: .*{NEWER} is damag"
+        ):
+            storage.newest(tmp_path, set_aside=True)

@@ -1,0 +1,227 @@
+"""ddp/checkpoint: a full disk, a kill or a stop signal in the middle of a save loses no earlier checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.distributed.process_group import stop_signals
+from common.errors import UsageError
+from common.reporting import atomic_files
+from ddp.checkpoint import folder, storage
+from ddp.checkpoint.manifest import KINDS
+from ddp.checkpoint.storage import FOLDER
+from tests.ddp.checkpoint.samples import (
+    FILES,
+    NEWER,
+    OLDER,
+    assert_is,
+    contents,
+    in_a_process,
+    litter,
+    manifest,
+    write,
+)
+from tests.launch import FORK_SERVER
+
+
+class Failing:
+    """Counts writes, syncs, renames and new folders of a checkpoint, and fails at the n-th."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int, error: OSError) -> None:
+        self.calls, self._fail_at, self._error = 0, fail_at, error
+        monkeypatch.setattr(atomic_files, "open", self._open, raising=False)
+        for name in ("fsync", "rename"):
+            monkeypatch.setattr(os, name, self._counted(getattr(os, name)))
+        monkeypatch.setattr(Path, "mkdir", self._counted(Path.mkdir))
+
+    def _open(self, path: Path, mode: str) -> Any:
+        file = open(path, mode)  # noqa: SIM115
+        return _FailingFile(file, self._counted(file.write))
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self._fail_at:
+                raise self._error
+            return function(*arguments, **options)
+
+        return call
+
+
+class _FailingFile:
+    def __init__(self, file: Any, write: Callable[..., Any]) -> None:
+        self._file, self.write = file, write
+
+    def __enter__(self) -> _FailingFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_full_disk_at_any_write_leaves_what_was_there(tmp_path: Path, replacing: bool) -> None:
+    """Also at any sync, rename and new folder."""
+    older = write(tmp_path, 10)
+    if replacing:
+        write(tmp_path, 20)
+    full = f"{tmp_path / FOLDER / NEWER} cannot be written (No space left on device): make room, then continue with --resume"
+    failures = 0
+    while (failure := failure_at(failures + 1, tmp_path)) is not None:
+        failures += 1
+        assert failure == full
+        assert not litter(tmp_path)
+        assert_is(older, 10)
+        if replacing:
+            assert_is(tmp_path / FOLDER / NEWER, 20)
+        else:
+            shutil.rmtree(tmp_path / FOLDER / NEWER, ignore_errors=True)  # if only the last sync has failed
+    assert failures > 60
+    assert_is(tmp_path / FOLDER / NEWER, 20)
+
+
+def failure_at(call: int, run_dir: Path) -> str | None:
+    """Write a checkpoint on a disk that is full at the n-th call: the error, or None when there are fewer calls."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        failing = Failing(monkeypatch, call, OSError(28, "No space left on device"))
+        try:
+            write(run_dir, 20)
+        except UsageError as error:
+            return str(error)
+    assert failing.calls < call  # no failure is ignored
+    return None
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A tmpfs of ``size``."""
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounting.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounting.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_small_disk_that_is_full(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "512k") as disk:
+        older = write(disk, 10)
+        for kind in KINDS:  # the first, second or third file does not fit
+            held = {"w": torch.zeros(1 << 17)}  # 512 KiB
+            large = contents(20) | {kind: held if kind != "ranks" else [held]}
+            with pytest.raises(UsageError, match=rf"{NEWER} cannot be written \(No space left on device\): make room"):
+                storage.write(disk, manifest(20), large)
+            assert os.listdir(disk / FOLDER) == [OLDER]
+        assert_is(older, 10)
+        assert_is(write(disk, 20), 20)
+
+
+def _write_for_ever(run_dir: Path, sender: Connection) -> None:
+    """A run that continues from its newest checkpoint, sends each step that it has saved, and saves every third twice."""
+    storage.clean(run_dir)
+    found = storage.newest(run_dir)
+    step = found[1].step if found else 0
+    while True:
+        step += 1
+        for _ in range(2 if step % 3 == 0 else 1):
+            write(run_dir, step)
+            sender.send(step)
+        storage.prune(run_dir, 2, best=None)
+
+
+def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
+    moments = random.Random(0)
+    seen: set[str] = set()
+    for _ in range(kills):
+        receiver, sender = FORK_SERVER.Pipe(duplex=False)
+        with receiver:
+            process = FORK_SERVER.Process(target=_write_for_ever, args=(tmp_path, sender))
+            process.start()
+            sender.close()
+            try:
+                sent = receiver.recv()
+                time.sleep(moments.uniform(0, 0.05))
+            finally:
+                process.kill()
+                process.join()
+            with contextlib.suppress(EOFError):
+                while True:
+                    sent = receiver.recv()
+        seen |= {name.split("-")[0] for name in litter(tmp_path)}
+        before = storage.newest(tmp_path)
+        assert before is not None
+        storage.clean(tmp_path)
+        assert not litter(tmp_path)
+        after = storage.newest(tmp_path)
+        assert after is not None
+        assert after[1].step >= max(sent, before[1].step)
+        for path in storage.all_of(tmp_path):
+            assert_is(path, int(path.name[-8:]))
+    assert seen  # some kills interrupted a save or a removal
+
+
+def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    assert_kills_lose_nothing(tmp_path, kills=6)
+
+
+@pytest.mark.slow
+def test_many_kills_lose_nothing(tmp_path: Path) -> None:
+    assert_kills_lose_nothing(tmp_path, kills=30)
+
+
+class _StoppedStream(folder._ErrorKeepingStream):
+    """SIGTERM arrives at the n-th write of each file, while torch's C++ is below us."""
+
+    stop_at = 0
+
+    def write(self, data: memoryview) -> int:
+        self.stop_at -= 1
+        if self.stop_at == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(data)
+
+
+def _stopped_at_every_write(run_dir: Path) -> list[tuple[str, list[str]]]:
+    folder._ErrorKeepingStream = _StoppedStream  # type: ignore[misc]
+    results = []
+    for stop_at in range(1, 25):
+        _StoppedStream.stop_at = stop_at
+        try:
+            with stop_signals():
+                write(run_dir, 20)
+        except BaseException as error:
+            results.append((repr(error), litter(run_dir)))
+    return results
+
+
+def test_a_stop_signal_within_torch_save_is_no_error_of_torch(tmp_path: Path) -> None:
+    older = write(tmp_path, 10)
+    results = in_a_process(_stopped_at_every_write, tmp_path)
+    assert results == [(f"SystemExit({128 + signal.SIGTERM})", [])] * 24
+    assert_is(older, 10)
+    assert storage.all_of(tmp_path) == [older]
+
+
+def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
+    path = write(tmp_path, 10)
+    (tmp_path / "other").touch()
+    mode = stat.S_IMODE((tmp_path / "other").stat().st_mode)
+    assert {stat.S_IMODE((path / name).stat().st_mode) for name in FILES} == {mode}
