@@ -12,6 +12,8 @@ import numpy as np
 from common.reporting.run_figures import COLORS, new_figure
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from common.reporting.timing import Spread
 
 STACK_COLORS = (
@@ -29,11 +31,12 @@ def plot_sweep(
     title: str,
     logarithmic: bool = False,
 ) -> None:
-    """Repeated runs over one axis: their seconds (mean, one standard deviation up and down) and images/s.
+    """Repeated runs over one axis: their seconds (mean and one standard deviation) and images/s.
 
-    :param x_values: numbers or words, drawn at equal distances; where they are counts of workers, ``cores`` is marked
-    :param logarithmic: draw the seconds so, when they span decades
-    :param curves: for each, by position in ``x_values``, the seconds of its runs and the images in one
+    :param x_values: numbers or words, drawn at equal distances
+    :param curves: for each curve, by position in ``x_values``, the seconds of its runs and the images in one run
+    :param cores: marked on the x axis where that counts workers
+    :param logarithmic: whether the axis of seconds is logarithmic
     """
     figure, axes = new_figure(1, 2, (11, 4.4), title)
     seconds_plot, rate_plot = axes[0]
@@ -81,9 +84,9 @@ def plot_bars(
     x_title: str,
     title: str,
 ) -> None:
-    """One bar below the other, each with its value and how many times the first's it is, and a line at the ceiling.
+    """Horizontal bars, each with its value, its ratio to the first and its share of the ceiling, and a line at the ceiling.
 
-    :param bars: median, lower and upper quartile
+    :param bars: for each its median, lower and upper quartile
     """
     figure, axes = new_figure(1, 1, (10, 1.4 + 0.5 * len(bars)), title)
     plot = axes[0, 0]
@@ -117,11 +120,11 @@ def plot_stacked(
     line: tuple[float, str] | None = None,
     points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
 ) -> None:
-    """What a whole is made of: one panel beside the other, in each a stack of parts for every x.
+    """Stacked bars in panels side by side: for every x, the parts of a whole.
 
     :param panels: for each panel's title its parts, from the bottom up, one value per x
-    :param line: a height to compare with, and what it is
-    :param points: for each panel's title, totals of other things to compare with, one value per x
+    :param line: a height to compare with, and its label
+    :param points: for each panel's title, the totals of other variants, one value per x
     """
     figure, axes = new_figure(1, len(panels), (1.2 + max(4.8, 0.95 * len(x_values) + 2.4) * len(panels), 4.8), title)
     colors: dict[str, Any] = {}
@@ -152,20 +155,17 @@ def plot_strategies(
     speedups: Mapping[str, tuple[int, Spread]],
     title: str,
 ) -> None:
-    """Ways to train side by side: time per step, speedup over the devices, and memory.
+    """Training strategies side by side: time per step, speedup over the number of devices, and memory.
 
-    :param steps: for each its milliseconds per step, one entry per round, and its peak memory in MB
-    :param speedups: for each its number of devices, and how many times as fast as the first it is
+    :param steps: for each strategy its milliseconds per step, one entry per round, and its peak memory in MB
+    :param speedups: for each strategy its number of devices and its speedup over the first strategy
     """
     figure, axes = new_figure(1, 3, (15, 1.8 + 0.5 * len(steps)), title)
     time_plot, speedup_plot, memory_plot = axes[0]
     names = list(steps)
     for position, (name, (milliseconds, megabytes)) in enumerate(steps.items()):
         color = COLORS[position % len(COLORS)]
-        median = float(np.median(milliseconds))
-        jitter = np.linspace(-0.2, 0.2, len(milliseconds))
-        time_plot.plot(milliseconds, position + jitter, "o", color=color, alpha=0.4, markersize=4)
-        time_plot.plot([median, median], [position - 0.32, position + 0.32], color=color, linewidth=2.5)
+        _rounds(time_plot, position, milliseconds, color)
         devices, speedup = speedups[name]
         errors = [[speedup.median - speedup.low], [speedup.high - speedup.median]]
         style: dict[str, Any] = {"color": color, "marker": "os^Dv"[position % 5], "capsize": 4, "label": name}
@@ -197,12 +197,13 @@ def plot_all_reduce(
     sizes: Mapping[int, str],
     title: str,
 ) -> None:
-    """All-reduce algorithms over the size of the tensor: time with the line through it, and bus bandwidth.
+    """All-reduce algorithms over the size of the tensor: time with the fitted line, and bus bandwidth.
 
-    :param seconds: of each algorithm, by size in bytes, one entry per round
-    :param lines: of each, alpha in seconds and beta in seconds per byte: alpha + beta * bytes
-    :param bandwidths: of each, by size, in bytes per second; :param limit: what memory allows
-    :param sizes: what each size is called, from the smallest to the largest
+    :param seconds: for each algorithm, by size in bytes, its seconds, one entry per round
+    :param lines: for each algorithm, alpha in seconds and beta in seconds per byte: alpha + beta * bytes
+    :param bandwidths: for each algorithm, by size, bytes per second
+    :param limit: the bus bandwidth that memory allows, in bytes per second
+    :param sizes: the name of each size, from the smallest to the largest
     """
     figure, axes = new_figure(1, 2, (14, 6), title)
     time_plot, bandwidth_plot = axes[0]
@@ -216,7 +217,7 @@ def plot_all_reduce(
         time_plot.plot(curve, 1e6 * (alpha + beta * curve), color=style["color"], linewidth=1)
         values = [1e-9 * value for value in bandwidths[name].values()]
         bandwidth_plot.plot(list(bandwidths[name]), values, linewidth=1.4, label=name, **style)
-    words = "the most that memory allows,\nwhere caches do not help"
+    words = "limit of the memory,\nwithout help of caches"
     bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
     time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
     bandwidth_plot.set_ylabel("bus bandwidth, GB/s")
@@ -233,54 +234,53 @@ def plot_all_reduce(
     figure.savefig(path, dpi=110)
 
 
-def plot_ratios(path: Path, ratios: dict[str, list[float]], limit: float, title: str, axis_title: str) -> None:
-    """Paired ratios, one dot per round and candidate, with the median and a line at the allowed limit."""
-    figure, axes = new_figure(1, 1, (8, 1.6 + 0.6 * len(ratios)), title)
-    plot = axes[0, 0]
-    for position, values in enumerate(ratios.values()):
-        color = COLORS[position % len(COLORS)]
-        jitter = np.linspace(-0.18, 0.18, len(values))
-        plot.plot(values, position + jitter, "o", color=color, alpha=0.45, markersize=4)
-        median = float(np.median(values))
-        plot.plot([median, median], [position - 0.3, position + 0.3], color=color, linewidth=2.5)
-        plot.text(median, position + 0.34, f"{median:.3f}", ha="center", fontsize=9)
-    plot.axvline(1.0, color="0.4", linewidth=1)
-    plot.axvline(limit, color="0.4", linewidth=1, linestyle="--")
-    plot.set_yticks(range(len(ratios)), list(ratios))
-    plot.set_ylim(-0.5, len(ratios) - 0.3)
-    plot.set_xlabel(axis_title)
-    figure.savefig(path, dpi=110)
+def plot_ratios(
+    path: Path,
+    panels: Mapping[str, Mapping[str, list[float]]],
+    *,
+    title: str,
+    x_title: str,
+    limit: float | None = None,
+) -> None:
+    """Paired ratios in panels side by side: a dot per round and variant, the median and quartiles, and a line at 1.
 
+    Variants whose names are equal up to a comma have the same color.
 
-def plot_ratio_panels(path: Path, panels: Mapping[str, Mapping[str, list[float]]], *, title: str, x_title: str) -> None:
-    """Paired ratios in panels side by side: a dot per round and candidate, with the median and quartiles, and a line at 1.
-
-    :param panels: for each panel's title its candidates' ratios; what their names begin with, up to a comma, is their color
+    :param panels: for each panel's title the ratios of its variants, one entry per round
+    :param limit: a second line, at the largest allowed ratio
     """
-    names = [list(candidates) for candidates in panels.values()]
-    shared = all(one == names[0] for one in names)
-    size = (2 + (2.8 if shared else 4.4) * len(panels), 1.6 + 0.46 * max(map(len, names)))
-    figure, axes = new_figure(1, len(panels), size, title)
+    names = [list(variants) for variants in panels.values()]
+    shared = all(one == names[0] for one in names)  # then the leftmost panel names the variants of all
+    width = 8.0 if len(panels) == 1 else 2 + (2.8 if shared else 4.4) * len(panels)
+    figure, axes = new_figure(1, len(panels), (width, 1.6 + 0.46 * max(map(len, names))), title)
     colors: dict[str, str] = {}
-    for plot, (panel, candidates) in zip(axes[0], panels.items(), strict=True):
+    for plot, (panel, variants) in zip(axes[0], panels.items(), strict=True):
         edge = 0.0
-        for position, (name, ratios) in enumerate(candidates.items()):
+        for position, (name, ratios) in enumerate(variants.items()):
             color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
             low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
             edge = max(edge, 1.25 * high)
-            plot.plot(
-                ratios, position + np.linspace(-0.15, 0.15, len(ratios)), "o", color=color, alpha=0.3, markersize=3
-            )
+            _rounds(plot, position, ratios, color)
             plot.plot([low, high], [position, position], color=color, linewidth=2)
-            plot.plot([median, median], [position - 0.22, position + 0.22], color=color, linewidth=2.5)
             box = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
-            plot.text(median, position - 0.26, f"{median:.2f}", ha="center", va="bottom", fontsize=8, bbox=box)
-        plot.axvline(1.0, color="0.25", linewidth=1, linestyle="--", zorder=0)
-        plot.set_yticks(range(len(candidates)), list(candidates))
-        plot.set_ylim(len(candidates) - 0.5, -0.7)
-        plot.set_xlim(0, edge)  # a round that was disturbed may lie beyond
+            text = f"{median:.2f}" if limit is None else f"{median:.3f}"  # a limit is a matter of percents
+            plot.text(median, position - 0.26, text, ha="center", va="bottom", fontsize=8, bbox=box)
+        plot.axvline(1.0, color="0.25", linewidth=1, zorder=0)
+        if limit is not None:
+            plot.axvline(limit, color="0.25", linewidth=1, linestyle="--", zorder=0)
+        plot.set_yticks(range(len(variants)), list(variants))
+        plot.set_ylim(len(variants) - 0.5, -0.7)
+        if limit is None:
+            plot.set_xlim(0, edge)  # a disturbed round may lie beyond
         plot.tick_params(axis="y", length=0, labelleft=plot is axes[0, 0] or not shared)
         plot.set_title(panel, fontsize=10)
         plot.grid(axis="x", alpha=0.25)
     figure.supxlabel(x_title, fontsize=10)
     figure.savefig(path, dpi=110)
+
+
+def _rounds(plot: Axes, position: int, values: Sequence[float], color: str) -> None:
+    """One row of a plot: a dot per round, spread over the row's height, and a bar at the median."""
+    plot.plot(values, position + np.linspace(-0.18, 0.18, len(values)), "o", color=color, alpha=0.35, markersize=3.5)
+    median = float(np.median(values))
+    plot.plot([median, median], [position - 0.25, position + 0.25], color=color, linewidth=2.5)

@@ -1,4 +1,4 @@
-"""Timings that can be trusted on a noisy machine: candidates interleaved in one run, medians, paired ratios."""
+"""Timings for a noisy machine: variants interleaved in one run, medians, paired ratios."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ class Spread:
 
 
 def interleave(
-    candidates: Mapping[str, Callable[[], float]],
+    variants: Mapping[str, Callable[[], float]],
     rounds: int,
     warmup: int = 1,
     after_round: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Time candidates in turn, ``rounds`` times, so that all meet the same weather.
+    """Time variants in turn, ``rounds`` times, so that slow phases of the machine affect all of them.
 
-    The order rotates by one each round, so that none always runs in another's wake.
+    The order rotates by one each round, so that no variant always follows the same other one.
 
-    :param candidates: functions that do their work once and return its seconds
-    :param warmup: rounds that come first and do not count
-    :param after_round: called with the number of rounds done, for a progress bar
-    :returns: for each candidate its seconds, one per round, in the rounds' order
+    :param variants: functions that do their work once and return its seconds
+    :param rounds: measured rounds
+    :param warmup: rounds before them that do not count
+    :param after_round: called with the number of finished rounds, for a progress bar
+    :returns: for each variant its seconds, one entry per round
     """
-    names = list(candidates)
+    names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warmup + rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            taken = candidates[name]()
+            taken = variants[name]()
             if number >= warmup:
                 seconds[name].append(taken)
         if after_round is not None:
@@ -56,12 +57,17 @@ def interleave(
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
-    """Wait until all is done that was queued on the GPUs among them, as a clock must that is to tell its time."""
+    """Wait for all work queued on the GPUs among ``devices``. Call it before a clock is read."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
+def paired_ratios(seconds: list[float], reference: list[float]) -> list[float]:
+    """``seconds / reference`` round by round: noise that affects both in the same round cancels."""
+    return [a / b for a, b in zip(seconds, reference, strict=True)]
+
+
 def paired_ratio(seconds: list[float], reference: list[float]) -> Spread:
-    """``seconds / reference`` round by round: noise that both met in the same round cancels."""
-    return Spread.of([a / b for a, b in zip(seconds, reference, strict=True)])
+    """The median and quartiles of :func:`paired_ratios`."""
+    return Spread.of(paired_ratios(seconds, reference))

@@ -1,34 +1,25 @@
-"""Benchmarks of data-parallel training, each a command that anyone can run.
+"""Benchmarks of data-parallel training, one command each.
 
-    python -m ddp.bench overhead                       # what the trainer costs on top of the mathematics
-    torchrun --nproc_per_node=2 -m ddp.bench overhead  # the same with gradients crossing between two ranks
+    python -m ddp.bench overhead                       # the trainer's cost on top of the mathematics
+    torchrun --nproc_per_node=2 -m ddp.bench overhead  # the same, with the all-reduce between two ranks
     python -m ddp.bench strategies                     # one process, many devices, many processes: why two is not twice
-    python -m ddp.bench allreduce                      # all-reduce algorithms from 4 B to 100 MiB, and what bounds them
+    python -m ddp.bench allreduce                      # all-reduce algorithms from 4 B to 100 MiB, and their bounds
     python -m ddp.bench engines                        # the hand-written DDP against torch's, on four models
-    torchrun --nproc_per_node=2 -m ddp.bench safety    # what checkpoints, flags and the watchdog cost
+    torchrun --nproc_per_node=2 -m ddp.bench safety    # the cost of checkpoints, flags and the watchdog
 
-Candidates run interleaved in one command, in an order that rotates; results are medians and round-by-round ratios.
+All variants of a benchmark run in one command and take turns in a rotating order. Results are medians and round-by-round
+ratios.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from common.cli import command
 from common.errors import UsageError
-from ddp.bench.allreduce import main as allreduce
-from ddp.bench.engines import main as engines
-from ddp.bench.overhead import main as overhead
-from ddp.bench.safety import main as safety
-from ddp.bench.strategies import main as strategies
 
-BENCHMARKS = {
-    "overhead": overhead,
-    "strategies": strategies,
-    "allreduce": allreduce,
-    "engines": engines,
-    "safety": safety,
-}
+BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "safety")
 
 
 @command
@@ -37,7 +28,8 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(f"{__doc__}\nbenchmarks: {', '.join(BENCHMARKS)} (NAME --help lists its options)")
     elif name in BENCHMARKS:
-        BENCHMARKS[name](arguments)
+        # Each benchmark is a module of that name. Only the requested one is imported, so that --help stays fast.
+        importlib.import_module(f"ddp.bench.{name}").main(arguments)
     else:
         raise UsageError(f"unknown benchmark {name!r}: there is {', '.join(BENCHMARKS)}")
 

@@ -1,11 +1,11 @@
-"""What does an all-reduce take, by which algorithm, for how many bytes? (``python -m ddp.bench allreduce``)
+"""The time of an all-reduce, by algorithm and size (``python -m ddp.bench allreduce``).
 
-Every algorithm of ddp/all_reduce/choice.py, and the backend's own, sum the same tensors in the same processes, from 4 B to 100 MiB.
-For each size they take turns. A turn is a barrier and then as many all-reduces, one after the other, as take 20 ms; its time
-is the slowest rank's, divided by their number.
+Every algorithm of ddp/all_reduce/choice.py and the backend's own sum the same tensors in the same processes, from 4 B to
+100 MiB. For each size the algorithms take turns. A turn is a barrier followed by consecutive all-reduces for at least 20 ms;
+its time is that of the slowest rank, divided by the number of all-reduces.
 
-A line, alpha + beta * bytes, is fitted to each algorithm's medians: see ddp/bench/alpha_beta.py. The memory's bandwidth is measured
-in the same processes; it is what bounds an all-reduce between processes that share it.
+A line, alpha + beta * bytes, is fitted to each algorithm's medians (ddp/bench/alpha_beta.py). The bandwidth of the memory is
+measured in the same processes: it bounds an all-reduce between processes that share memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from common.cli import option, parse
-from common.distributed.process_group import DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
+from common.reporting.benchmark import CPU, files_line, run_alone, write_results
 from common.reporting.benchmark_figures import plot_all_reduce
-from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.machine import usable_cores
 from common.reporting.timing import Spread, interleave, paired_ratio
 from ddp.all_reduce.algorithms import AllReduce
 from ddp.all_reduce.choice import ALL_REDUCES, build_all_reduce
@@ -40,30 +40,34 @@ KI, MI = 1 << 10, 1 << 20
 SIZES = (4, 64, KI, 4 * KI, 16 * KI, 64 * KI, 256 * KI, MI, 4 * MI, 16 * MI, 25 * MI, 100 * MI)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BACKEND, SHARED, HIERARCHICAL = "backend", "shared-memory", "hierarchical"
-COPIED = f"{SHARED}, copied"  # of a tensor that lies elsewhere
+COPIED = f"{SHARED}, copied"  # the tensor lies elsewhere and is copied in and out
 QUOTED = (4 * KI, 25 * MI)  # a small tensor, and DDP's default bucket
 WARMUP = 1
-TURN_S = 0.02
-MEMORY_BYTES = 128 * MI  # of each tensor: far more than caches hold
+TURN_S = 0.02  # least length of a turn
+MEMORY_BYTES = 128 * MI  # of each tensor: far larger than the caches
 
 
 @dataclass(frozen=True)
 class AllReduceConfig:
     """Settings of ``ddp.bench allreduce``.
 
-    :raises UsageError: for a size that is not a whole number of elements, or ranks that hosts do not divide
+    :raises UsageError: for a size that is not a whole number of elements, or a number of ranks that hosts do not divide
     """
 
     ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
     algorithms: tuple[str, ...] = option(
-        tuple(name for name in ALL_REDUCES if name not in (BACKEND, HIERARCHICAL)),  # on one host that is shared memory
-        "what is compared with the backend's own",
+        tuple(
+            name for name in ALL_REDUCES if name not in (BACKEND, HIERARCHICAL)
+        ),  # on one host, hierarchical is shared memory
+        "algorithms to compare with the backend's own",
         choices=[name for name in ALL_REDUCES if name != BACKEND],
     )
-    hosts: int = option(1, "of the ranks, as many on each, in the eyes of hierarchical; more than 1 adds it", minimum=1)
-    sizes: tuple[int, ...] = option(SIZES, "of the tensors, in bytes", minimum=2)
-    dtype: str = option("float32", "of the tensors' elements", choices=tuple(DTYPES))
-    rounds: int = option(15, "rounds that count; in each, all algorithms take their turn", minimum=2)
+    hosts: int = option(
+        1, "simulated hosts, with equally many ranks each, for hierarchical; more than 1 adds it", minimum=1
+    )
+    sizes: tuple[int, ...] = option(SIZES, "sizes of the tensors in bytes", minimum=2)
+    dtype: str = option("float32", "element type of the tensors", choices=tuple(DTYPES))
+    rounds: int = option(15, "measured rounds; in each, every algorithm takes one turn", minimum=2)
     output: Path = option(Path("runs/bench-allreduce"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
@@ -80,11 +84,11 @@ class AllReduceConfig:
             object.__setattr__(self, "algorithms", (*self.algorithms, HIERARCHICAL))
 
 
-class Worker:
-    """What a rank does: it has every algorithm, and a tensor of the largest size for each.
+class AllReduceWorker:
+    """The service of one rank: it holds every algorithm, and a tensor of the largest size for each.
 
-    Algorithms that want no memory of their own share one tensor. Whatever its size, a tensor holds zeros: no number of sums
-    makes them infinite, or a processor's handling of tiny numbers a part of the time.
+    Algorithms that do not allocate memory of their own share one tensor. All tensors hold zeros: repeated sums cannot make
+    them infinite or denormal, and denormal numbers would change the time.
     """
 
     def __init__(self, env: DistEnv, algorithms: Sequence[str], hosts: int, numel: int, dtype: torch.dtype) -> None:
@@ -94,27 +98,27 @@ class Worker:
             self._all_reduces[HIERARCHICAL] = Hierarchical(P2P(), keys)
         plain = torch.zeros(numel, dtype=dtype)
         self._buffers = {
-            name: all_reduce.allocate(numel, dtype, env.device) if _has_memory(all_reduce) else plain
+            name: all_reduce.allocate(numel, dtype, env.device) if _allocates(all_reduce) else plain
             for name, all_reduce in self._all_reduces.items()
         }
         if SHARED in algorithms:
             self._all_reduces[COPIED], self._buffers[COPIED] = self._all_reduces[SHARED], plain
 
     def all_reduce(self, name: str, numel: int, repetitions: int) -> float:
-        """Seconds of one, the mean of as many as are given, from a common start."""
+        """Seconds of one all-reduce, the mean over ``repetitions``. All ranks start together."""
         run, buffer = self._all_reduces[name].run, self._buffers[name][:numel]
         return _seconds(lambda: run(buffer), repetitions)
 
     def allocate(self) -> None:
-        """Two tensors for :meth:`copy` and :meth:`in_place`."""
+        """Allocate two tensors for :meth:`copy` and :meth:`in_place`."""
         self._from, self._to = (torch.zeros(MEMORY_BYTES // 4) for _ in range(2))
 
     def copy(self) -> float:
-        """Seconds in which MEMORY_BYTES are read and as many are written, as in McCalpin's STREAM."""
+        """Seconds to read MEMORY_BYTES and write as many elsewhere, as in McCalpin's STREAM."""
         return _seconds(lambda: self._to.copy_(self._from), 1)
 
     def in_place(self) -> float:
-        """Seconds in which MEMORY_BYTES are read, and written where they were read, as an all-reduce does."""
+        """Seconds to read MEMORY_BYTES and write them back in place, as an all-reduce does."""
         return _seconds(lambda: self._from.mul_(1), 1)
 
     def close(self) -> None:
@@ -124,8 +128,8 @@ class Worker:
                 all_reduce.close()
 
 
-def _has_memory(all_reduce: AllReduce) -> bool:
-    """Whether its buffers lie in memory of its own."""
+def _allocates(all_reduce: AllReduce) -> bool:
+    """Whether its buffers must lie in memory that it allocates."""
     return type(all_reduce).allocate is not AllReduce.allocate
 
 
@@ -138,8 +142,8 @@ def _seconds(work: Callable[[], object], repetitions: int) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """An algorithm's times.
+class AllReduceMeasurement:
+    """The times of one algorithm.
 
     :param seconds: of one all-reduce, by size in bytes; one entry per round
     """
@@ -158,16 +162,17 @@ class Measured:
     def bus_bandwidth(self, size: int) -> float:
         return bus_bandwidth(size, self.median(size), self.ranks)
 
-    def speedup(self, size: int, backend: Measured) -> Spread:
+    def speedup(self, size: int, backend: AllReduceMeasurement) -> Spread:
         """How many times as fast as the backend's, round by round."""
         return paired_ratio(backend.seconds[size], self.seconds[size])
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What the memory moves for all ranks at once, in bytes per second, reading and writing; one entry per round.
+class MemoryBandwidth:
+    """Bytes per second that memory reads and writes for all ranks together; one entry per round.
 
-    Copying moves less than work in place: most processors read memory also before they overwrite it, which nobody counts.
+    A copy appears slower than work in place: most processors also read memory before they overwrite it, and these reads are
+    not counted.
     """
 
     copy: list[float]
@@ -181,27 +186,24 @@ class Memory:
 
 def main(argv: Sequence[str]) -> None:
     config = parse(AllReduceConfig, "ddp.bench allreduce", __doc__, argv)
-    require_alone("ddp.bench allreduce")
-    with rank_logging(DistEnv.alone(torch.device("cpu"))):
-        prepare_output(config.output)
-        measured, memory = measure(config)
-        with results_in(config.output):
-            print(report(config, measured, memory))
+    run_alone("ddp.bench allreduce", config.output, lambda: measure(config), lambda taken: report(config, *taken))
 
 
-def measure(config: AllReduceConfig) -> tuple[list[Measured], Memory]:
-    """Start the ranks, let the algorithms take turns, and end them; the backend's own comes first."""
+def measure(config: AllReduceConfig) -> tuple[list[AllReduceMeasurement], MemoryBandwidth]:
+    """Start the ranks, let the algorithms take turns, and end the ranks. The backend's own algorithm comes first."""
     dtype = DTYPES[config.dtype]
     algorithms = (BACKEND, *config.algorithms)
     names = [*algorithms, *([COPIED] if SHARED in algorithms else [])]
     numel = max(config.sizes) // dtype.itemsize
-    with WorkerGroup(config.ranks, Worker, algorithms, config.hosts, numel, dtype, threads=1) as ranks:
+    with WorkerGroup(config.ranks, AllReduceWorker, algorithms, config.hosts, numel, dtype, threads=1) as ranks:
         steps = len(config.sizes) * (config.rounds + WARMUP)
-        with Progress(DistEnv.alone(torch.device("cpu")), "bench", steps) as progress:
+        with Progress(DistEnv.alone(CPU), "bench", steps) as progress:
             taken = {size: _measure_size(ranks, names, size, config, progress) for size in config.sizes}
         ranks.call("close")
         memory = _measure_memory(ranks, config.rounds)
-    return [Measured(name, config.ranks, {size: taken[size][name] for size in config.sizes}) for name in names], memory
+    return [
+        AllReduceMeasurement(name, config.ranks, {size: taken[size][name] for size in config.sizes}) for name in names
+    ], memory
 
 
 def _measure_size(
@@ -212,37 +214,36 @@ def _measure_size(
 
 
 def _turn(ranks: WorkerGroup, name: str, numel: int) -> Callable[[], float]:
-    """A turn, of as many all-reduces as take at least TURN_S."""
+    """A turn with enough all-reduces to take at least TURN_S."""
     repetitions = 1
-    # The shorter of two: one that was disturbed must not end the search.
+    # The shorter of two attempts: a disturbed one must not end the search.
     while repetitions * min(_slowest(ranks, "all_reduce", name, numel, repetitions) for _ in range(2)) < TURN_S:
         repetitions *= 2
     return functools.partial(_slowest, ranks, "all_reduce", name, numel, repetitions)
 
 
-def _measure_memory(ranks: WorkerGroup, rounds: int) -> Memory:
+def _measure_memory(ranks: WorkerGroup, rounds: int) -> MemoryBandwidth:
     ranks.call("allocate")
     moved = 2 * MEMORY_BYTES * len(ranks.pids)  # read and written
     turns = {method: functools.partial(_slowest, ranks, method) for method in ("copy", "in_place")}
     seconds = interleave(turns, rounds, WARMUP)
-    return Memory(**{method: [moved / taken for taken in seconds[method]] for method in turns})
+    return MemoryBandwidth(**{method: [moved / taken for taken in seconds[method]] for method in turns})
 
 
 def _slowest(ranks: WorkerGroup, method: str, *arguments: object) -> float:
-    """Seconds of all ranks' work, done at once."""
+    """Call a method on all ranks at once, and return the seconds of the slowest."""
     seconds: list[float] = ranks.call(method, *arguments)
     return max(seconds)
 
 
-def report(config: AllReduceConfig, measured: list[Measured], memory: Memory) -> str:
-    """Write the JSON and the figure, and say what they say."""
+def report(config: AllReduceConfig, measured: list[AllReduceMeasurement], memory: MemoryBandwidth) -> str:
+    """Write the JSON and the figure, and return the summary to print."""
     bandwidths = {one.name: {size: one.bus_bandwidth(size) for size in config.sizes} for one in measured}
-    # The same for every size.
+    # As a bus bandwidth, the limit does not depend on the size.
     limit = bus_bandwidth(1, least_shared_memory_seconds(1, config.ranks, memory.bandwidth), config.ranks)
-    write_json(
+    write_results(
         config.output / "allreduce.json",
         {
-            "machine": describe_machine(),
             "config": asdict(config),
             "memory_bytes_per_s": asdict(memory),
             "bus_bandwidth_limit_of_memory": limit,
@@ -263,7 +264,7 @@ def report(config: AllReduceConfig, measured: list[Measured], memory: Memory) ->
     )
     lines = [f"{title}; {config.rounds} rounds, median [quartiles]", *_table(config, measured), ""]
     lines += [*_fits(measured), "", *_comparisons(config, measured), *_memory(config, measured, memory, limit)]
-    return "\n".join([*lines, f"results in {config.output}: allreduce.json, allreduce.png"])
+    return "\n".join([*lines, files_line(config.output, ("allreduce.json", "allreduce.png"))])
 
 
 def size_name(size: int) -> str:
@@ -274,7 +275,7 @@ def size_name(size: int) -> str:
     return f"{size} B"
 
 
-def _table(config: AllReduceConfig, measured: list[Measured]) -> list[str]:
+def _table(config: AllReduceConfig, measured: list[AllReduceMeasurement]) -> list[str]:
     backend = measured[0]
     lines = [f"{'':<26}{'us':>36}{'times as fast as backend':>28}{'GB/s':>9}{'bus GB/s':>10}"]
     for size in config.sizes:
@@ -288,51 +289,53 @@ def _table(config: AllReduceConfig, measured: list[Measured]) -> list[str]:
     return lines
 
 
-def _fits(measured: list[Measured]) -> list[str]:
-    """For each algorithm its latency, its bandwidth, and how far its times are from such a line."""
+def _fits(measured: list[AllReduceMeasurement]) -> list[str]:
+    """For each algorithm: its latency, its bandwidth, and the distance of its times from the line."""
     lines = ["time = alpha + bytes / bandwidth, fitted to the medians:"]
     for one in measured:
         fit = one.fit
         size, error = max(zip(one.seconds, fit.errors, strict=True), key=lambda pair: abs(math.log1p(pair[1])))
         lines.append(
             f"  {one.name}: alpha {1e6 * fit.alpha:.1f} us, {fit.bandwidth / 1e9:.2f} GB/s; off by "
-            f"{100 * fit.mean_error:.0f} % on average, and most at {size_name(size)}, where it says "
-            f"{1 + error:.2f} times what was measured"
+            f"{100 * fit.mean_error:.0f} % on average, and most at {size_name(size)}, where the line is "
+            f"{1 + error:.2f} times the measured time"
         )
     return lines
 
 
-def _comparisons(config: AllReduceConfig, measured: list[Measured]) -> list[str]:
-    """Who is fastest at the smallest and at the largest size, and shared memory at the two that are quoted."""
+def _comparisons(config: AllReduceConfig, measured: list[AllReduceMeasurement]) -> list[str]:
+    """The fastest algorithm at the smallest and the largest size, and shared memory at the two quoted sizes."""
     backend, *others = measured
     by_name = {one.name: one for one in measured}
     lines = []
     for size in (min(config.sizes), max(config.sizes)):
         best = min(others, key=lambda one: one.median(size))
         beaten = best.median(size) < backend.median(size)
-        words = "the fastest is" if beaten else "nothing beats the backend; the nearest is"
+        words = "the fastest is" if beaten else "the backend is the fastest; next is"
         lines.append(f"{size_name(size)}: {words} {_against(best, backend, size)}")
     quoted = [size for size in QUOTED if size in config.sizes and SHARED in by_name]
     return lines + [f"{size_name(size)}: {_against(by_name[SHARED], backend, size)}" for size in quoted]
 
 
-def _against(one: Measured, backend: Measured, size: int) -> str:
+def _against(one: AllReduceMeasurement, backend: AllReduceMeasurement, size: int) -> str:
     return (
         f"{one.name}, with {1e6 * one.median(size):,.1f} us where the backend takes {1e6 * backend.median(size):,.1f}: "
         f"{one.speedup(size, backend):.2f} times as fast"
     )
 
 
-def _memory(config: AllReduceConfig, measured: list[Measured], memory: Memory, limit: float) -> list[str]:
+def _memory(
+    config: AllReduceConfig, measured: list[AllReduceMeasurement], memory: MemoryBandwidth, limit: float
+) -> list[str]:
     copy, in_place = (Spread.of([1e-9 * value for value in values]) for values in (memory.copy, memory.in_place))
     words = (
         f"memory, all ranks at once, bytes read and written: copying {copy:.1f} GB/s, in place {in_place:.1f} GB/s. An "
-        f"all-reduce in shared memory reads and writes each rank's tensor once, so where caches do not hold them, it moves at "
-        f"most {1e-9 * limit:.1f} GB/s by bus bandwidth"
+        f"all-reduce in shared memory reads and writes each rank's tensor once. For tensors larger than the caches its bus "
+        f"bandwidth is at most {1e-9 * limit:.1f} GB/s"
     )
     largest = max(config.sizes)
     uncached = [one for one in measured if one.name == SHARED and largest * config.ranks >= MEMORY_BYTES]
-    share = "{}: {} reaches {:.0f} % of that"
+    share = "{}: {} reaches {:.0f} % of this limit"
     return [
         words,
         *(share.format(size_name(largest), SHARED, 100 * one.bus_bandwidth(largest) / limit) for one in uncached),

@@ -1,25 +1,26 @@
-"""The hand-written DDP against torch's: what is a training step's time? (``python -m ddp.bench engines``)
+"""The hand-written DDP against torch's, by the time of a training step (``python -m ddp.bench engines``).
 
-Every engine trains its own copy of the same model on the same batch, which lies ready: forward, backward with the gradients
-averaged, optimizer step. All live in the same processes and take turns; a turn begins with a barrier, and its time is the
-slowest rank's, per step. The time on a processor, of all threads of a rank, Python's and gloo's among them, does not say who
-waits, but tells engines apart also where others use the machine. One candidate does not synchronize at all, which bounds
-what any engine can reach.
+Every DDP variant trains its own copy of one model on one batch that is already in memory: forward, backward with the
+gradients averaged, optimizer step. All variants live in the same processes and take turns. A turn begins with a barrier; its
+time is that of the slowest rank, per step. The processor time of all threads of a rank, Python's and gloo's included, does
+not show waiting, but it separates the variants even on a machine that others use. One variant does not synchronize at all:
+no DDP can be faster.
 
-malloc is told to keep what is freed. Otherwise it gives freed gradients back to the kernel, or does not, as their places in
-memory happen to be; to get such memory again takes up to a third of a step, and is nothing that an engine could help.
+malloc is told to keep freed memory. By default it returns freed gradients to the kernel, or keeps them, depending on where
+they happen to lie. To get them back takes up to a third of a step, and no variant can influence that.
 
-The engines are compared on a convolutional net, a ResNet-18, a wide MLP whose gradients are heavy and a deep one whose
-gradients are many and small; against that one of torch's two variants (gradients copied out of the buckets, or views into
-them) that is faster there. Then, on one model, what the engines can be told:
+The variants are compared on a convolutional net, a ResNet-18, a wide MLP with large gradients and a deep MLP with many small
+ones. The reference is the faster of torch's two modes there (gradients copied out of the buckets, or views into them).
+The climb compares the three rungs by hand: an all-reduce per parameter, buckets, overlap with backward.
+Then, on one model, the options of the wrappers:
 
-- bucket size: MiB of a bucket, where the default is 1 for the first and 25 for all others.
-- overlap: all-reduces that start as soon as a bucket is complete, or only when all are. Both engines do either by the same
-  communication hook, in buckets of the default size, so that nothing else differs.
-- hooks: gradients that travel in bf16, or by PowerSGD of rank 4. PowerSGD gets all gradients in one bucket: it starts a second
-  all-reduce when the first is done, from whichever of gloo's threads has noticed; with several buckets under way, the ranks
-  would start theirs in different orders, and wait for each other forever.
-- all-reduce: how the hand-written engine sums a bucket over the ranks, by each algorithm of ddp/all_reduce/choice.py.
+- bucket size: MiB of a bucket; the default is 1 for the first and 25 for all others.
+- overlap: all-reduces that start as soon as a bucket is complete, or only after all are. Both wrappers use the same
+  communication hook and buckets of the default size, so that nothing else differs.
+- hooks: gradients sent as bf16, or compressed by PowerSGD of rank 4. PowerSGD gets all gradients in one bucket: it starts a
+  second all-reduce when the first is done, from any of gloo's threads. With several buckets at once the ranks would start
+  them in different orders and deadlock.
+- all-reduce: how the hand-written wrapper sums a bucket over the ranks, by each algorithm of ddp/all_reduce/choice.py.
 """
 
 from __future__ import annotations
@@ -39,30 +40,37 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.cli import option, parse
-from common.distributed.process_group import DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark_figures import plot_ratio_panels
-from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare_output, results_in, write_json
-from common.reporting.timing import Spread, interleave, paired_ratio
+from common.reporting.benchmark import CPU, files_line, run_alone, write_results
+from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.machine import usable_cores
+from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.optimization import build_optimizer
 from ddp.bench.variants import (
+    BUCKETED,
     BY_HAND,
     CLASSES,
-    ENGINES,
+    CLIMB,
+    DDP_VARIANTS,
     IMAGE,
+    NAIVE,
     NETWORKS,
     PLAIN,
     SHARED,
     VIEWS,
-    Engine,
+    DDPVariant,
+    Rung,
     build_network,
     variations,
 )
 
 WARMUP = 1  # rounds
-SETTLING_STEPS = 3  # of each engine, before: buckets are regrouped after the first, PowerSGD begins with the third
+SETTLING_STEPS = (
+    3  # unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third
+)
+LONGEST_TURN = 6  # times the length of a turn, by the settling steps, which are slower than the rest
 SAMPLES = {name: 16 if name == "resnet18" else 72 for name in NETWORKS}  # of a rank in a step
 
 
@@ -70,26 +78,30 @@ SAMPLES = {name: 16 if name == "resnet18" else 72 for name in NETWORKS}  # of a 
 class EnginesConfig:
     """Settings of ``ddp.bench engines``."""
 
-    models: tuple[str, ...] = option(NETWORKS, "on which the engines are compared", choices=NETWORKS)
-    variations: bool = option(True, "compare also what the engines can be told")
-    model: str = option("mlp", "on which that is done", choices=NETWORKS)
+    models: tuple[str, ...] = option(NETWORKS, "models on which the DDP variants are compared", choices=NETWORKS)
+    variations: bool = option(True, "compare also the options of the wrappers")
+    model: str = option("mlp", "the model on which options are compared", choices=NETWORKS)
     ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
-    keep_memory: bool = option(True, "let malloc keep what is freed; otherwise chance decides which engine pays for it")
-    builds: int = option(
-        2, "times that all engines are built anew: where their tensors lie can cost one some percent", minimum=1
+    keep_memory: bool = option(
+        True, "let malloc keep freed memory; otherwise chance decides which variant pays for its return"
     )
-    rounds: int = option(6, "rounds per build that count; in each, all engines take their turn", minimum=2)
-    turn: float = option(0.25, "seconds of an engine's turn, in whole steps", above=0)
+    builds: int = option(
+        2,
+        "times that all variants are rebuilt: memory placement alone can change a variant's time by a few percent",
+        minimum=1,
+    )
+    rounds: int = option(6, "measured rounds per build; in each, every variant takes one turn", minimum=2)
+    turn: float = option(0.25, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-engines"), "folder of the JSON and the figures")
 
 
-class Worker:
-    """What a rank does: it has a copy of the model for every engine, with its optimizer, and one batch for all.
+class DDPVariantWorker:
+    """The service of one rank: for every variant a copy of the model with an optimizer, and one batch for all.
 
-    The learning rate is 0: the weights stay, and with them what a step has to compute.
+    The learning rate is 0: constant weights make every step the same work.
     """
 
-    def __init__(self, env: DistEnv, model: str, engines: Mapping[str, Engine], keep_memory: bool) -> None:
+    def __init__(self, env: DistEnv, model: str, variants: Mapping[str, DDPVariant], keep_memory: bool) -> None:
         if keep_memory:
             _keep_freed_memory()
         generator = torch.Generator().manual_seed(env.rank)
@@ -97,14 +109,17 @@ class Worker:
         self._labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator)
         self._closing: list[Callable[[], None]] = []
         self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        for name, engine in engines.items():
-            wrapped, close = engine.wrap(build_network(model))
+        for name, variant in variants.items():
+            wrapped, close = variant.wrap(build_network(model))
             optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)
             self._models[name] = wrapped, optimizer
             self._closing.append(close)
 
     def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Seconds of a step, and of all this rank's threads on a processor in it: the means of some, from a common start."""
+        """Train some steps. All ranks start together.
+
+        :returns: wall seconds of a step, and processor seconds of all threads of this rank in it, both means
+        """
         model, optimizer = self._models[name]
         dist.barrier()
         began, processor_began = time.perf_counter(), time.process_time()
@@ -121,21 +136,21 @@ class Worker:
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc keep what is freed, for the next step, instead of giving it back to the kernel."""
+    """Make malloc keep freed memory for the next step instead of returning it to the kernel."""
     if platform.libc_ver()[0] == "glibc":  # see mallopt(3), and malloc.h for the numbers
-        malloc_options = {-1: 2**31 - 1, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: the most that each takes
+        malloc_options = {-1: 2**31 - 1, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: their maxima
         for name, value in malloc_options.items():
             ctypes.CDLL(None).mallopt(name, value)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Engines that took turns.
+class DDPVariantsMeasurement:
+    """The times of DDP variants that took turns.
 
-    :param title: the model, or the subject of the variations
-    :param seconds: of a step of each engine, on the slowest rank; one entry per round
-    :param processor_seconds: of a step, the mean over the ranks
-    :param reference: the engine that the others are compared with
+    :param title: the model, or the option in which they differ
+    :param seconds: for each variant, wall seconds of a step on the slowest rank; one entry per round
+    :param processor_seconds: for each variant, processor seconds of a step, the mean over the ranks
+    :param reference: the variant that the others are compared with
     """
 
     title: str
@@ -146,45 +161,44 @@ class Measured:
 
 def main(argv: Sequence[str]) -> None:
     config = parse(EnginesConfig, "ddp.bench engines", __doc__, argv)
-    require_alone("ddp.bench engines")
-    with rank_logging(DistEnv.alone(torch.device("cpu"))):
-        prepare_output(config.output)
-        compared, varied = measure(config)
-        with results_in(config.output):
-            print(report(config, compared, varied))
+    run_alone("ddp.bench engines", config.output, lambda: measure(config), lambda taken: report(config, *taken))
 
 
-def measure(config: EnginesConfig) -> tuple[list[Measured], list[Measured]]:
-    """The engines on each model, and what they can be told on one."""
+def measure(config: EnginesConfig) -> tuple[list[DDPVariantsMeasurement], list[DDPVariantsMeasurement]]:
+    """Measure the variants on each model, and the options on one model."""
     subjects = variations() if config.variations else {}
     total = (len(config.models) + len(subjects)) * config.builds * (config.rounds + WARMUP)
     compared, varied = [], []
-    with Progress(DistEnv.alone(torch.device("cpu")), "bench", total) as progress:
+    with Progress(DistEnv.alone(CPU), "bench", total) as progress:
         for model in config.models:
-            taken = _take_turns(config, model, ENGINES, functools.partial(progress.advance, 1, model))
+            taken = _take_turns(config, model, DDP_VARIANTS, functools.partial(progress.advance, 1, model))
             reference = min((PLAIN, VIEWS), key=lambda name: statistics.median(taken[0][name]))
-            compared.append(Measured(model, *taken, reference))
-        for subject, engines in subjects.items():
-            taken = _take_turns(config, config.model, engines, functools.partial(progress.advance, 1, subject))
-            varied.append(Measured(subject, *taken, VIEWS))
+            compared.append(DDPVariantsMeasurement(model, *taken, reference))
+        for subject, variants in subjects.items():
+            taken = _take_turns(config, config.model, variants, functools.partial(progress.advance, 1, subject))
+            varied.append(DDPVariantsMeasurement(subject, *taken, VIEWS))
     return compared, varied
 
 
 def _take_turns(
-    config: EnginesConfig, model: str, engines: Mapping[str, Engine], after_round: Callable[[], None]
+    config: EnginesConfig, model: str, variants: Mapping[str, DDPVariant], after_round: Callable[[], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """:returns: the seconds and the processor's seconds of :class:`Measured`"""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    processor_seconds: dict[str, list[float]] = {name: [] for name in engines}
+    """Build all variants of one model, and let them take turns.
+
+    :returns: ``seconds`` and ``processor_seconds`` of :class:`DDPVariantsMeasurement`
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    processor_seconds: dict[str, list[float]] = {name: [] for name in variants}
     for build in range(config.builds):
-        # What is built first lies elsewhere in memory than what is built last.
-        order = list(engines)[:: -1 if build % 2 else 1]
-        built = {name: engines[name] for name in order}
-        with WorkerGroup(config.ranks, Worker, model, built, config.keep_memory, threads=1) as ranks:
-            for name in order:
-                ranks.call("run", name, SETTLING_STEPS)
-            steps = max(1, round(config.turn / _Turn(ranks, order[0], SETTLING_STEPS)()))
-            turns = {name: _Turn(ranks, name, steps) for name in order}
+        # The order of construction decides where tensors lie in memory, so every other build reverses it.
+        order = list(variants)[:: -1 if build % 2 else 1]
+        built = {name: variants[name] for name in order}
+        with WorkerGroup(config.ranks, DDPVariantWorker, model, built, config.keep_memory, threads=1) as ranks:
+            settling = {name: _VariantTurn(ranks, name, SETTLING_STEPS)() for name in order}
+            steps = max(1, round(config.turn / _VariantTurn(ranks, order[0], SETTLING_STEPS)()))
+            # All variants take as many steps, but for one that is far slower, as the naive one with hundreds of parameters.
+            most = {name: max(1, round(LONGEST_TURN * config.turn / settling[name])) for name in order}
+            turns = {name: _VariantTurn(ranks, name, min(steps, most[name])) for name in order}
             taken = interleave(turns, config.rounds, WARMUP, lambda _: after_round())
             ranks.call("close")
         for name, turn in turns.items():
@@ -193,9 +207,11 @@ def _take_turns(
     return seconds, processor_seconds
 
 
-class _Turn:
-    """An engine's turn: some steps, all ranks at once. Called, it gives the seconds of one on the slowest rank;
-    ``processor_seconds`` keeps each turn's."""
+class _VariantTurn:
+    """A variant's turn: some steps on all ranks at once.
+
+    A call returns the seconds of one step on the slowest rank, and appends the processor seconds to ``processor_seconds``.
+    """
 
     def __init__(self, ranks: WorkerGroup, name: str, steps: int) -> None:
         self._ranks, self._name, self._steps = ranks, name, steps
@@ -207,33 +223,44 @@ class _Turn:
         return max(seconds for seconds, _ in taken)
 
 
-def report(config: EnginesConfig, compared: list[Measured], varied: list[Measured]) -> str:
-    """Write the JSON and the figures, and say what they say."""
-    write_json(
+def report(config: EnginesConfig, compared: list[DDPVariantsMeasurement], varied: list[DDPVariantsMeasurement]) -> str:
+    """Write the JSON and the figures, and return the summary to print."""
+    write_results(
         config.output / "engines.json",
         {
-            "machine": describe_machine(),
             "config": asdict(config),
             "samples_per_rank": SAMPLES,
             "models": [asdict(one) for one in compared],
+            "climb": {
+                one.title: [
+                    {**asdict(rung), "milliseconds": asdict(milliseconds), "ratio": asdict(ratio)}
+                    for rung, milliseconds, ratio in climb(one)
+                ]
+                for one in compared
+            },
             "variations": [asdict(one) for one in varied],
         },
     )
     title = f"{config.ranks} ranks on {usable_cores()} cores, gloo; {config.builds} x {config.rounds} rounds"
-    files = ["engines.json", "engines.png"]
-    _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", "the faster of torch's two")
+    files = ["engines.json", "engines.png", "climb.png"]
+    torchs, rungs = "the faster of torch's two", {rung.variant: rung.name for rung in CLIMB}
+    # The two lower rungs have a picture of their own: next to them, the others would all look alike.
+    real = {name: name for name in DDP_VARIANTS if name not in (NAIVE, BUCKETED)}
+    _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", torchs, real)
+    _plot(config.output / "climb.png", compared, f"the climb, by hand: {title}", torchs, rungs)
     if varied:
         files.append("variations.png")
-        _plot(config.output / "variations.png", varied, f"what engines can be told, {config.model}: {title}", VIEWS)
+        _plot(config.output / "variations.png", varied, f"options of the wrappers, {config.model}: {title}", VIEWS)
     lines = [f"{title}, median [quartiles]"]
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
+    lines += ["", *_climb_table(compared)]
     lines += ["", *(verdict(one, name) for one in compared for name in (BY_HAND, SHARED))]
     if varied:
-        lines += ["", f"{config.model}, what the engines can be told:"]
+        lines += ["", f"{config.model}, the options of the wrappers:"]
     for one in varied:
         lines += [one.title, *_table(one)]
-    return "\n".join([*lines, f"results in {config.output}: {', '.join(files)}"])
+    return "\n".join([*lines, files_line(config.output, files)])
 
 
 def _described(model: str) -> str:
@@ -242,7 +269,7 @@ def _described(model: str) -> str:
     return f"{model}, {len(parameters)} parameters of {megabytes:.1f} MB together"
 
 
-def _table(measured: Measured) -> list[str]:
+def _table(measured: DDPVariantsMeasurement) -> list[str]:
     of_reference, width = f"of {measured.reference}'s", 31
     lines = [
         f"{'':<34}{'ms per step':>{width}}{of_reference:>{width}}{'ms of processor':>{width}}{of_reference:>{width}}"
@@ -256,8 +283,31 @@ def _table(measured: Measured) -> list[str]:
     return lines
 
 
-def verdict(measured: Measured, name: str) -> str:
-    """How an engine does against torch's, in a sentence; faster or slower only where the quartiles agree."""
+def climb(measured: DDPVariantsMeasurement) -> list[tuple[Rung, Spread, Spread]]:
+    """Each rung of the climb, with its milliseconds per step and the ratio to the reference."""
+    seconds, reference = measured.seconds, measured.seconds[measured.reference]
+    return [
+        (
+            rung,
+            Spread.of([1e3 * value for value in seconds[rung.variant]]),
+            paired_ratio(seconds[rung.variant], reference),
+        )
+        for rung in CLIMB
+    ]
+
+
+def _climb_table(compared: list[DDPVariantsMeasurement]) -> list[str]:
+    width = 31
+    lines = [f"{'The climb':<58}{'ms per step':>{width}}{'ratio to torch DDP':>{width}}"]
+    for one in compared:
+        lines.append(one.title)
+        for rung, milliseconds, ratio in climb(one):
+            lines.append(f"  {rung.name:<12}{rung.adds:<44}{f'{milliseconds:.2f}':>{width}}{f'{ratio:.3f}':>{width}}")
+    return lines
+
+
+def verdict(measured: DDPVariantsMeasurement, name: str) -> str:
+    """A variant against torch's DDP, in a sentence. It says faster or slower only where both quartiles do."""
     reference = measured.reference
     ratio = paired_ratio(measured.seconds[name], measured.seconds[reference])
     if ratio.high < 1:
@@ -269,12 +319,19 @@ def verdict(measured: Measured, name: str) -> str:
     return f"{measured.title}: {name} takes {ratio:.3f} of the time of {reference}: {found}"
 
 
-def _plot(path: Path, measured: list[Measured], title: str, reference: str) -> None:
+def _plot(
+    path: Path,
+    measured: list[DDPVariantsMeasurement],
+    title: str,
+    reference: str,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """:param names: the variants to draw, each with its label; None draws all"""
     panels = {
         one.title: {
-            name: [value / other for value, other in zip(seconds, one.seconds[one.reference], strict=True)]
-            for name, seconds in one.seconds.items()
+            label: paired_ratios(one.seconds[name], one.seconds[one.reference])
+            for name, label in (names or {name: name for name in one.seconds}).items()
         }
         for one in measured
     }
-    plot_ratio_panels(path, panels, title=title, x_title=f"time per step, as a multiple of '{reference}'")
+    plot_ratios(path, panels, title=title, x_title=f"time per step, as a multiple of '{reference}'")

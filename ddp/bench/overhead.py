@@ -116,7 +116,13 @@ def report(config: OverheadConfig, env: DistEnv, seconds: dict[str, list[float]]
         },
     )
     title = f"{config.model}, {env.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
-    plot_ratios(config.output / "overhead.png", ratios, LIMIT, title, f"time per step, as a multiple of '{against}'")
+    plot_ratios(
+        config.output / "overhead.png",
+        {"": ratios},
+        title=title,
+        x_title=f"time per step, as a multiple of '{against}'",
+        limit=LIMIT,
+    )
     lines = [f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
     lines += [
         f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()

@@ -144,7 +144,9 @@ def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], 
     title = (
         f"{config.model}, {env.world_size} rank(s), batch {config.batch_size}, a checkpoint per {config.steps} steps"
     )
-    plot_ratios(config.output / "safety.png", ratios, LIMIT, title, "ratio of the times per step")
+    plot_ratios(
+        config.output / "safety.png", {"": ratios}, title=title, x_title="ratio of the times per step", limit=LIMIT
+    )
     lines = [f"{title}; {config.builds} x {config.rounds} rounds, median [quartiles]"]
     lines += [f"{name:>24}: {Spread.of([1000 * s for s in taken]):.2f} ms per step" for name, taken in seconds.items()]
     lines += [

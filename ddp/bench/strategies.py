@@ -1,11 +1,11 @@
-"""Why is two not twice as fast? (``python -m ddp.bench strategies``)
+"""The speedup of each parallel strategy, and the causes of what is missing (``python -m ddp.bench strategies``).
 
-Trains the same model on the same global batches in every way there is on this machine, in turn, a few steps each: in a single
-process, with data parallelism inside one process, and with DDP in 1, 2, ... N processes. Each candidate is a job of processes
-that stay, and each takes ``ddp.train``'s own step.
+Trains the same model on the same global batches in every way that this machine allows, in turn, a few steps each: in a single
+process, with data parallelism inside one process, and with DDP in 1, 2, ... N processes. Each strategy is a job of processes
+that live through the benchmark, and each takes the step of ``ddp.train``.
 
-A step of n processes should take an n-th of a single process's. What it takes longer is divided among its causes; see
-ddp/bench/step_parts.py for how they are told apart.
+A step of n processes should take 1/n of a single process's step. The excess is divided among its causes, which
+ddp/bench/step_parts.py measures.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from common.cli import option, parse
-from common.distributed.process_group import DEVICES, DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.process_group import DEVICES, DistEnv
+from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
+from common.reporting.benchmark import CPU, files_line, run_alone, write_results
 from common.reporting.benchmark_figures import plot_stacked, plot_strategies
-from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.machine import usable_cores
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
@@ -34,7 +34,7 @@ from ddp.config import TrainConfig, micro_batch_size
 
 SINGLE = "single process"
 WARMUP = 2
-MOST_PROCESSES = 4  # of those that are started unless --processes says otherwise
+MOST_PROCESSES = 4  # the largest default of --processes
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,17 @@ class StrategiesConfig:
     model: str = option("fashion-cnn", "the model that is trained, on glyphs", choices=MODELS)
     batch_size: int = option(144, "samples per step, over all processes", minimum=1, maximum=12_000)
     processes: tuple[int, ...] = option(
-        None, "of DDP, as 1,2,4 (default: 1, 2, ... to the GPUs or usable cores, at most 4)", minimum=1, maximum=64
+        None,
+        "numbers of DDP processes, as 1,2,4 (default: 1, 2, ... up to the GPUs or usable cores, at most 4)",
+        minimum=1,
+        maximum=64,
     )
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     builds: int = option(
-        3, "times that all jobs are started anew: where their tensors lie can cost one a good part", minimum=1
+        3, "times that all jobs are restarted: memory placement alone can slow one of them considerably", minimum=1
     )
-    rounds: int = option(6, "rounds per build that count; in each, all candidates take their turn", minimum=2)
-    steps: int = option(5, "steps of each candidate in a round", minimum=1)
+    rounds: int = option(6, "measured rounds per build; in each, every strategy takes one turn", minimum=2)
+    steps: int = option(5, "steps of each strategy in a round", minimum=1)
     device: str = option("auto", "auto takes CUDA where there are several GPUs", choices=DEVICES)
     output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figures")
 
@@ -78,10 +81,12 @@ class StrategiesConfig:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One candidate.
+    """A way to train.
 
-    :param devices: GPUs, or shares of the cores, that it has; :param wrapper: of :class:`ddp.bench.step_parts.Runner`
-    :param processes: among which they are divided; :param threads: intra-op threads of each process
+    :param wrapper: of :class:`ddp.bench.step_parts.Runner`
+    :param devices: number of GPUs, or of shares of the cores
+    :param processes: number of processes that share the devices
+    :param threads: intra-op threads of each process
     """
 
     name: str
@@ -92,7 +97,7 @@ class Strategy:
 
 
 def strategies(config: StrategiesConfig) -> list[Strategy]:
-    """What there is to compare on this machine; the single process on one device comes first."""
+    """The strategies that this machine allows. The single process on one device comes first."""
     most = max(config.processes)
     share = max(1, usable_cores() // most)
     found = [Strategy(SINGLE, "none", 1, 1, share)]
@@ -108,11 +113,12 @@ def strategies(config: StrategiesConfig) -> list[Strategy]:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A strategy's rounds.
+class StrategyMeasurement:
+    """The rounds of one strategy.
 
-    :param seconds: per step, one entry per round; :param parts: of a step, one entry per round, means over ranks and steps
-    :param memory: the largest process's peak in MB: resident on the CPU, allocated on a GPU
+    :param seconds: seconds per step, one entry per round
+    :param parts: the parts of a step, one entry per round, means over ranks and steps
+    :param memory: peak MB of the largest process: resident on the CPU, allocated on a GPU
     """
 
     strategy: Strategy
@@ -125,49 +131,44 @@ class Measured:
         return statistics.median(self.seconds)
 
     def part(self, name: str) -> float:
-        """Seconds per step, of :data:`ddp.bench.step_parts.PARTS`."""
+        """The median seconds per step of one of :data:`ddp.bench.step_parts.PARTS`."""
         values: list[float] = [getattr(parts, name) for parts in self.parts]
         return statistics.median(values)
 
-    def speedup(self, single: Measured) -> Spread:
-        """Over the single process on one device, round by round."""
+    def speedup(self, single: StrategyMeasurement) -> Spread:
+        """The speedup over the single process on one device, round by round."""
         return paired_ratio(single.seconds, self.seconds)
 
 
 def main(argv: Sequence[str]) -> None:
     config = parse(StrategiesConfig, "ddp.bench strategies", __doc__, argv)
-    require_alone("ddp.bench strategies")
-    with rank_logging(DistEnv.alone(torch.device("cpu"))):
-        prepare_output(config.output)
-        measured = measure(config)
-        with results_in(config.output):
-            print(report(config, measured))
+    run_alone("ddp.bench strategies", config.output, lambda: measure(config), lambda taken: report(config, taken))
 
 
-def measure(config: StrategiesConfig) -> list[Measured]:
-    """Start all jobs, let them take turns, and end them."""
+def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
+    """Start all jobs, let them take turns, and end them; once per build."""
     train_config = TrainConfig(
         model=config.model,
         batch_size=config.batch_size,
         precision=config.precision,
-        epochs=10**6,  # the schedule needs an end; this run is stopped long before it
+        epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
     )
     chosen = strategies(config)
     seconds: dict[str, list[float]] = {strategy.name: [] for strategy in chosen}
     parts: dict[str, list[StepParts]] = {strategy.name: [] for strategy in chosen}
     memory = dict.fromkeys(seconds, 0.0)
     total = config.builds * (config.rounds + WARMUP)
-    with Progress(DistEnv.alone(torch.device("cpu")), "bench", total) as progress:
+    with Progress(DistEnv.alone(CPU), "bench", total) as progress:
         for _ in range(config.builds):
             with contextlib.ExitStack() as stack:
                 jobs = {s.name: stack.enter_context(_start(config, train_config, s)) for s in chosen}
-                candidates = {name: _Turn(ranks, config.steps) for name, ranks in jobs.items()}
-                taken = interleave(candidates, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
+                turns = {name: _StrategyTurn(ranks, config.steps) for name, ranks in jobs.items()}
+                taken = interleave(turns, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
                 for name, ranks in jobs.items():
                     seconds[name] += taken[name]
-                    parts[name] += candidates[name].parts[WARMUP:]
+                    parts[name] += turns[name].parts[WARMUP:]
                     memory[name] = max(memory[name], *ranks.call("peak_memory"))
-    return [Measured(s, seconds[s.name], parts[s.name], memory[s.name]) for s in chosen]
+    return [StrategyMeasurement(s, seconds[s.name], parts[s.name], memory[s.name]) for s in chosen]
 
 
 def _start(config: StrategiesConfig, train_config: TrainConfig, strategy: Strategy) -> WorkerGroup:
@@ -183,8 +184,11 @@ def _start(config: StrategiesConfig, train_config: TrainConfig, strategy: Strate
     )
 
 
-class _Turn:
-    """A job's turn: some steps, all ranks at once. Called, it gives the seconds of one; ``parts`` keeps each turn's."""
+class _StrategyTurn:
+    """A job's turn: some steps on all ranks at once.
+
+    A call returns the seconds of one step, and appends its parts to ``parts``.
+    """
 
     def __init__(self, ranks: WorkerGroup, steps: int) -> None:
         self._ranks, self._steps = ranks, steps
@@ -195,10 +199,10 @@ class _Turn:
         return self.parts[-1].total
 
 
-def lost(measured: Measured, single: Measured) -> dict[str, float]:
-    """What a step takes beyond its share of the single process's, in seconds, by cause; they add up to all of it.
+def lost(measured: StrategyMeasurement, single: StrategyMeasurement) -> dict[str, float]:
+    """The seconds that a step takes beyond the single process's step divided by the number of devices, by cause.
 
-    What the single process spends too counts only as far as it was not divided by the number of devices.
+    The causes add up to the whole excess. A part that the single process has too counts only beyond its share.
     """
     devices = measured.strategy.devices
     beyond = {name: measured.part(name) - single.part(name) / devices for name in PARTS if name != "compute"}
@@ -206,12 +210,12 @@ def lost(measured: Measured, single: Measured) -> dict[str, float]:
     return {**beyond, "rest": rest}
 
 
-def report(config: StrategiesConfig, measured: list[Measured]) -> str:
-    """Write the JSON and the figures, and say what they say."""
+def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str:
+    """Write the JSON and the figures, and return the summary to print."""
     single = measured[0]
-    write_json(
+    write_results(
         config.output / "strategies.json",
-        {"machine": describe_machine(), "config": asdict(config), "strategies": [asdict(m) for m in measured]},
+        {"config": asdict(config), "strategies": [asdict(m) for m in measured]},
     )
     title = f"{config.model}, global batch {config.batch_size}, {config.precision}, {config.device}"
     plot_strategies(
@@ -221,14 +225,14 @@ def report(config: StrategiesConfig, measured: list[Measured]) -> str:
         title,
     )
     _plot_lost(config.output / "lost.png", measured, title)
-    names = "strategies.json, strategies.png, lost.png"
-    return "\n".join([title, *_table(measured), "", *_reasons(measured), f"results in {config.output}: {names}"])
+    files = files_line(config.output, ("strategies.json", "strategies.png", "lost.png"))
+    return "\n".join([title, *_table(measured), "", *_reasons(measured), files])
 
 
-def _plot_lost(path: Path, measured: list[Measured], title: str) -> None:
-    """Each strategy's step as a stack: its share of the single process's step, and what came on top.
+def _plot_lost(path: Path, measured: list[StrategyMeasurement], title: str) -> None:
+    """Draw each strategy's step as a stack: its share of the single process's step, and above it the excess by cause.
 
-    What a strategy gained by some cause is taken from its share, so that the stack is as high as its step.
+    A negative cause is subtracted from the share, so that the stack is as high as the step.
     """
     single = measured[0]
     stacks: dict[str, list[float]] = {name: [] for name in ("a single process's step, divided", *WORDS.values())}
@@ -258,7 +262,7 @@ WORDS = {
 }
 
 
-def _table(measured: list[Measured]) -> list[str]:
+def _table(measured: list[StrategyMeasurement]) -> list[str]:
     single = measured[0]
     lines = [
         f"{'':<34}{'ms per step [quartiles]':>26}{'speedup':>24}{'efficiency':>12}{'peak MB per process':>21}",
@@ -273,8 +277,8 @@ def _table(measured: list[Measured]) -> list[str]:
     return lines
 
 
-def _reasons(measured: list[Measured]) -> list[str]:
-    """For each strategy with several devices, what it lost and to what."""
+def _reasons(measured: list[StrategyMeasurement]) -> list[str]:
+    """For each strategy with several devices, the causes of its excess, largest first."""
     single, lines = measured[0], []
     for one in measured:
         devices = one.strategy.devices
@@ -287,7 +291,7 @@ def _reasons(measured: list[Measured]) -> list[str]:
             f"where {1e3 * ideal:.1f} would be 1/{devices} of one's. Of its time:"
         )
         for cause, seconds in sorted(causes.items(), key=lambda item: -item[1]):
-            if cause in ("communication", "imbalance") and seconds == 0:  # there is none
+            if cause in ("communication", "imbalance") and seconds == 0:  # this strategy cannot have any
                 continue
             words = WORDS[cause]
             if cause == "rest" and one.strategy.wrapper in ("torch", "handwritten") and causes["communication"] == 0:

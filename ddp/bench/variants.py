@@ -1,4 +1,4 @@
-"""What ``ddp.bench engines`` compares: ways to average gradients, what they can be told, and the models to try them on."""
+"""The DDP variants and the models that ``ddp.bench engines`` compares."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from common.training.models import MODELS, build_model
 from ddp.all_reduce.choice import ALL_REDUCES, build_all_reduce
-from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
 NETWORKS = (*MODELS, DEEP)
-ONE_BUCKET_MIB = 10**6  # holds any model's gradients
+ONE_BUCKET_MIB = 10**6  # a bucket that holds all gradients of any model
+AT_THE_END = "all-reduce at the end"
 
 
 def build_network(name: str) -> nn.Module:
-    """The model ``name`` of :data:`NETWORKS` for images of 28x28, with the same weights on every rank."""
+    """Build a model of :data:`NETWORKS` for images of 28x28, with the same weights on every rank."""
     torch.manual_seed(0)
     if name != DEEP:
         return build_model(name, IMAGE, CLASSES)
@@ -36,12 +35,14 @@ def build_network(name: str) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A way to train.
+class DDPVariant:
+    """A DDP wrapper with its options.
 
-    :param wrapper: ``"torch"`` for torch's DDP, ``"handwritten"``, or ``"none"``, which leaves each rank its own gradients
-    :param views: whether gradients are views into the buckets; :param bucket_mib: the wrapper's default when None
-    :param hook: of :data:`HOOKS`; :param all_reduce: of :data:`ddp.all_reduce.choice.ALL_REDUCES`, for the hand-written one
+    :param wrapper: ``"torch"`` for torch's DDP, ``"handwritten"``, ``"naive"``, or ``"none"`` for no synchronization
+    :param views: whether gradients are views into the buckets
+    :param bucket_mib: size limit of a bucket in MiB; None for the wrapper's default
+    :param hook: a communication hook of :data:`HOOKS`
+    :param all_reduce: of :data:`ddp.all_reduce.choice.ALL_REDUCES`; for the hand-written wrapper
     """
 
     wrapper: str
@@ -51,12 +52,23 @@ class Engine:
     all_reduce: str = "backend"
 
     def wrap(self, network: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        """The network with the engine around it, a collective; and what to call at the end."""
+        """Wrap a network. A collective: every rank calls it with the same model.
+
+        :returns: the wrapped network, and a function that releases its all-reduce
+        """
+        # Imported here: both bring torch._dynamo along, and ``--help`` needs neither.
+        from torch.nn.parallel import DistributedDataParallel
+
+        from ddp.by_hand.naive import NaiveDistributedDataParallel
+        from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+
         model: Any = network
         close: Callable[[], None] = _nothing
         if self.wrapper == "torch":
             model = DistributedDataParallel(network, gradient_as_bucket_view=self.views, bucket_cap_mb=self.bucket_mib)
             model.broadcast_buffers = False  # the constructor's argument has another name since torch 2.15
+        elif self.wrapper == "naive":
+            model = NaiveDistributedDataParallel(network)
         elif self.wrapper == "handwritten":
             all_reduce = build_all_reduce(self.all_reduce)
             close = all_reduce.close
@@ -69,7 +81,7 @@ class Engine:
             )
         if self.hook:
             state, hook = HOOKS[self.hook]()
-            # By way of a lambda: torch refuses bf16_compress_hook by its name where there is no NCCL, but gloo sums bf16 too.
+            # The lambda hides the name: torch refuses bf16_compress_hook by name without NCCL, but gloo sums bf16 too.
             model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
         return model, close
 
@@ -79,58 +91,81 @@ def _nothing() -> None:
 
 
 PLAIN, VIEWS, FLOOR = "torch DDP", "torch DDP, views", "no synchronization"
+NAIVE, BUCKETED = "naive", "bucketed, no overlap"
 BY_HAND, SHARED = "handwritten", "handwritten, shared memory"
-ENGINES: Mapping[str, Engine] = {
-    PLAIN: Engine("torch", views=False),
-    VIEWS: Engine("torch"),
-    BY_HAND: Engine("handwritten"),
-    "handwritten, copies": Engine("handwritten", views=False),
-    SHARED: Engine("handwritten", all_reduce="shared-memory"),
-    FLOOR: Engine("none"),
+DDP_VARIANTS: Mapping[str, DDPVariant] = {
+    PLAIN: DDPVariant("torch", views=False),
+    VIEWS: DDPVariant("torch"),
+    NAIVE: DDPVariant("naive"),
+    BUCKETED: DDPVariant("handwritten", hook=AT_THE_END),
+    BY_HAND: DDPVariant("handwritten"),
+    "handwritten, copies": DDPVariant("handwritten", views=False),
+    SHARED: DDPVariant("handwritten", all_reduce="shared-memory"),
+    FLOOR: DDPVariant("none"),
 }
 
 
-def variations() -> dict[str, dict[str, Engine]]:
-    """What the engines can be told, by subject; the first of each is torch's DDP that is told nothing."""
-    found: dict[str, dict[str, Engine]] = {
-        subject: {VIEWS: ENGINES[VIEWS]} for subject in ("bucket size", "overlap", "hooks", "all-reduce")
+@dataclass(frozen=True)
+class Rung:
+    """One step of the climb from the simplest DDP to the real one.
+
+    :param variant: its name in :data:`DDP_VARIANTS`
+    :param adds: the change from the rung before
+    """
+
+    name: str
+    variant: str
+    adds: str
+
+
+CLIMB = (
+    Rung("naive", NAIVE, "one all-reduce per parameter, after backward"),
+    Rung("bucketed", BUCKETED, "one all-reduce per bucket, after backward"),
+    Rung("overlapped", BY_HAND, "each bucket's all-reduce runs during backward"),
+)
+
+
+def variations() -> dict[str, dict[str, DDPVariant]]:
+    """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults."""
+    found: dict[str, dict[str, DDPVariant]] = {
+        subject: {VIEWS: DDP_VARIANTS[VIEWS]} for subject in ("bucket size", "overlap", "hooks", "all-reduce")
     }
     for name, wrapper in (("torch DDP", "torch"), ("handwritten", "handwritten")):
         for mib in (1, 5, 25, 100):
-            found["bucket size"][f"{name}, {mib} MiB"] = Engine(wrapper, bucket_mib=mib)
-        found["overlap"][f"{name}, overlap"] = Engine(wrapper, hook="all-reduce")
-        found["overlap"][f"{name}, no overlap"] = Engine(wrapper, hook="all-reduce at the end")
-        found["hooks"][f"{name}, bf16"] = Engine(wrapper, hook="bf16")
-        found["hooks"][f"{name}, PowerSGD"] = Engine(wrapper, hook="PowerSGD", bucket_mib=ONE_BUCKET_MIB)
+            found["bucket size"][f"{name}, {mib} MiB"] = DDPVariant(wrapper, bucket_mib=mib)
+        found["overlap"][f"{name}, overlap"] = DDPVariant(wrapper, hook="all-reduce")
+        found["overlap"][f"{name}, no overlap"] = DDPVariant(wrapper, hook=AT_THE_END)
+        found["hooks"][f"{name}, bf16"] = DDPVariant(wrapper, hook="bf16")
+        found["hooks"][f"{name}, PowerSGD"] = DDPVariant(wrapper, hook="PowerSGD", bucket_mib=ONE_BUCKET_MIB)
     for all_reduce in ALL_REDUCES:
-        if all_reduce != "hierarchical":  # on one host that is shared memory
-            found["all-reduce"][f"handwritten, {all_reduce}"] = Engine("handwritten", all_reduce=all_reduce)
+        if all_reduce != "hierarchical":  # on one host, hierarchical is shared memory
+            found["all-reduce"][f"handwritten, {all_reduce}"] = DDPVariant("handwritten", all_reduce=all_reduce)
     return found
 
 
 class _AtTheEnd:
-    """A communication hook that keeps every bucket until the last is complete, and then sums them all."""
+    """A communication hook without overlap: it holds every bucket until the last is complete, then sums all of them."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+        self._held: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
 
     def __call__(self, _: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        promised: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._kept.append((bucket.buffer().div_(dist.get_world_size()), promised))
-        if bucket.is_last():  # backward is over: to wait here is to wait at its end
-            works = [dist.all_reduce(buffer, async_op=True) for buffer, _ in self._kept]
-            for work, (buffer, future) in zip(works, self._kept, strict=True):
+        future_average: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._held.append((bucket.buffer().div_(dist.get_world_size()), future_average))
+        if bucket.is_last():  # all gradients are computed, so nothing overlaps with this wait
+            works = [dist.all_reduce(buffer, async_op=True) for buffer, _ in self._held]
+            for work, (buffer, future) in zip(works, self._held, strict=True):
                 assert work is not None
                 work.wait()
                 future.set_result(buffer)
-            self._kept.clear()
-        return promised
+            self._held.clear()
+        return future_average
 
 
-# For a model of its own, each makes what register_comm_hook takes.
+# Each entry makes the arguments of register_comm_hook, with a state of its own for each model.
 HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     "all-reduce": lambda: (None, allreduce_hook),
-    "all-reduce at the end": lambda: (None, _AtTheEnd()),
+    AT_THE_END: lambda: (None, _AtTheEnd()),
     "bf16": lambda: (None, bf16_compress_hook),
     "PowerSGD": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),
 }

@@ -1,14 +1,14 @@
-"""One training step as a picture: what each rank computes and what travels between them, at every moment.
+"""A picture of one training step: the computation of each rank and the all-reduces between them, over time.
 
     python -m ddp.timeline
     python -m ddp.timeline --model resnet18 --all-reduce shared-memory
-    python -m ddp.timeline --bucket-cap-mb 1000    # one bucket: nothing is hidden
+    python -m ddp.timeline --bucket-cap-mb 1000    # one bucket: no overlap
 
-Trains with the hand-written DDP on the CPU and draws the step of median duration: forward, backward with each gradient as it
-becomes ready, each bucket's all-reduce beside it, the wait for what still travels, and the update. Beside the picture lies
-a trace of all steps, which opens at https://ui.perfetto.dev.
+Trains with the hand-written DDP on the CPU and draws the step of median duration: forward, backward with the moment at which
+each gradient is ready, each bucket's all-reduce below, the wait for the rest of them, and the optimizer. A trace of all steps
+is written too; open it at https://ui.perfetto.dev.
 
-On GPUs, ``ddp.train --profile`` records the like: the host's clock, which is read here, does not know when they are done.
+For GPUs use ``ddp.train --profile``: this command reads the host's clock, which does not show when a GPU is done.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from common.cli import command, option, parse
-from common.distributed.process_group import DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.reporting.machine import describe_machine
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.models import LEAST_SAMPLES, MODELS
@@ -33,29 +30,31 @@ from ddp.all_reduce.choice import ALL_REDUCES
 from ddp.by_hand.buckets import MIB
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.timeline.figure import lanes, plot_step
-from ddp.timeline.overlap import Parts, divide
+from ddp.timeline.overlap import OverlapParts, divide
 from ddp.timeline.recording import Recorder, Step
 
-WARMUP = 3  # steps; after the first, the buckets are final
-BLOCK = 5  # steps that follow each other
-MOST_SIZES = 6  # of buckets, in the title
+WARMUP = 3  # unrecorded steps; the buckets are final after the first
+BLOCK = 5  # consecutive steps between two blocks of unsynchronized backward passes
+MOST_SIZES = 6  # bucket sizes that the title lists
 
 
 @dataclass(frozen=True)
-class TimelineConfig:
+class StepTimelineConfig:
     """Settings of ``ddp.timeline``.
 
-    :raises UsageError: for a global batch that does not divide, or leaves a rank too few samples
+    :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples
     """
 
     model: str = option("mlp", "the model that is trained, on glyphs", choices=MODELS)
     batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
     ranks: int = option(2, "processes", minimum=1, maximum=64)
-    threads: int = option(1, "for compute, of each rank", minimum=1, maximum=1024)
-    all_reduce: str = option("backend", "what sums the buckets over the ranks", choices=ALL_REDUCES)
-    bucket_cap_mb: float | None = option(None, "MiB of a bucket (default: 1 of the first, 25 of the others)", above=0)
-    steps: int = option(20, "steps of which the one of median duration is drawn", minimum=2)
-    output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the moments")
+    threads: int = option(1, "compute threads of each rank", minimum=1, maximum=1024)
+    all_reduce: str = option("backend", "algorithm that sums the buckets over the ranks", choices=ALL_REDUCES)
+    bucket_cap_mb: float | None = option(
+        None, "size of a bucket in MiB (default: 1 for the first, 25 for the others)", above=0
+    )
+    steps: int = option(20, "recorded steps; the one of median duration is drawn", minimum=2)
+    output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
 
     def __post_init__(self) -> None:
         samples = micro_batch_size(self.batch_size, self.ranks, 1)
@@ -65,22 +64,19 @@ class TimelineConfig:
 
 @command
 def main() -> None:
-    config = parse(TimelineConfig, "ddp.timeline", __doc__)
-    require_alone("ddp.timeline")
-    with rank_logging(DistEnv.alone(torch.device("cpu"))):
-        prepare_output(config.output)
-        run = measure(config)
-        with results_in(config.output):
-            print(report(config, run))
+    config = parse(StepTimelineConfig, "ddp.timeline", __doc__)
+    run_alone("ddp.timeline", config.output, lambda: measure(config), lambda run: report(config, run))
 
 
 @dataclass(frozen=True)
-class Run:
-    """What was measured.
+class RecordedSteps:
+    """The recorded steps of one training.
 
-    :param buckets: in the order in which they are sent: for each of its parameters, the gradient's bytes
-    :param steps: for each step its moments on each rank; :param shown: the one of median duration
-    :param alone: for each rank, seconds of backward passes that are not synchronized
+    :param pids: the process id of each rank
+    :param parameters: names in the order of :attr:`ddp.timeline.recording.Step.ready`
+    :param buckets: in the order of their all-reduces; each maps its parameters to the bytes of the gradients
+    :param steps: for each step its moments on each rank
+    :param alone: for each rank, seconds of backward passes without synchronization
     """
 
     pids: list[int]
@@ -91,14 +87,17 @@ class Run:
 
     @property
     def shown(self) -> int:
+        """The index of the step of median duration."""
         durations = [statistics.fmean(rank.ended - rank.began for rank in step) for step in self.steps]
         return durations.index(statistics.median_low(durations))
 
 
-def measure(config: TimelineConfig) -> Run:
-    """Train for some steps, in turns with backward passes that communicate nothing."""
-    learning = TrainConfig(model=config.model, batch_size=config.batch_size, epochs=10**6)  # the schedule needs an end
-    env = DistEnv.alone(torch.device("cpu"))
+def measure(config: StepTimelineConfig) -> RecordedSteps:
+    """Record training steps, in turns with backward passes without communication."""
+    learning = TrainConfig(
+        model=config.model, batch_size=config.batch_size, epochs=10**6
+    )  # the learning-rate schedule needs an end
+    env = DistEnv.alone(CPU)
     steps: list[list[Step]] = []
     alone: list[list[float]] = [[] for _ in range(config.ranks)]
     with (
@@ -115,21 +114,20 @@ def measure(config: TimelineConfig) -> Run:
                 mine += seconds
             progress.advance(count, f"{1e3 * (steps[-1][0].ended - steps[-1][0].began):.0f} ms each")
         parameters, buckets = ranks.call("parameters")[0], ranks.call("buckets")[0]
-        return Run(ranks.pids, parameters, buckets, steps, alone)
+        return RecordedSteps(ranks.pids, parameters, buckets, steps, alone)
 
 
-def report(config: TimelineConfig, run: Run) -> str:
-    """Write the picture, the trace and the moments, and say what they say."""
+def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
+    """Write the picture, the trace and the moments, and return the summary to print."""
     origin = min(rank.began for rank in run.steps[0])
     steps = [[rank.since(origin) for rank in step] for step in run.steps]
     parts = [divide(step) for step in steps]
     title, shown = _title(config, run), run.shown
     plot_step(config.output / "timeline.png", steps[shown], parts[shown], run.parameters, run.buckets, title)
     write_trace(config.output / "trace.json", trace_events(run, steps))
-    write_json(
+    write_results(
         config.output / "steps.json",
         {
-            "machine": describe_machine(),
             "config": asdict(config),
             "parameters": run.parameters,
             "buckets": run.buckets,
@@ -153,7 +151,7 @@ def report(config: TimelineConfig, run: Run) -> str:
     )
 
 
-def _title(config: TimelineConfig, run: Run) -> str:
+def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in run.buckets]
     shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
     ranks, threads = _count(config.ranks, "rank"), _count(config.threads, "thread")
@@ -181,7 +179,7 @@ ROWS = {
 }
 
 
-def _table(steps: list[list[Parts]]) -> list[str]:
+def _table(steps: list[list[OverlapParts]]) -> list[str]:
     ranks = range(len(steps[0]))
     lines = [f"{'ms, median [quartiles]':<38}" + "".join(f"{f'rank {rank}':>28}" for rank in ranks)]
     for name, words in ROWS.items():
@@ -190,8 +188,8 @@ def _table(steps: list[list[Parts]]) -> list[str]:
     return lines
 
 
-def _sentences(run: Run, steps: list[list[Parts]]) -> list[str]:
-    """What the table comes to, over all ranks: medians over the steps."""
+def _sentences(run: RecordedSteps, steps: list[list[OverlapParts]]) -> list[str]:
+    """Sum up the table over all ranks, with medians over the steps."""
     shares = [sum(rank.hidden for rank in step) / sum(rank.all_reduce for rank in step) for step in steps]
     hidden = Spread.of([100 * share for share in shares])
     exposed, waiting, compute = (
@@ -200,16 +198,15 @@ def _sentences(run: Run, steps: list[list[Parts]]) -> list[str]:
     )
     alone = 1e3 * statistics.median(map(statistics.fmean, zip(*run.alone, strict=True)))
     return [
-        f"hidden: {hidden:.0f} % of the time in which buckets are summed, since gradients are still computed meanwhile; for "
-        f"{exposed:.1f} ms of a step there is nothing left to compute, and for {waiting:.1f} ms more the slowest rank is "
-        "awaited",
-        f"all-reduces share the cores with what hides them: all gradients are ready after {compute:.1f} ms of backward, and "
-        f"after {alone:.1f} ms where nothing is sent: {compute / alone:.2f} times as long",
+        f"hidden: {hidden:.0f} % of the time of the all-reduces, behind the computation of gradients; {exposed:.1f} ms of a step "
+        f"are exposed, and for {waiting:.1f} ms more the ranks wait for the slowest",
+        f"all-reduces share the cores with the computation that hides them: all gradients are ready after {compute:.1f} ms of "
+        f"backward, and after {alone:.1f} ms without communication: {compute / alone:.2f} times as long",
     ]
 
 
-def trace_events(run: Run, steps: list[list[Step]]) -> list[Event]:
-    """All steps in Chrome's trace event format: a process per rank, with what it computes and its all-reduces below."""
+def trace_events(run: RecordedSteps, steps: list[list[Step]]) -> list[Event]:
+    """All steps in Chrome's trace event format: a process per rank, with its computation above its all-reduces."""
     events: list[Event] = []
     for rank, pid in enumerate(run.pids):
         taken = [step[rank] for step in steps]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.reporting.run_figures import COLORS
 from ddp.by_hand.buckets import MIB
-from ddp.timeline.overlap import Parts, sent_by_all
+from ddp.timeline.overlap import OverlapParts, sent_by_all
 from ddp.timeline.recording import Sending, Step
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ LATE, HIDDEN, EXPOSED = "0.9", "#e7f2e6", "#fbe3da"
 def plot_step(
     path: Path,
     ranks: Sequence[Step],
-    parts: Sequence[Parts],
+    parts: Sequence[OverlapParts],
     parameters: Sequence[str],
     buckets: Sequence[Mapping[str, int]],
     title: str,
@@ -161,7 +161,7 @@ class _Drawing:
         plot.text(500 * (start + stop), y, text, ha="center", va="center", fontsize=LABEL_SIZE, color=text_color)
 
 
-def _summary(its: Parts) -> str:
+def _summary(its: OverlapParts) -> str:
     late = f"; {_ms(its.waiting)} wait for the slowest rank" if its.waiting > 0.005 * its.step else ""
     return (
         f"step {_ms(its.step)}, all-reduce {_ms(its.all_reduce)}, of which {_ms(its.hidden)} hidden and "

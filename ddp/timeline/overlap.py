@@ -1,7 +1,8 @@
-"""How much of a step's communication is hidden: what passes while the rank still computes gradients, it need not wait for.
+"""The hidden and the exposed part of a step's communication.
 
-Of each bucket's all-reduce, a rank knows when it has handed the bucket over and when the sum was there. Until the slowest rank
-has handed over its own, that is a wait for that rank, and no communication.
+An all-reduce that runs while the rank still computes gradients is hidden: the rank does not wait for it. For each bucket a
+rank knows when it started the all-reduce and when that ended. The time until the slowest rank has started its own is a wait
+for that rank, and not communication.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Parts:
+class OverlapParts:
     """Seconds of one step on one rank.
 
     :param compute: the part of ``backward`` until the last gradient is ready
-    :param all_reduce: in which at least one bucket is being summed, which cannot begin before the slowest rank has sent it
-    :param hidden: the part of ``all_reduce`` within ``compute``; :param exposed: the other part
-    :param waiting: after ``compute``, for slower ranks to send their buckets, while none is summed
+    :param all_reduce: time in which at least one bucket is summed; a sum cannot begin before the slowest rank starts its own
+    :param hidden: the part of ``all_reduce`` within ``compute``
+    :param exposed: the rest of ``all_reduce``
+    :param waiting: after ``compute``, time without any sum, in which slower ranks have yet to start theirs
     """
 
     step: float
@@ -36,10 +38,10 @@ class Parts:
     optimizer: float
 
 
-def divide(ranks: Sequence[Step]) -> list[Parts]:
-    """The parts of one step on each rank.
+def divide(ranks: Sequence[Step]) -> list[OverlapParts]:
+    """Compute the parts of one step on each rank.
 
-    :param ranks: the same step on all
+    :param ranks: the moments of the same step on each rank
     """
     moments, parts = sent_by_all(ranks), []
     for step in ranks:
@@ -47,7 +49,7 @@ def divide(ranks: Sequence[Step]) -> list[Parts]:
         sending = union((sending.started, sending.ended) for sending in step.sent)
         busy, exposed = length(summing), length(after(step.computed, summing))
         parts.append(
-            Parts(
+            OverlapParts(
                 step=step.ended - step.began,
                 data=step.loaded - step.began,
                 forward=step.forwarded - step.loaded,
@@ -64,12 +66,12 @@ def divide(ranks: Sequence[Step]) -> list[Parts]:
 
 
 def sent_by_all(ranks: Sequence[Step]) -> list[float]:
-    """For each bucket the moment at which the slowest rank has handed it over: no sum can be formed before."""
+    """For each bucket the moment at which the slowest rank starts its all-reduce: no sum begins before."""
     return [max(sending.started for sending in bucket) for bucket in zip(*(step.sent for step in ranks), strict=True)]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments in intervals that do not touch, in order."""
+    """Merge intervals into disjoint ones, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -80,10 +82,10 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def after(moment: float, intervals: Iterable[Interval]) -> list[Interval]:
-    """What of them is later than ``moment``."""
+    """The parts of the intervals that are later than ``moment``."""
     return [(max(start, moment), end) for start, end in intervals if end > moment]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all together, if they do not overlap."""
+    """The total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)

@@ -1,8 +1,8 @@
-"""A training step's moments on a rank: when each gradient is ready, each bucket is handed over, and each bucket is summed.
+"""The moments of a training step on a rank: each gradient ready, each all-reduce started, each all-reduce ended.
 
-Moments are seconds of ``time.perf_counter``, which on Linux is CLOCK_MONOTONIC: all processes of a machine share it, so that
-the ranks' moments need no alignment. On a GPU they would say when work was queued and not when it was done: this is for the
-CPU, and ``ddp.train --profile`` for GPUs.
+Moments are seconds of ``time.perf_counter``, which on Linux is CLOCK_MONOTONIC: all processes of a machine share it, so the
+ranks' moments need no alignment. On a GPU they would say when work was queued and not when it was done: this module is for
+the CPU, and ``ddp.train --profile`` is for GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ddp.sampler import MicroBatchSampler
 
 @dataclass
 class Sending:
-    """A bucket's all-reduce on one rank: handed over, and ended, with the sum in the bucket."""
+    """The start and the end of one bucket's all-reduce on one rank."""
 
     started: float
     ended: float = 0.0
@@ -44,11 +44,14 @@ class Sending:
 class Step:
     """A step's moments on one rank, in their order.
 
-    :param loaded: the batch is there; :param forwarded: so is the loss, and backward begins
-    :param ready: for each parameter, its gradient; :param handled: DDP has done with it what it does at once, which may be to
-        copy it to its bucket and to send that
-    :param sent: for each bucket, in the order of their starts
-    :param returned: backward is over, and all gradients are averages; :param ended: so is the update
+    :param began: the step begins
+    :param loaded: the batch is loaded
+    :param forwarded: the loss is computed, and backward begins
+    :param ready: for each parameter, its gradient is computed
+    :param handled: for each parameter, DDP's hook returns, which may copy the gradient and start an all-reduce
+    :param sent: the all-reduce of each bucket, in the order of their starts
+    :param returned: backward returns, and all gradients are averages
+    :param ended: the optimizer step is over
     """
 
     began: float
@@ -62,11 +65,11 @@ class Step:
 
     @property
     def computed(self) -> float:
-        """The last gradient is ready: what is left of backward is to wait for sums."""
+        """The last gradient is ready. The rest of backward waits for all-reduces."""
         return max(self.ready)
 
     def since(self, origin: float) -> Step:
-        """The same, counted from another moment."""
+        """The same moments, counted from ``origin``."""
         return Step(
             self.began - origin,
             self.loaded - origin,
@@ -80,7 +83,7 @@ class Step:
 
 
 class Recording(AllReduce):
-    """An all-reduce that another one does in the background, and whose moments are written down.
+    """Wraps an all-reduce that runs in the background thread, and records its moments.
 
     ``sent`` has one entry for each :meth:`start`, and can be replaced between steps.
     """
@@ -99,7 +102,9 @@ class Recording(AllReduce):
 
     def run(self, buffer: Tensor) -> None:
         self._all_reduce.run(buffer)
-        oldest = next(sending for sending in self.sent if not sending.ended)  # there is one thread, for one at a time
+        oldest = next(
+            sending for sending in self.sent if not sending.ended
+        )  # one thread runs them one at a time, in order
         oldest.ended = time.perf_counter()
 
     def close(self) -> None:
@@ -108,28 +113,28 @@ class Recording(AllReduce):
 
 
 class RecordingBackend(Recording):
-    """The same of the backend's own, which has threads of its own and may do several at a time."""
+    """The same for the backend's own all-reduce, whose threads may run several at a time."""
 
     def start(self, buffer: Tensor) -> Pending:
         sending = Sending(time.perf_counter())
         self.sent.append(sending)
         work = dist.all_reduce(buffer, async_op=True)
         assert work is not None
-        # The backend's thread notes the end as soon as it is there. One that waited would have to get a core first.
-        return work.get_future().then(functools.partial(_note_end, sending))
+        # The backend's own thread records the end. A waiting thread would first have to get a core.
+        return work.get_future().then(functools.partial(_record_end, sending))
 
 
-def _note_end(sending: Sending, future: torch.futures.Future[Any]) -> None:
+def _record_end(sending: Sending, future: torch.futures.Future[Any]) -> None:
     sending.ended = time.perf_counter()
-    future.wait()  # raises what went wrong
+    future.wait()  # raises the error of a failed all-reduce
 
 
 class Recorder:
-    """A rank's service: trains with the hand-written DDP, and writes down what happens when.
+    """The service of one rank: it trains with the hand-written DDP and records the moments of each step.
 
-    :param config: for the CPU; one micro-step
+    :param config: for the CPU, without gradient accumulation
     :param all_reduce: of :data:`ddp.all_reduce.choice.ALL_REDUCES`
-    :param bucket_cap_mb: as the hand-written DDP has it
+    :param bucket_cap_mb: as in the hand-written DDP
     """
 
     def __init__(self, env: DistEnv, config: TrainConfig, all_reduce: str, bucket_cap_mb: float | None) -> None:
@@ -141,13 +146,13 @@ class Recorder:
         self._parameters = dict(network.named_parameters())
         self._ready = dict.fromkeys(self._parameters, 0.0)
         self._handled = dict(self._ready)
-        self._note_into(self._ready)  # these hooks are called before DDP's
+        self._record_into(self._ready)  # registered first, so these hooks run before DDP's
         build = RecordingBackend if all_reduce == "backend" else Recording
         self._all_reduce = build(build_all_reduce(all_reduce))
         self._model = HandwrittenDistributedDataParallel(
             network, broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb, all_reduce=self._all_reduce
         )
-        self._note_into(self._handled)  # and these after
+        self._record_into(self._handled)  # and these run after
         self._optimizer = build_optimizer(
             config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
         )
@@ -156,24 +161,24 @@ class Recorder:
         self._steps = 0
 
     def parameters(self) -> list[str]:
-        """Their names, in the order of :attr:`Step.ready`."""
+        """The parameters' names, in the order of :attr:`Step.ready`."""
         return list(self._parameters)
 
     def buckets(self) -> list[dict[str, int]]:
-        """The buckets in the order in which they are sent: for each of its parameters, the gradient's bytes.
+        """The buckets in the order of their all-reduces. Each maps its parameters to the bytes of the gradients.
 
-        They are final after the first step.
+        The buckets are final after the first step.
         """
         names = {parameter: name for name, parameter in self._parameters.items()}
         return [{names[p]: p.nbytes for p in bucket.parameters.values()} for bucket in self._model.reducer.buckets]
 
     def run(self, steps: int) -> list[Step]:
-        """Take some steps, beginning with all ranks at once."""
+        """Take some steps. All ranks start together."""
         dist.barrier()
         return [self._step() for _ in range(steps)]
 
     def compute(self, steps: int) -> list[float]:
-        """Seconds of a backward pass that is not synchronized, for as many, beginning with all ranks at once."""
+        """Seconds of each of ``steps`` backward passes without synchronization. All ranks start together."""
         dist.barrier()
         seconds = []
         for _ in range(steps):
@@ -207,14 +212,14 @@ class Recorder:
         inputs = self._data.to_input(batch.images, self._config.memory_format)
         return F.cross_entropy(self._model(inputs), batch.labels)
 
-    def _note_into(self, moments: dict[str, float]) -> None:
-        """From here on, note when each parameter's gradient comes to its next hook."""
+    def _record_into(self, moments: dict[str, float]) -> None:
+        """Register a hook on each parameter that records when its gradient is ready."""
 
-        def note(name: str, _: Tensor) -> None:
+        def record(name: str, _: Tensor) -> None:
             moments[name] = time.perf_counter()
 
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(note, name))
+            parameter.register_post_accumulate_grad_hook(functools.partial(record, name))
 
     def _endless_batches(self) -> Iterator[Batch]:
         for epoch in itertools.count():

@@ -103,10 +103,14 @@ def test_mistakes_alone_are_red(prediction: int, mistaken: bool, tmp_path: Path)
     assert (count(pixels_of(path), "#c0271a") > 0) == mistaken
 
 
-@pytest.mark.parametrize("candidates", [1, 3, 8])
-def test_ratios_are_drawn_for_any_number_of_candidates(candidates: int, tmp_path: Path) -> None:
-    ratios = {f"candidate {i}": [1.0, 1.01 + i / 100, 0.99] for i in range(candidates)}
-    plot_ratios(tmp_path / "ratios.png", ratios, limit=1.05, title="Overhead", axis_title="ratio")
+@pytest.mark.parametrize("variants", [1, 3, 8])
+@pytest.mark.parametrize(("panels", "limit"), [(1, 1.05), (2, None)])
+def test_ratios_are_drawn_for_any_number_of_variants(
+    variants: int, panels: int, limit: float | None, tmp_path: Path
+) -> None:
+    ratios = {f"variant {i}": [1.0, 1.01 + i / 100, 0.99] for i in range(variants)}
+    titled = {f"panel {number}": ratios for number in range(panels)}
+    plot_ratios(tmp_path / "ratios.png", titled, title="Overhead", x_title="ratio", limit=limit)
     pixels_of(tmp_path / "ratios.png")
 
 

@@ -32,14 +32,14 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
         assert f"  {name}: alpha " in done.stdout
     for words in ("4 B: ", "4 KiB: shared-memory, with ", " times as fast", "memory, all ranks at once"):
         assert words in done.stdout
-    assert " % of that" not in done.stdout  # such small tensors lie in caches
+    assert "of this limit" not in done.stdout  # such small tensors lie in caches
 
     written = json.loads((tmp_path / "allreduce.json").read_text())
     assert [one["name"] for one in written["algorithms"]] == ALGORITHMS
     for one in written["algorithms"]:
         assert {size: len(values) for size, values in one["seconds"].items()} == {"4": 2, "4096": 2}
-        assert one["fit"]["alpha"] > 0
-        assert one["fit"]["beta"] > 0
+        assert one["fit"]["alpha"] >= 0 and one["fit"]["beta"] >= 0
+        assert one["fit"]["alpha"] + one["fit"]["beta"] > 0
         assert len(one["fit"]["errors"]) == 2
         median = math.fsum(one["seconds"]["4096"]) / 2
         assert one["bus_bandwidth"]["4096"] == pytest.approx(4096 / median)  # of two ranks: 2 (n - 1) / n = 1
@@ -48,7 +48,8 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
     assert (tmp_path / "allreduce.png").is_file()
 
 
-def test_three_ranks_on_three_pretended_hosts(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_three_ranks_on_three_simulated_hosts(tmp_path: Path) -> None:
     done = run_command(
         "ddp.bench", "allreduce", "--ranks", "3", "--hosts", "3", "--sizes", "8,800", "--rounds", "2", "--dtype", "float64",
         "--algorithms", "ring,halving-doubling", "--output", str(tmp_path), timeout_s=200,
@@ -61,7 +62,7 @@ def test_three_ranks_on_three_pretended_hosts(tmp_path: Path) -> None:
     assert [one["name"] for one in written["algorithms"]] == ["backend", "ring", "halving-doubling", "hierarchical"]
 
 
-def test_what_is_quoted_is_measured_by_default() -> None:
+def test_the_quoted_sizes_are_measured_by_default() -> None:
     assert {4096, 25 * 2**20} < set(AllReduceConfig().sizes)
     assert "hierarchical" not in AllReduceConfig().algorithms
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,8 +13,22 @@ from torch import Tensor
 
 from common.distributed.process_group import process_group
 from ddp.bench import __main__ as bench
-from ddp.bench.engines import EnginesConfig, Measured, verdict
-from ddp.bench.variants import BY_HAND, DEEP, ENGINES, FLOOR, PLAIN, SHARED, VIEWS, Engine, build_network, variations
+from ddp.bench.engines import DDPVariantsMeasurement, EnginesConfig, climb, verdict
+from ddp.bench.variants import (
+    BUCKETED,
+    BY_HAND,
+    CLIMB,
+    DDP_VARIANTS,
+    DEEP,
+    FLOOR,
+    NAIVE,
+    PLAIN,
+    SHARED,
+    VIEWS,
+    DDPVariant,
+    build_network,
+    variations,
+)
 from tests.launch import run_command, run_ranks
 from tests.user_errors import UserError
 
@@ -21,32 +36,42 @@ STEPS = 4  # PowerSGD begins with the third
 SMALL = ("--builds", "1", "--rounds", "2", "--turn", "0.01", "--models", DEEP)
 
 
-def test_every_engine_is_measured(tmp_path: Path) -> None:
-    done = run_command("ddp.bench", "engines", *SMALL, "--model", DEEP, "--output", str(tmp_path), timeout_s=200)
+def test_every_variant_is_measured(tmp_path: Path) -> None:
+    done = run_command("ddp.bench", "engines", *SMALL, "--model", DEEP, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[1] == "deep-mlp, 404 parameters of 0.2 MB together, 72 samples per rank"
-    assert [line[2:34].strip() for line in lines[3 : 3 + len(ENGINES)]] == list(ENGINES)
+    assert [line[2:34].strip() for line in lines[3 : 3 + len(DDP_VARIANTS)]] == list(DDP_VARIANTS)
     for name in (BY_HAND, SHARED):
         assert any(line.startswith(f"{DEEP}: {name} takes ") for line in lines)
-    for subject, engines in variations().items():
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("The climb "))
+    assert lines[first + 1] == DEEP
+    assert [line[2:58].strip() for line in lines[first + 2 : first + 5]] == [f"{r.name:<12}{r.adds}" for r in CLIMB]
+    for subject, variants in variations().items():
         first = lines.index(subject) + 2
-        assert [line[2:34].strip() for line in lines[first : first + len(engines)]] == list(engines)
-    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, variations.png"
+        assert [line[2:34].strip() for line in lines[first : first + len(variants)]] == list(variants)
+    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png, variations.png"
 
     written = json.loads((tmp_path / "engines.json").read_text())
     (model,) = written["models"]
     assert model["reference"] in (PLAIN, VIEWS)
     for times in (model["seconds"], model["processor_seconds"]):
-        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(ENGINES, 2)
+        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(DDP_VARIANTS, 2)
     assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks", "all-reduce"]
-    assert (tmp_path / "engines.png").is_file() and (tmp_path / "variations.png").is_file()
+    assert [rung["name"] for rung in written["climb"][DEEP]] == ["naive", "bucketed", "overlapped"]
+    for rung in written["climb"][DEEP]:
+        seconds, reference = model["seconds"][rung["variant"]], model["seconds"][model["reference"]]
+        assert rung["milliseconds"]["median"] == pytest.approx(500 * sum(seconds))
+        assert rung["ratio"]["median"] == pytest.approx(sum(a / b for a, b in zip(seconds, reference, strict=True)) / 2)
+    for name in ("engines", "climb", "variations"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_without_variations_and_in_two_builds(tmp_path: Path) -> None:
     done = run_command(
         "ddp.bench", "engines", *SMALL, "--builds", "2", "--no-variations", "--no-keep-memory",
-        "--output", str(tmp_path), timeout_s=200,
+        "--output", str(tmp_path), timeout_s=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 ranks on ")
@@ -56,13 +81,13 @@ def test_without_variations_and_in_two_builds(tmp_path: Path) -> None:
     assert not (tmp_path / "variations.png").exists()
 
 
-def test_what_is_compared_averages_the_same_gradients() -> None:
-    engines = dict(ENGINES)
-    for told in variations().values():
-        engines |= told
-    one, other = run_ranks(_gradients, 2, engines)
+def test_all_variants_average_the_same_gradients() -> None:
+    variants = dict(DDP_VARIANTS)
+    for others in variations().values():
+        variants |= others
+    one, other = run_ranks(_gradients, 2, variants)
     expected = one[PLAIN]
-    for name in engines:
+    for name in variants:
         if name == FLOOR:
             assert not all(torch.equal(a, b) for a, b in zip(one[name], other[name], strict=True))
             continue
@@ -73,16 +98,16 @@ def test_what_is_compared_averages_the_same_gradients() -> None:
                 torch.testing.assert_close(mine, average, rtol=tolerance, atol=tolerance * float(average.abs().max()))
 
 
-def _gradients(engines: dict[str, Engine]) -> dict[str, list[Tensor]]:
-    """With each engine, what is left in ``.grad`` after some steps."""
+def _gradients(variants: dict[str, DDPVariant]) -> dict[str, list[Tensor]]:
+    """For each variant, the contents of ``.grad`` after some steps."""
     with process_group("cpu", threads=1) as env:
         generator = torch.Generator().manual_seed(env.rank)
         images = torch.randn(4, 1, 28, 28, generator=generator)
         labels = torch.randint(10, (4,), generator=generator)
         found = {}
-        for name, engine in engines.items():
+        for name, variant in variants.items():
             network = build_network("fashion-cnn")
-            model, close = engine.wrap(network)
+            model, close = variant.wrap(network)
             for _ in range(STEPS):
                 network.zero_grad(set_to_none=True)
                 F.cross_entropy(model(images), labels).backward()
@@ -101,13 +126,25 @@ def _gradients(engines: dict[str, Engine]) -> dict[str, list[Tensor]]:
     ],
 )
 def test_a_verdict_says_no_more_than_the_rounds_do(seconds: list[float], words: str) -> None:
-    measured = Measured("mlp", {VIEWS: [1.0, 1.0, 1.0], BY_HAND: seconds}, {}, VIEWS)
+    measured = DDPVariantsMeasurement("mlp", {VIEWS: [1.0, 1.0, 1.0], BY_HAND: seconds}, {}, VIEWS)
     assert verdict(measured, BY_HAND) == f"mlp: {BY_HAND} {words}"
 
 
+def test_the_climb_leads_from_naive_over_buckets_to_overlap() -> None:
+    times = {NAIVE: [3.0, 6.0], BUCKETED: [2.0, 4.0], BY_HAND: [1.0, 2.0], VIEWS: [1.0, 2.0]}
+    rungs = climb(DDPVariantsMeasurement("mlp", times, {}, VIEWS))
+    assert [rung.name for rung, _, _ in rungs] == ["naive", "bucketed", "overlapped"]
+    assert [milliseconds.median for _, milliseconds, _ in rungs] == [4500, 3000, 1500]
+    assert [ratio.median for _, _, ratio in rungs] == [3, 2, 1]
+    # The rungs differ in one thing each.
+    naive, bucketed, overlapped = (DDP_VARIANTS[rung.variant] for rung in CLIMB)
+    assert (naive.wrapper, bucketed.wrapper, overlapped.wrapper) == ("naive", "handwritten", "handwritten")
+    assert bucketed == dataclasses.replace(overlapped, hook="all-reduce at the end")
+
+
 def test_powersgd_has_one_bucket() -> None:
-    told = variations()["hooks"]
-    assert all(engine.bucket_mib == 10**6 for engine in told.values() if engine.hook == "PowerSGD")
+    hooks = variations()["hooks"]
+    assert all(variant.bucket_mib == 10**6 for variant in hooks.values() if variant.hook == "PowerSGD")
 
 
 def test_all_models_are_compared_by_default() -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
-from ddp.bench.strategies import Measured, StrategiesConfig, Strategy, lost, strategies
+from ddp.bench.strategies import StrategiesConfig, Strategy, StrategyMeasurement, lost, strategies
 from tests.launch import run_command
 from tests.user_errors import UserError
 
 
-def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
+def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
     done = run_command(
         "ddp.bench", "strategies", "--builds", "1", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
         "--batch-size", "24", "--output", str(tmp_path),
@@ -34,8 +34,12 @@ def test_all_ways_of_this_machine_are_compared(tmp_path: Path) -> None:
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:
-    single = Measured(Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [StepParts(0.1, 0.7, 0, 0, 0.2)] * 2, 100)
-    two = Measured(Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [StepParts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2, 100)
+    single = StrategyMeasurement(
+        Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [StepParts(0.1, 0.7, 0, 0, 0.2)] * 2, 100
+    )
+    two = StrategyMeasurement(
+        Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [StepParts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2, 100
+    )
     causes = lost(two, single)
     assert sum(causes.values()) == pytest.approx(0.75 - 1.1 / 2)
     assert causes["communication"] == pytest.approx(0.05)
@@ -43,7 +47,7 @@ def test_the_causes_add_up_to_what_is_lost() -> None:
     assert causes["update"] == pytest.approx(0.2 - 0.1)  # each rank updates all parameters: nothing was divided
 
 
-def test_what_is_started_on_cpus() -> None:
+def test_the_strategies_on_cpus() -> None:
     config = StrategiesConfig(device="cpu", processes=(4, 1, 2))
     names = [strategy.name for strategy in strategies(config)]
     assert names[-3:] == ["DDP, 1 process", "DDP, 2 processes", "DDP, 4 processes"]

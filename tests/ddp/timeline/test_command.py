@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp.timeline import __main__ as timeline
-from ddp.timeline.__main__ import Run, TimelineConfig, measure, trace_events
+from ddp.timeline.__main__ import RecordedSteps, StepTimelineConfig, measure, trace_events
 from ddp.timeline.figure import lanes, plot_step
 from ddp.timeline.overlap import Interval, after, divide, length, union
 from ddp.timeline.recording import Sending, Step
@@ -47,7 +47,7 @@ def check_moments(steps: list[list[Step]], buckets: list[dict[str, int]], parame
         assert all(a.ended <= b.began for a, b in zip(before, following, strict=True))
 
 
-def check_trace(events: list[dict[str, Any]], run: Run) -> None:
+def check_trace(events: list[dict[str, Any]], run: RecordedSteps) -> None:
     """By the trace event format; spans of a thread nest."""
     assert {event["ph"] for event in events} == {"M", "X", "i"}
     for event in events:
@@ -89,7 +89,7 @@ def check_trace(events: list[dict[str, Any]], run: Run) -> None:
     ],
 )
 def test_moments_are_in_order(changes: dict[str, Any], buckets: int, tmp_path: Path) -> None:
-    run = measure(TimelineConfig(**{**SMALL, **changes}))
+    run = measure(StepTimelineConfig(**{**SMALL, **changes}))
     assert len(run.buckets) == buckets
     assert len(run.steps) == 2
     assert {len(step) for step in run.steps} == {len(run.pids)} == {changes.get("ranks", 2)}
