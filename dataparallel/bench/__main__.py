@@ -4,8 +4,8 @@
     python -m dataparallel.bench --model mlp --batch-sizes 32,512
 
 Sweeps the batch size, for inference and for a training step: the plain module, ``nn.DataParallel``, its four steps by hand
-(dataparallel/parallel.py), and one process per device. All take turns within one run. Leaves plots with error bars, the cost
-of each step, and an explanation made from what was measured.
+(dataparallel/parallel.py), and one process per device. All variants take turns within one run. Writes plots with error bars,
+the cost of each step, and an explanation made from the measurements.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from common.cli import command, option, parse
-from common.distributed.process_group import DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
 from common.errors import UsageError
+from common.reporting.benchmark import files_line, run_alone, write_results
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
-from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.machine import usable_cores
 from common.reporting.timing import interleave
 from common.training.models import LEAST_SAMPLES, MODELS
 from common.training.precision import PRECISIONS
@@ -35,20 +35,20 @@ WARMUP = 1
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class DataParallelBenchConfig:
     """Settings of ``dataparallel.bench``.
 
-    :raises UsageError: for devices that are not there, or batches that some device would get nothing of
+    :raises UsageError: for devices that do not exist, or batches too small for all devices
     """
 
-    model: str = option("fashion-cnn", "what is run", choices=MODELS)
+    model: str = option("fashion-cnn", "the model that is run", choices=MODELS)
     devices: str = option(
         "auto", "as cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs if there are several, else the CPU several times"
     )
     batch_sizes: tuple[int, ...] = option((8, 32, 128, 512), "samples per call, over all devices", minimum=1)
-    mode: tuple[str, ...] = option(MODES, "what is timed", choices=MODES)
+    mode: tuple[str, ...] = option(MODES, "what to time", choices=MODES)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
-    rounds: int = option(7, "rounds that count; in each, all candidates take their turn", minimum=2)
+    rounds: int = option(7, "measured rounds; in each, every variant takes one turn", minimum=2)
     threads: int = option(
         0, "CPU threads of the plain module, shared by CPU devices; 0 takes the usable cores", minimum=0, maximum=1024
     )
@@ -67,37 +67,40 @@ class BenchConfig:
         least = LEAST_SAMPLES.get(self.model, 1) * len(devices)
         if min(self.batch_sizes) < least and "training" in self.mode:
             raise UsageError(
-                f"--batch-sizes {min(self.batch_sizes)}: {self.model} is trained with several samples per device, for the "
-                f"sake of BatchNorm: give at least {least}"
+                f"--batch-sizes {min(self.batch_sizes)}: {self.model} is trained with several samples per device, as "
+                f"BatchNorm needs: give at least {least}"
             )
 
 
 @command
 def main() -> None:
-    config = parse(BenchConfig, "dataparallel.bench", __doc__)
-    require_alone("dataparallel.bench")
+    config = parse(DataParallelBenchConfig, "dataparallel.bench", __doc__)
     devices = parse_devices(config.devices)
-    env = DistEnv.alone(devices[0])
     comparison = Comparison(config.model, devices, config.precision)
     torch.set_num_threads(config.threads or usable_cores())
-    with rank_logging(env):
-        prepare_output(config.output)
-        with Progress(env, "bench", len(config.mode) * len(config.batch_sizes) * (config.rounds + WARMUP)) as progress:
-            points = measure(config, comparison, progress)
-        with results_in(config.output):
-            print(report(config, comparison, points))
+    run_alone(
+        "dataparallel.bench",
+        config.output,
+        lambda: measure(config, comparison),
+        lambda points: report(config, comparison, points),
+        devices[0],
+    )
 
 
-def measure(config: BenchConfig, comparison: Comparison, progress: Progress) -> list[Point]:
-    """Time all candidates, for each mode and batch size."""
+def measure(config: DataParallelBenchConfig, comparison: Comparison) -> list[Point]:
+    """Time all variants, for each mode and batch size."""
     points = []
-    with comparison.open_processes(max(config.batch_sizes)) as processes:
+    rounds = len(config.mode) * len(config.batch_sizes) * (config.rounds + WARMUP)
+    with (
+        Progress(DistEnv.alone(comparison.devices[0]), "bench", rounds) as progress,
+        comparison.open_processes(max(config.batch_sizes)) as processes,
+    ):
         for mode, batch_size in itertools.product(config.mode, config.batch_sizes):
-            candidates = comparison.open(mode, batch_size, processes)
+            variants = comparison.open(mode, batch_size, processes)
             after_round = functools.partial(_advance, progress, f"{mode}, batch size {batch_size}")
-            seconds = interleave(candidates, config.rounds, WARMUP, after_round)
-            timed = STEP_BY_STEP if STEP_BY_STEP in candidates else HANDWRITTEN
-            steps = {name: candidate.steps[-config.rounds :] for name, candidate in candidates.items()}
+            seconds = interleave(variants, config.rounds, WARMUP, after_round)
+            timed = STEP_BY_STEP if STEP_BY_STEP in variants else HANDWRITTEN
+            steps = {name: variant.steps[-config.rounds :] for name, variant in variants.items()}
             points.append(Point(mode, batch_size, seconds, timed, steps))
     return points
 
@@ -106,13 +109,12 @@ def _advance(progress: Progress, facts: str, done: int) -> None:
     progress.advance(1, facts)
 
 
-def report(config: BenchConfig, comparison: Comparison, points: list[Point]) -> str:
-    """Write the JSON and the figures, and say what they say."""
+def report(config: DataParallelBenchConfig, comparison: Comparison, points: list[Point]) -> str:
+    """Write the JSON and the figures, and return the summary to print."""
     devices = [str(device) for device in comparison.devices]
-    write_json(
+    write_results(
         config.output / "dataparallel.json",
         {
-            "machine": describe_machine(),
             "model": config.model,
             "devices": devices,
             "precision": config.precision,
@@ -141,12 +143,10 @@ def report(config: BenchConfig, comparison: Comparison, points: list[Point]) -> 
         )
     names.append("steps.png")
     _plot_steps(config.output / names[-1], config, points, title)
-    return "\n".join(
-        [title, *explain(comparison, points), f"results in {config.output}: dataparallel.json, {', '.join(names)}"]
-    )
+    return "\n".join([title, *explain(comparison, points), files_line(config.output, ["dataparallel.json", *names])])
 
 
-def _plot_steps(path: Path, config: BenchConfig, points: list[Point], title: str) -> None:
+def _plot_steps(path: Path, config: DataParallelBenchConfig, points: list[Point], title: str) -> None:
     panels, others = {}, {}
     for mode in config.mode:
         ours = [point for point in points if point.mode == mode]
@@ -165,7 +165,7 @@ def _plot_steps(path: Path, config: BenchConfig, points: list[Point], title: str
         config.batch_sizes,
         x_title="batch size",
         y_title="time, in multiples of the plain module's",
-        title=f"where the handwritten one's time goes: {title}",
+        title=f"time of the handwritten variant, by step: {title}",
         line=(1.0, PLAIN),
         points=others,
     )

@@ -1,6 +1,6 @@
-"""The benchmark's measurements in words: from which batch size on it pays, and where the time goes.
+"""The benchmark's measurements in words: the batch size from which data parallelism pays, and the parts of the time.
 
-Every number in a sentence is one that was measured, or a difference of two.
+Every number in a sentence was measured, or is a difference of two measured numbers.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import torch
 from common.reporting.timing import Spread, paired_ratio
 from dataparallel.bench.variants import HANDWRITTEN, ONE_DEVICE, PLAIN, PROCESSES, TORCH, Comparison
 
-SUSPICIOUS_SPREAD = 2.0  # between the quartiles of one candidate's rounds
-SUSPICIOUS_GAIN = 0.7  # of a larger batch's time to a smaller one's
+SUSPICIOUS_SPREAD = 2.0  # ratio of the quartiles of one variant's rounds
+SUSPICIOUS_GAIN = 0.7  # ratio of a larger batch's time to that of a smaller one
 
 
 @dataclass(frozen=True)
 class Point:
-    """One batch size in one mode.
+    """The measurements of one batch size in one mode.
 
-    :param seconds: per call of each candidate, one entry per round
-    :param timed: the candidate by hand whose steps were timed
-    :param steps: of each candidate that has any, one entry per round: seconds per call of each step
+    :param mode: of :data:`dataparallel.bench.variants.MODES`
+    :param batch_size: samples per call, over all devices
+    :param seconds: for each variant its seconds per call, one entry per round
+    :param timed: the handwritten variant whose steps were timed
+    :param steps: for each variant with timed steps, one entry per round: the seconds per call of each step
     """
 
     mode: str
@@ -37,18 +39,18 @@ class Point:
     steps: dict[str, list[dict[str, float]]]
 
     def median(self, name: str) -> float:
-        """Seconds per call."""
+        """The median seconds per call."""
         return statistics.median(self.seconds[name])
 
     def median_steps(self) -> dict[str, float]:
-        """Seconds per call of each step by hand, in their order; ``rest`` is what was between them."""
+        """The median seconds per call of each step by hand, in their order; ``rest`` is the time between them."""
         rounds = self.steps[self.timed]
         steps = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         rest = [total - sum(one.values()) for total, one in zip(self.seconds[self.timed], rounds, strict=True)]
         return {**steps, "rest": max(0.0, statistics.median(rest))}
 
     def process_forward(self) -> float:
-        """Seconds in which the slowest of the processes computed its part's forward pass."""
+        """The median seconds of the forward pass in the slowest process."""
         return statistics.median(one["forward"] for one in self.steps[PROCESSES])
 
     def as_json(self) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class Point:
 
 
 def explain(comparison: Comparison, points: Sequence[Point]) -> list[str]:
-    """All that there is to say, as lines of text."""
+    """The whole explanation, as lines of text."""
     lines = _rows(comparison)
     for mode in dict.fromkeys(point.mode for point in points):
         ours = [point for point in points if point.mode == mode]
@@ -65,17 +67,17 @@ def explain(comparison: Comparison, points: Sequence[Point]) -> list[str]:
 
 
 def _rows(comparison: Comparison) -> list[str]:
-    """What the candidates are on this machine."""
+    """The variants on this machine, in words."""
     count = len(comparison.devices)
     if not comparison.on_cpu:
         return []
     lines = [
-        f"CPU devices: '{HANDWRITTEN}' has {count} threads of this process for devices, '{PROCESSES}' {count} "
-        f"processes, each with {_threads_of_one(comparison)}; '{PLAIN}' has all {torch.get_num_threads()} by itself, and "
-        f"'{ONE_DEVICE}' what one device has"
+        f"CPU devices: '{HANDWRITTEN}' uses {count} threads of this process as devices, '{PROCESSES}' {count} "
+        f"processes, each with {_threads_of_one(comparison)}; '{PLAIN}' uses all {torch.get_num_threads()}, and "
+        f"'{ONE_DEVICE}' as many as one device"
     ]
     if not torch.cuda.is_available():
-        lines.append(f"'{TORCH}' passes its input through to the plain module where there is no GPU: the same work")
+        lines.append(f"'{TORCH}' passes its input through to the plain module on a machine without GPUs: the same work")
     return lines
 
 
@@ -85,7 +87,7 @@ def _threads_of_one(comparison: Comparison) -> str:
 
 
 def _table(points: Sequence[Point]) -> list[str]:
-    """Medians in ms: the candidates, and below them the steps by hand."""
+    """Medians in ms: the variants, and below them the steps by hand."""
     steps = [point.median_steps() for point in points]
     sums = [sum(one.values()) / point.median(point.timed) for one, point in zip(steps, points, strict=True)]
     rows = {name: [1e3 * point.median(name) for point in points] for name in points[0].seconds}
@@ -98,7 +100,7 @@ def _table(points: Sequence[Point]) -> list[str]:
 
 
 def _doubts(points: Sequence[Point]) -> list[str]:
-    """What says that something else used the machine meanwhile."""
+    """Signs that other work disturbed the measurement."""
     doubts = []
     for name in points[0].seconds:
         for point in points:
@@ -110,11 +112,13 @@ def _doubts(points: Sequence[Point]) -> list[str]:
                 doubts.append(f"{name} at {larger.batch_size} took less time than at {point.batch_size}")
     if not doubts:
         return []
-    return [f"do not trust this: {'; '.join(doubts)}. Something else used the machine; run it again when it is idle"]
+    return [
+        f"do not trust this: {'; '.join(doubts)}. Other work used the machine; run the benchmark again when it is idle"
+    ]
 
 
 def _crossovers(comparison: Comparison, points: Sequence[Point]) -> list[str]:
-    """From which batch size on each candidate is faster than the plain module."""
+    """The batch size from which each variant is faster than the plain module."""
     names = [HANDWRITTEN, PROCESSES] if comparison.on_cpu else [TORCH, HANDWRITTEN, PROCESSES]
     lines = []
     for name in names:
@@ -138,7 +142,7 @@ def _crossovers(comparison: Comparison, points: Sequence[Point]) -> list[str]:
 
 
 def crossover(points: Sequence[Point], name: str, against: str = PLAIN) -> int | None:
-    """The smallest batch size from which on ``name`` is faster at each: clearly, that is, in three of four rounds."""
+    """The smallest batch size from which ``name`` is faster at all sizes, in three of four rounds each."""
     size = None
     for point in reversed(points):
         if _speedup(point, name, against).low <= 1:
@@ -152,7 +156,7 @@ def _speedup(point: Point, name: str, against: str) -> Spread:
 
 
 def _reasons(comparison: Comparison, points: Sequence[Point]) -> list[str]:
-    """Where the time goes, at the smallest and the largest batch."""
+    """The parts of the time, at the smallest and the largest batch."""
     ends = [points[0]] if len(points) == 1 else [points[0], points[-1]]
     lines = []
     for point in ends:
@@ -210,7 +214,7 @@ def _backward(comparison: Comparison, steps: dict[str, float], total: float) -> 
 def _first_device(comparison: Comparison, steps: dict[str, float], total: float) -> str:
     text = f"  - scatter, {_share(steps, total, 'scatter')}, and gather, {_share(steps, total, 'gather')}"
     if "loss" not in steps:
-        return f"{text}: what comes and goes with the batch"
+        return f"{text}: the cost of moving the batch"
     loss, optimizer = (_share(steps, total, step) for step in ("loss", "optimizer"))
     place = "in the calling thread" if comparison.on_cpu else "on the first device, while the others idle"
     return f"{text}; loss, {loss}, and optimizer, {optimizer}: {place}"

@@ -1,8 +1,8 @@
-"""One process per device, as far as a benchmark needs it: what ``DistributedDataParallel`` does instead of four steps.
+"""One process per device, for comparison: ``DistributedDataParallel`` instead of the four steps.
 
-Each process keeps its replica, so nothing is replicated: in training all take the same step, since DDP gives all the same
-gradients. Each has an interpreter of its own, so there is no GIL between them. A batch lies in shared memory, from where each
-takes its part; in a real job each would load its own.
+Each process keeps its replica, so no call replicates the model. In training all replicas take the same optimizer step, since
+DDP gives them the same gradients. Each process has its own interpreter and its own GIL. A batch lies in shared memory, and each
+process takes its part of it; in a real job each process would load its own part.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from common.training.models import build_model
 from common.training.precision import autocast
 
 
-class Processes:
-    """Ranks that stay, and the memory that they share with this process; a context manager that ends them.
+class ReplicaProcesses:
+    """A group of ranks, and the memory that they share with this process; a context manager that ends them.
 
-    :param shape: of one image; :param largest: samples in the largest batch
-    :param devices: GPUs, or the CPU several times; :param threads: intra-op threads of each process
+    :param model: of :data:`common.training.models.MODELS`
+    :param shape: ``(channels, height, width)`` of one image
+    :param classes: number of classes
+    :param largest: samples in the largest batch
+    :param devices: GPUs, or the CPU several times
+    :param precision: of :data:`common.training.precision.PRECISIONS`
+    :param threads: intra-op threads of each process
     """
 
     def __init__(
@@ -43,22 +48,24 @@ class Processes:
         self.logits = torch.empty(largest, classes).share_memory_()
         arguments = model, shape, classes, precision, self.images, self.labels, self.logits
         self._ranks = WorkerGroup(
-            len(devices), Replica, *arguments, device=devices[0].type, threads=threads, name="replica"
+            len(devices), ReplicaWorker, *arguments, device=devices[0].type, threads=threads, name="replica"
         )
 
     def infer(self, images: Tensor) -> tuple[Tensor, float]:
-        """:param images: float ``[n, channels, height, width]`` on the CPU
+        """Classify one batch.
 
-        :returns: logits ``[n, classes]`` on the CPU, valid until the next call; the slowest replica's seconds of computing
+        :param images: float32 ``[n, channels, height, width]`` on the CPU
+        :returns: logits ``[n, classes]`` on the CPU, valid until the next call, and the compute seconds of the slowest replica
         """
         self.images[: len(images)].copy_(images)
         seconds = self._ranks.call("infer", len(images))
         return self.logits[: len(images)], max(seconds)
 
     def train(self, images: Tensor, labels: Tensor) -> float:
-        """One optimizer step.
+        """Take one optimizer step.
 
-        :param labels: int64 ``[n]``
+        :param images: float32 ``[n, channels, height, width]`` on the CPU
+        :param labels: int64 ``[n]`` on the CPU
         :returns: the slowest replica's seconds in its forward pass (on a GPU, of queueing it)
         """
         self.images[: len(images)].copy_(images)
@@ -66,15 +73,15 @@ class Processes:
         seconds: list[float] = self._ranks.call("train", len(images))
         return max(seconds)
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> ReplicaProcesses:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._ranks.__exit__(*exception)
 
 
-class Replica:
-    """A rank's service: the model on this rank's device, and its part of each batch."""
+class ReplicaWorker:
+    """The service of one rank: the model on this rank's device, and its part of each batch."""
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class Replica:
             device_ids=[env.device] if env.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
-        # BatchNorm's statistics of rank 0 need not be sent before each forward pass. (Set here, because the constructor's
+        # Skips the broadcast of BatchNorm's statistics before each forward pass. (Set here, because the constructor's
         # argument has another name since torch 2.15.)
         self._model.broadcast_buffers = False
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.01, momentum=0.9, fused=True)
@@ -103,7 +110,7 @@ class Replica:
         self._scaler = torch.amp.GradScaler(env.device.type, enabled=precision == "fp16")
 
     def infer(self, samples: int) -> float:
-        """Put this rank's logits where they belong; the seconds of computing them."""
+        """Write this rank's logits to shared memory, and return the seconds of their computation."""
         part = self._part(samples)
         self._network.eval()
         began = time.perf_counter()
@@ -113,7 +120,7 @@ class Replica:
         return time.perf_counter() - began
 
     def train(self, samples: int) -> float:
-        """One step; the seconds of its forward pass."""
+        """Take one optimizer step, and return the seconds of its forward pass."""
         part = self._part(samples)
         images, labels = (all_of[part].to(self._env.device) for all_of in (self._images, self._labels))
         self._network.train()
@@ -121,7 +128,7 @@ class Replica:
         with autocast(self._env.device, self._precision):
             logits = self._model(images)
         seconds = time.perf_counter() - began
-        # DDP averages over ranks; parts may differ by a sample, so each counts with its share of the batch.
+        # DDP averages over ranks. Parts may differ by one sample, so each loss is weighted by its share of the batch.
         loss = F.cross_entropy(logits.float(), labels, reduction="sum") * self._env.world_size / samples
         self._scaler.scale(loss).backward()
         self._scaler.step(self._optimizer)
@@ -132,6 +139,6 @@ class Replica:
         return seconds
 
     def _part(self, samples: int) -> slice:
-        """This rank's samples of a batch."""
+        """The slice of a batch that belongs to this rank."""
         rank, ranks = self._env.rank, self._env.world_size
         return slice(rank * samples // ranks, (rank + 1) * samples // ranks)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Times the named parts of a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from common.reporting.timing import synchronize
 
 
 class Stopwatch:
-    """Sums the seconds of named blocks; those of a block within another count for the inner one alone.
+    """Sums the seconds of named blocks. The time of a nested block counts for the inner block only.
 
-    ``with stopwatch("scatter"): ...``, from any thread, as long as the outer block's waits meanwhile.
+    Use as ``with stopwatch("scatter"): ...``, from any thread, if the thread of the outer block waits meanwhile.
 
-    :param devices: on GPUs, each block begins and ends when all is done that was queued before, or the time of one would be
-        found in the next; that alone makes the whole slower, so it is not the run whose total counts
+    :param devices: on GPUs, each block begins and ends with a synchronization; otherwise its work would be timed in a later
+        block. This slows the whole call, so the total time must come from a run without a stopwatch.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -38,12 +38,12 @@ class Stopwatch:
             self._open.pop()
 
     def take(self) -> dict[str, float]:
-        """The sums so far; the next ones begin at zero."""
+        """Return the sums so far, and reset them."""
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
     def _account(self) -> None:
-        """What has passed since the last beginning or end belongs to the innermost block."""
+        """Add the time since the last begin or end of a block to the innermost open block."""
         synchronize(self._devices)
         now = time.perf_counter()
         if self._open:

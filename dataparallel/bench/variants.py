@@ -1,7 +1,7 @@
-"""What the benchmark compares: ways to run one batch through one model, each a call that can be timed.
+"""The variants that the benchmark compares: calls that run one batch through one model.
 
-Every way begins with the batch in the CPU's memory, so that each pays for its own transfer. Where there are GPUs it is pinned,
-but for the processes, whose memory is shared.
+Every variant begins with the batch in the CPU's memory, so each includes its own transfer. With GPUs the batch is pinned; the
+processes' copy lies in shared memory instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.reporting.timing import synchronize
 from common.training.models import build_model
 from common.training.precision import autocast
-from dataparallel.bench.processes import Processes
+from dataparallel.bench.processes import ReplicaProcesses
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.broadcast import StepContext
 from dataparallel.parallel import HandwrittenDataParallel
@@ -28,8 +28,7 @@ from dataparallel.threads import intra_op_threads, share_of_threads
 CLASSES = 10
 SHAPES = {"fashion-cnn": (1, 28, 28), "mlp": (1, 28, 28), "resnet18": (3, 64, 64)}
 MODES = ("inference", "training")
-# A timing takes as many calls as fit into this, so that one of a small batch can be trusted too.
-TIMING_S = 0.06
+TIMING_S = 0.06  # least length of a timing; one of a small batch takes many calls
 MOST_CALLS = 200
 
 PLAIN, TORCH, HANDWRITTEN, PROCESSES = "plain module", "nn.DataParallel", "handwritten", "processes"
@@ -39,10 +38,11 @@ STEP_BY_STEP = "handwritten, step by step"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What stays the same over all batch sizes.
+    """The settings that all batch sizes share.
 
-    :param model: of :data:`common.training.models.MODELS`; :param precision: of :data:`common.training.precision.PRECISIONS`
+    :param model: of :data:`common.training.models.MODELS`
     :param devices: GPUs, or the CPU several times
+    :param precision: of :data:`common.training.precision.PRECISIONS`
     """
 
     model: str
@@ -54,7 +54,7 @@ class Comparison:
         return self.devices[0].type == "cpu"
 
     def build(self) -> nn.Module:
-        """The model, on the first device; the same weights each time."""
+        """Build the model on the first device, with the same weights each time."""
         torch.manual_seed(0)
         return build_model(self.model, SHAPES[self.model], CLASSES).to(self.devices[0])
 
@@ -65,65 +65,67 @@ class Comparison:
 
     @property
     def megabytes(self) -> float:
-        """What replicate copies to each further device."""
+        """Megabytes that replicate copies to each further device: parameters and buffers."""
         network = self.build()
         return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers())) / 1e6
 
-    def open_processes(self, largest: int) -> Processes:
-        """One process per device, for batches of at most so many samples; to be closed."""
+    def open_processes(self, largest: int) -> ReplicaProcesses:
+        """Start one process per device, for batches of at most ``largest`` samples. The caller closes them."""
         shape, threads = SHAPES[self.model], self.threads_of_one
-        return Processes(self.model, shape, CLASSES, largest, self.devices, self.precision, threads)
+        return ReplicaProcesses(self.model, shape, CLASSES, largest, self.devices, self.precision, threads)
 
-    def open(self, mode: str, batch_size: int, processes: Processes) -> dict[str, Candidate]:
-        """All candidates for one of :data:`MODES` and one batch size, warmed up."""
+    def open(self, mode: str, batch_size: int, processes: ReplicaProcesses) -> dict[str, TimedVariant]:
+        """Build all variants for one of :data:`MODES` and one batch size, and warm them up."""
         images = torch.randn(batch_size, *SHAPES[self.model])
         labels = torch.randint(CLASSES, (batch_size,))
         if not self.on_cpu:
             images, labels = images.pin_memory(), labels.pin_memory()
 
-        def candidate(model: nn.Module, threads: int | None = None, stopwatch: Stopwatch | None = None) -> Candidate:
+        def variant(model: nn.Module, threads: int | None = None, stopwatch: Stopwatch | None = None) -> TimedVariant:
             watch = stopwatch or (lambda name: contextlib.nullcontext())
             if mode == "inference":
                 call = _inference(model, images, self.devices[0], self.precision)
             else:
                 call = _training(model, images, labels.to(self.devices[0]), self.precision, watch)
-            return Candidate(call, self.devices, threads, stopwatch)
+            return TimedVariant(call, self.devices, threads, stopwatch)
 
-        def handwritten(stopwatch: Stopwatch | None) -> Candidate:
+        def handwritten(stopwatch: Stopwatch | None) -> TimedVariant:
             model = HandwrittenDataParallel(self.build(), self.devices)
             if stopwatch is not None:
                 model.step = stopwatch
-            return candidate(model, stopwatch=stopwatch)
+            return variant(model, stopwatch=stopwatch)
 
         stopwatch = Stopwatch(self.devices)
-        found = {PLAIN: candidate(_OneDevice(self.build(), self.devices[0]))}
+        found = {PLAIN: variant(_OneDevice(self.build(), self.devices[0]))}
         if self.on_cpu:
-            found[ONE_DEVICE] = candidate(_OneDevice(self.build(), self.devices[0]), threads=self.threads_of_one)
-            if not torch.cuda.is_available():  # where there is a GPU, it wants the module there
-                found[TORCH] = candidate(nn.DataParallel(self.build()))
+            found[ONE_DEVICE] = variant(_OneDevice(self.build(), self.devices[0]), threads=self.threads_of_one)
+            if not torch.cuda.is_available():  # on a machine with a GPU, nn.DataParallel requires the module on it
+                found[TORCH] = variant(nn.DataParallel(self.build()))
             found[HANDWRITTEN] = handwritten(stopwatch)
         else:
-            found[TORCH] = candidate(nn.DataParallel(self.build(), list(self.devices)))
+            found[TORCH] = variant(nn.DataParallel(self.build(), list(self.devices)))
             found[HANDWRITTEN] = handwritten(None)
-            found[STEP_BY_STEP] = handwritten(stopwatch)  # it waits for the GPUs between the steps
+            found[STEP_BY_STEP] = handwritten(stopwatch)  # waits for the GPUs between the steps
         found[PROCESSES] = self._of_processes(processes, mode, images, labels)
         return found
 
-    def _of_processes(self, processes: Processes, mode: str, images: Tensor, labels: Tensor) -> Candidate:
+    def _of_processes(self, processes: ReplicaProcesses, mode: str, images: Tensor, labels: Tensor) -> TimedVariant:
         stopwatch = Stopwatch(self.devices)
 
         def call() -> None:
             seconds = processes.infer(images)[1] if mode == "inference" else processes.train(images, labels)
             stopwatch.seconds["forward"] += seconds
 
-        return Candidate(call, self.devices, stopwatch=stopwatch)
+        return TimedVariant(call, self.devices, stopwatch=stopwatch)
 
 
-class Candidate:
-    """A call, and how often it is made for one timing. Called, it gives the seconds of one.
+class TimedVariant:
+    """A variant that can be timed: a call returns the mean seconds of one run.
 
-    :param threads: intra-op threads of the calling thread, if others than it has
-    :param stopwatch: which the call uses; its readings are kept in ``steps``, seconds per call, one entry per timing
+    :param call: runs the variant once
+    :param devices: to be synchronized before the clock is read
+    :param threads: intra-op threads during the call; None leaves them unchanged
+    :param stopwatch: used by ``call``; its readings are appended to ``steps``: seconds per run, one entry per timing
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Candidate:
 
 
 class _OneDevice(nn.Module):
-    """The plain module, with the batch's way to its device."""
+    """The plain module, with the transfer of the batch to its device."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -179,7 +181,7 @@ def _inference(model: nn.Module, images: Tensor, device: torch.device, precision
 def _training(
     model: nn.Module, images: Tensor, labels: Tensor, precision: str, watch: StepContext
 ) -> Callable[[], object]:
-    """One optimizer step; labels are on the first device, where the loss is computed."""
+    """A function that takes one optimizer step. Labels are on the first device, where the loss is computed."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     device = labels.device

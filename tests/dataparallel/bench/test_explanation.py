@@ -71,7 +71,7 @@ def test_a_gain_within_the_noise_is_none() -> None:
 def test_what_is_said_of_cpu_threads() -> None:
     text = "\n".join(explain(ON_CPU, [point(8, 34.0), point(512, 16.0), point(8, 44.0, "training")]))
     for words in (
-        "'handwritten' has 2 threads of this process for devices",
+        "'handwritten' uses 2 threads of this process as devices",
         "handwritten: faster than the plain module from batch size 512 on; at best 1.25 [1.25 to 1.25]x",
         "processes: faster than the plain module from batch size 8 on",
         "2 devices by hand are 1.88 [1.88 to 1.88]x as fast as one of them, at batch size 512",

@@ -1,4 +1,4 @@
-"""What the benchmark compares does the same work, in each of its ways."""
+"""dataparallel/bench/variants.py: every variant does the same work."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ def test_all_are_timed(mode: str) -> None:
     comparison = Comparison("fashion-cnn", CPU, "bf16")
     threads = torch.get_num_threads()
     with comparison.open_processes(4) as processes:
-        candidates = comparison.open(mode, 4, processes)
-        assert {PLAIN, ONE_DEVICE, HANDWRITTEN, PROCESSES} <= set(candidates) <= {
+        variants = comparison.open(mode, 4, processes)
+        assert {PLAIN, ONE_DEVICE, HANDWRITTEN, PROCESSES} <= set(variants) <= {
             PLAIN, ONE_DEVICE, TORCH, HANDWRITTEN, PROCESSES
         }  # fmt: skip
-        assert all(candidate() > 0 for candidate in candidates.values())
+        assert all(variant() > 0 for variant in variants.values())
     steps = ["scatter", "replicate", "forward", "gather"]
     if mode == "training":
         steps += ["loss", "backward", "reduce", "optimizer"]
-    (own,) = candidates[HANDWRITTEN].steps
+    (own,) = variants[HANDWRITTEN].steps
     assert sorted(own) == sorted(steps)
     assert all(seconds > 0 for seconds in own.values())
-    assert list(candidates[PROCESSES].steps[0]) == ["forward"]
+    assert list(variants[PROCESSES].steps[0]) == ["forward"]
     assert torch.get_num_threads() == threads
 
 
 def test_a_process_has_the_threads_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that the machine would give it."""
     ranks = mock.Mock()
-    monkeypatch.setattr("dataparallel.bench.processes.StandingRanks", ranks)
+    monkeypatch.setattr("dataparallel.bench.processes.WorkerGroup", ranks)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     Comparison("mlp", CPU, "fp32").open_processes(2)
     assert ranks.call_args.kwargs["threads"] == 3

@@ -33,13 +33,16 @@ from tests.launch import run_command, run_ranks
 from tests.user_errors import UserError
 
 STEPS = 4  # PowerSGD begins with the third
-SMALL = ("--builds", "1", "--rounds", "2", "--turn", "0.01", "--models", DEEP)
+SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)
 
 
 def test_every_variant_is_measured(tmp_path: Path) -> None:
-    done = run_command("ddp.bench", "engines", *SMALL, "--model", DEEP, "--output", str(tmp_path), timeout_s=280)
+    done = run_command(
+        "ddp.bench", "engines", *SMALL, "--builds", "1", "--no-variations", "--output", str(tmp_path), timeout_s=280
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 ranks on ")
     assert lines[1] == "deep-mlp, 404 parameters of 0.2 MB together, 72 samples per rank"
     assert [line[2:34].strip() for line in lines[3 : 3 + len(DDP_VARIANTS)]] == list(DDP_VARIANTS)
     for name in (BY_HAND, SHARED):
@@ -47,38 +50,38 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
     (first,) = (number for number, line in enumerate(lines) if line.startswith("The climb "))
     assert lines[first + 1] == DEEP
     assert [line[2:58].strip() for line in lines[first + 2 : first + 5]] == [f"{r.name:<12}{r.adds}" for r in CLIMB]
-    for subject, variants in variations().items():
-        first = lines.index(subject) + 2
-        assert [line[2:34].strip() for line in lines[first : first + len(variants)]] == list(variants)
-    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png, variations.png"
+    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png"
 
     written = json.loads((tmp_path / "engines.json").read_text())
     (model,) = written["models"]
     assert model["reference"] in (PLAIN, VIEWS)
     for times in (model["seconds"], model["processor_seconds"]):
         assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(DDP_VARIANTS, 2)
-    assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks", "all-reduce"]
     assert [rung["name"] for rung in written["climb"][DEEP]] == ["naive", "bucketed", "overlapped"]
     for rung in written["climb"][DEEP]:
         seconds, reference = model["seconds"][rung["variant"]], model["seconds"][model["reference"]]
         assert rung["milliseconds"]["median"] == pytest.approx(500 * sum(seconds))
         assert rung["ratio"]["median"] == pytest.approx(sum(a / b for a, b in zip(seconds, reference, strict=True)) / 2)
-    for name in ("engines", "climb", "variations"):
+    assert written["variations"] == []
+    for name in ("engines", "climb"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "variations.png").exists()
 
 
 @pytest.mark.slow
-def test_without_variations_and_in_two_builds(tmp_path: Path) -> None:
-    done = run_command(
-        "ddp.bench", "engines", *SMALL, "--builds", "2", "--no-variations", "--no-keep-memory",
-        "--output", str(tmp_path), timeout_s=280,
-    )  # fmt: skip
+def test_variations_in_two_builds(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--builds", "2", "--model", DEEP, "--no-keep-memory", "--output", str(tmp_path))
+    done = run_command("ddp.bench", "engines", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("2 ranks on ")
+    lines = done.stdout.splitlines()
+    for subject, variants in variations().items():
+        first = lines.index(subject) + 2
+        assert [line[2:34].strip() for line in lines[first : first + len(variants)]] == list(variants)
+    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png, variations.png"
     written = json.loads((tmp_path / "engines.json").read_text())
     assert all(len(seconds) == 4 for seconds in written["models"][0]["seconds"].values())
-    assert written["variations"] == []
-    assert not (tmp_path / "variations.png").exists()
+    assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks", "all-reduce"]
+    assert (tmp_path / "variations.png").is_file()
 
 
 def test_all_variants_average_the_same_gradients() -> None:
