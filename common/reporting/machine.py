@@ -1,4 +1,4 @@
-"""What this machine is, and how much of it this process may use."""
+"""The machine, its software versions, and the cores that this process may use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PACKAGES = ("torch", "torchvision", "pillow", "numpy", "matplotlib")
 
 
 def usable_cores() -> int:
-    """Cores that this process may really use: those of its affinity mask, further limited by the cgroup's CPU quota.
+    """The number of cores that this process may use: those of its affinity mask, limited by the cgroup's CPU quota.
 
-    ``os.cpu_count()`` counts the machine's, which in a container or a batch job are mostly somebody else's.
+    ``os.cpu_count()`` counts all cores of the machine, most of which a container or a batch job may not use.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
@@ -24,7 +24,12 @@ def usable_cores() -> int:
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float | None:
-    """The smallest CPU quota, in cores, of this process's cgroup (version 2) and of those above it; None without one."""
+    """The smallest CPU quota of this process's cgroup (version 2) and its parents.
+
+    :param root: the mounted cgroup tree
+    :param membership: the file that names this process's cgroup, ``/proc/self/cgroup``
+    :returns: in cores; None without a quota
+    """
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -44,7 +49,7 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
 
 
 def describe_machine() -> dict[str, object]:
-    """The machine and the versions, for the JSON beside every result."""
+    """Describe the machine, the versions and the command, for the JSON of every result."""
     import torch
 
     gpus = (
@@ -65,14 +70,16 @@ def describe_machine() -> dict[str, object]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this file lies in, with ``-dirty`` when it was changed; None outside a checkout."""
+    """The commit of the checkout that contains this file, with ``-dirty`` if files were changed; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # installed inside somebody else's checkout: not ours
+        git(
+            "ls-files", "--error-unmatch", Path(__file__).name
+        )  # fails where this file is installed inside another project's checkout
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -14,16 +14,17 @@ from common.distributed.process_group import DistEnv
 
 logger = logging.getLogger(__name__)
 
-WAIT, WARMUP, ACTIVE = 2, 2, 4  # steps that are skipped, run unrecorded with the profiler on, and recorded
+WAIT, WARMUP, ACTIVE = 2, 2, 4  # steps without the profiler, with it but unrecorded, and recorded
 
 
 @contextlib.contextmanager
 def profile_steps(env: DistEnv, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Record steps 5 to 8 of what runs in the block, on every rank, as ``rank<r>.json.gz`` in ``folder``.
+    """Record steps 5 to 8 of the block on every rank, as ``rank<r>.json.gz`` in ``folder``.
 
     The parts of a step have the names that the code gives them with ``torch.profiler.record_function``.
 
-    :param folder: None records nothing
+    :param env: names the rank and its device
+    :param folder: folder of the traces; None records nothing
     :returns: a function to call at the end of each step
     """
     if folder is None:

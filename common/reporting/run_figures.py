@@ -1,6 +1,6 @@
-"""The figures of a run, and what all figures share: they are drawn without a display and written as PNG.
+"""The figures of a run, and the style of all figures: drawn without a display and written as PNG.
 
-Those of the benchmarks are in common/reporting/benchmark_figures.py.
+The figures of the benchmarks are in common/reporting/benchmark_figures.py.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequen
     """The confusion matrix.
 
     :param confusion: int64 ``[classes, classes]``, counts; rows are the true classes, columns the predicted ones
+    :param classes: their names
     """
     side = min(max(6.8, 2.5 + 0.3 * len(classes)), 16)
     figure, axes = new_figure(1, 1, (side + 0.6, side), title)
@@ -77,9 +78,12 @@ def plot_samples(
     classes: Sequence[str],
     title: str,
 ) -> None:
-    """Images in a grid of eight columns, each with what was predicted; mistakes in red, with the truth.
+    """Images in a grid of eight columns, each with its prediction; wrong ones in red, with the true class.
 
     :param images: uint8 ``[n, channels, height, width]``, grey or RGB; of other numbers of channels, the first is drawn
+    :param labels: true class of each image
+    :param predictions: predicted class of each image
+    :param classes: their names
     """
     rows = -(-len(images) // 8)
     figure, axes = new_figure(rows, 8, (9.6, 1.4 * rows + 0.6), title)
@@ -99,7 +103,9 @@ def plot_samples(
 def plot_grid(path: Path, grid: npt.NDArray[Any], names: Sequence[str], columns: int, title: str) -> None:
     """A grid of images as ``torchvision.utils.make_grid`` makes it, with a name under each.
 
-    :param grid: ``[height, width, 3]``, uint8 or float in [0, 1]; :param columns: of the grid
+    :param grid: ``[height, width, 3]``, uint8 or float in [0, 1]
+    :param names: one per image, row by row
+    :param columns: number of columns of the grid
     """
     rows = -(-len(names) // columns)
     figure, axes = new_figure(1, 1, (1.5 * columns, 1.65 * rows + 0.5), title)
@@ -108,14 +114,18 @@ def plot_grid(path: Path, grid: npt.NDArray[Any], names: Sequence[str], columns:
     plot.set_axis_off()
     height, width = grid.shape[0] / rows, grid.shape[1] / columns
     for i, name in enumerate(names):
-        place = (i % columns + 0.5) * width, (i // columns + 1) * height - 4
+        position = (i % columns + 0.5) * width, (i // columns + 1) * height - 4
         box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
-        plot.text(*place, name, ha="center", va="bottom", fontsize=7, bbox=box)
+        plot.text(*position, name, ha="center", va="bottom", fontsize=7, bbox=box)
     figure.savefig(path, dpi=110)
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, Any]:
-    """A figure of its own, drawn by Agg: pyplot would keep it alive in a global list and might look for a display."""
+    """Create a figure with the Agg backend. (pyplot would keep it alive in a global list, and might look for a display.)
+
+    :param size: width and height in inches
+    :returns: the figure, and its axes ``[rows, columns]``
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

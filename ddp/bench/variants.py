@@ -121,7 +121,7 @@ class Rung:
 CLIMB = (
     Rung("naive", NAIVE, "one all-reduce per parameter, after backward"),
     Rung("bucketed", BUCKETED, "one all-reduce per bucket, after backward"),
-    Rung("overlapped", BY_HAND, "each bucket's all-reduce runs during backward"),
+    Rung("overlapped", BY_HAND, "each bucket's all-reduce overlaps backward"),
 )
 
 

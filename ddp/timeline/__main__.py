@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
@@ -27,11 +28,13 @@ from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.models import LEAST_SAMPLES, MODELS
 from ddp.all_reduce.choice import ALL_REDUCES
-from ddp.by_hand.buckets import MIB
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.timeline.figure import lanes, plot_step
 from ddp.timeline.overlap import OverlapParts, divide
-from ddp.timeline.recording import Recorder, Step
+
+if TYPE_CHECKING:
+    from ddp.timeline.recording import Step
+
+# ddp.by_hand imports torch._dynamo, and so do the modules that draw and record: functions import them, --help does not.
 
 WARMUP = 3  # unrecorded steps; the buckets are final after the first
 BLOCK = 5  # consecutive steps between two blocks of unsynchronized backward passes
@@ -94,6 +97,8 @@ class RecordedSteps:
 
 def measure(config: StepTimelineConfig) -> RecordedSteps:
     """Record training steps, in turns with backward passes without communication."""
+    from ddp.timeline.recording import Recorder
+
     learning = TrainConfig(
         model=config.model, batch_size=config.batch_size, epochs=10**6
     )  # the learning-rate schedule needs an end
@@ -119,6 +124,8 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
 
 def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     """Write the picture, the trace and the moments, and return the summary to print."""
+    from ddp.timeline.figure import plot_step
+
     origin = min(rank.began for rank in run.steps[0])
     steps = [[rank.since(origin) for rank in step] for step in run.steps]
     parts = [divide(step) for step in steps]
@@ -152,6 +159,8 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
 
 
 def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
+    from ddp.by_hand.buckets import MIB
+
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in run.buckets]
     shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
     ranks, threads = _count(config.ranks, "rank"), _count(config.threads, "thread")
@@ -207,6 +216,8 @@ def _sentences(run: RecordedSteps, steps: list[list[OverlapParts]]) -> list[str]
 
 def trace_events(run: RecordedSteps, steps: list[list[Step]]) -> list[Event]:
     """All steps in Chrome's trace event format: a process per rank, with its computation above its all-reduces."""
+    from ddp.timeline.figure import lanes
+
     events: list[Event] = []
     for rank, pid in enumerate(run.pids):
         taken = [step[rank] for step in steps]

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ddp.timeline.recording import Step
+if TYPE_CHECKING:
+    from ddp.timeline.recording import Step
 
 Interval = tuple[float, float]
 
