@@ -55,7 +55,7 @@ MODEL_FILE = "model.pt"
 
 
 @dataclass(frozen=True)
-class TrainConfig(LearningConfig):
+class DataParallelConfig(LearningConfig):
     """One run's settings: those of :class:`LearningConfig`, and what one process with many devices adds.
 
     :raises UsageError: for settings that contradict each other
@@ -79,7 +79,7 @@ class TrainConfig(LearningConfig):
 
 @command
 def main() -> None:
-    config = parse(TrainConfig, "dataparallel.train", __doc__)
+    config = parse(DataParallelConfig, "dataparallel.train", __doc__)
     require_alone("dataparallel.train")
     devices = parse_devices(config.devices)
     if config.wrapper == "torch" and devices[0].type == "cpu":
@@ -91,7 +91,7 @@ def main() -> None:
         train(config, devices)
 
 
-def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
+def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None:
     """The whole run, from an empty directory to the figures."""
     require_samples_for_all(config, len(devices))
     if config.download:
@@ -129,14 +129,14 @@ def train(config: TrainConfig, devices: tuple[torch.device, ...]) -> None:
 
 
 @dataclass
-class Job:
+class DataParallelJob:
     """What a training step needs.
 
     :param network: the plain module, on the first device
     :param model: the same, wrapped
     """
 
-    config: TrainConfig
+    config: DataParallelConfig
     env: DistEnv
     devices: tuple[torch.device, ...]
     data: ImageData
@@ -154,7 +154,7 @@ class Job:
         return len(self.data.train) // self.config.batch_size
 
 
-def build_job(config: TrainConfig, devices: tuple[torch.device, ...], data: ImageData) -> Job:
+def build_job(config: DataParallelConfig, devices: tuple[torch.device, ...], data: ImageData) -> DataParallelJob:
     """Model and optimizer, both on the first device."""
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
@@ -165,7 +165,7 @@ def build_job(config: TrainConfig, devices: tuple[torch.device, ...], data: Imag
     )
     scaler = torch.amp.GradScaler(devices[0].type, enabled=config.precision == "fp16")
     env = DistEnv.alone(devices[0])
-    return Job(config, env, devices, data, network, model, optimizer, scaler, Window(devices[0]))
+    return DataParallelJob(config, env, devices, data, network, model, optimizer, scaler, Window(devices[0]))
 
 
 def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) -> nn.Module:
@@ -181,7 +181,7 @@ def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) ->
     return nn.DataParallel(network, device_ids=list(devices))
 
 
-def train_epoch(job: Job, epoch: int) -> WindowTotals:
+def train_epoch(job: DataParallelJob, epoch: int) -> WindowTotals:
     """One pass over the training set; every ``log_every`` steps, record loss and throughput."""
     config = job.config
     order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
@@ -195,7 +195,7 @@ def train_epoch(job: Job, epoch: int) -> WindowTotals:
     return WindowTotals.merge(windows)
 
 
-def train_step(job: Job, batches: Iterator[Batch]) -> None:
+def train_step(job: DataParallelJob, batches: Iterator[Batch]) -> None:
     """One optimizer step on one global batch, which is here a single forward and backward pass."""
     config, device, scaler = job.config, job.env.device, job.scaler
     images, labels = next(batches)
@@ -220,7 +220,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     job.step += 1
 
 
-def log_window(job: Job, epoch: int) -> WindowTotals:
+def log_window(job: DataParallelJob, epoch: int) -> WindowTotals:
     """End the window after this step, and warn of a loss that is not finite."""
 
     def record(kind: str, step: int, **values: Any) -> None:
@@ -233,7 +233,7 @@ def log_window(job: Job, epoch: int) -> WindowTotals:
     return totals
 
 
-def require_samples_for_all(config: TrainConfig, devices: int) -> None:
+def require_samples_for_all(config: DataParallelConfig, devices: int) -> None:
     """:raises UsageError: when scattering leaves a device without samples, or with too few for BatchNorm"""
     parts = [len(part) for part in torch.empty(config.batch_size).chunk(devices)]  # as scatter cuts
     if len(parts) < devices:

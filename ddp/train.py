@@ -1,19 +1,21 @@
-"""Train a network on every device at once, with nothing but torch.distributed between you and the mechanism.
+"""Train one network on several devices, with nothing but torch.distributed between you and the mechanism.
 
     torchrun --nproc_per_node=2 -m ddp.train
 
-One process per device runs this file from top to bottom. All hold the same weights. Each takes its own part of every batch,
-DistributedDataParallel averages the gradients while backward is still running, and so all take the same step.
+One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes another share of every global
+batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients over the ranks
+while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a *collective*: it
+returns when all ranks have called it. So what one rank calls, all must call, in the same order, or they wait forever.
 
-What keeps a long job alive is layered around the mechanism, in ddp/resilience/: a guard around each step, a supervisor
-around the loop. A reader who skips both misses nothing of the lesson. Read this file beside ddp/README.md.
+What keeps a long job alive is layered around this in ddp/resilience/. On a first read, take ``guard.wrap(m)`` for ``m``,
+``guard.batches(b)`` for ``b``, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "the norm is finite", and skip
+the supervisor, which logs, saves inside an epoch, and stops on request. The chapters to read beside it: ddp/README.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import math
 from collections.abc import Callable, Iterator
 
@@ -26,13 +28,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
-from common.distributed.process_group import (
-    DistEnv,
-    clean_exit,
-    find_dist_env,
-    rendezvous_errors,
-    rendezvous_store,
-)
+from common.distributed.process_group import DistEnv, clean_exit, find_dist_env, rendezvous_errors, rendezvous_store
 from common.distributed.rank_logging import rank_logging
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model
@@ -53,23 +49,22 @@ from ddp.resilience.supervisor import AFTER_THE_WATCHDOG_S, Supervisor
 from ddp.sampler import MicroBatchSampler
 from ddp.step_guard import StepGuard
 
-logger = logging.getLogger("ddp.train")
-
 
 @command
 def main() -> None:
     config = parse(TrainConfig, "ddp.train", __doc__)
     env = find_dist_env(config.device, config.backend)  # torchrun tells each process its rank through the environment
     if env.device.type == "cuda":
-        torch.cuda.set_device(env.device)  # before the first use of CUDA: it would go to GPU 0 on every rank
-    torch.set_num_threads(config.threads or env.share_of_cores)
-    with clean_exit(env), rank_logging(env):
+        torch.cuda.set_device(env.device)  # before any other use of CUDA, which would take GPU 0 on every rank
+    torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
+    with clean_exit(env), rank_logging(env):  # after an error, too, the group is left
         with rendezvous_errors(env):
             dist.init_process_group(
                 env.backend,  # NCCL on GPUs, gloo on CPUs
                 store=rendezvous_store(env, config.timeout),  # where the ranks find each other's addresses
                 rank=env.rank,
                 world_size=env.world_size,
+                # The watchdog reports a rank that hangs after config.timeout. The backend must not give up before it.
                 timeout=datetime.timedelta(seconds=config.timeout + AFTER_THE_WATCHDOG_S),
                 device_id=env.nccl_device,
             )
@@ -79,7 +74,7 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    with env.fail_together():  # what is wrong on one rank ends all ranks, with one message
+    with env.fail_together():  # an error on one rank ends all, which would wait for it otherwise
         config.check(env.world_size)
     data = load_data(config, env)
     with open_run(config, env, data) as found:
@@ -93,19 +88,20 @@ def train(config: TrainConfig, env: DistEnv) -> None:
                 result = test(job, supervisor)
                 job.end_epoch(result.accuracy)
                 supervisor.record_epoch(totals, result)
-                supervisor.checkpointer.save(job)  # rank 0 writes, since all ranks hold the same weights
+                supervisor.checkpointer.save(job)  # rank 0 writes, since all hold the same weights; the others wait
             supervisor.checkpointer.finish()
-            result = result or test(job, supervisor)  # a run that was resumed after its last epoch
-        supervisor.report(result)  # rank 0 draws and prints
+            if result is None:  # resumed after its last epoch
+                result = test(job, supervisor)
+        supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
 def build_job(
     config: TrainConfig, env: DistEnv, data: ImageData, found: Found | None = None, guard: StepGuard | None = None
 ) -> Job:
-    """Model, optimizer, sampler and loader: the same on every rank, but for the samples that it takes.
+    """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields other samples.
 
-    :param found: the checkpoint to continue from. Rank 0 reads its weights, and DDP sends them to all
-    :param guard: around each step; that of ddp/resilience/guard.py when None
+    :param found: the checkpoint to continue from. Rank 0 reads its weights, and DDP broadcasts them
+    :param guard: of the training step; ddp/resilience/guard.py's when None
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
@@ -116,7 +112,9 @@ def build_job(
         if found is not None and env.is_main:
             load_weights(network, found.path)
     guard = guard or ResilientGuard(env)
-    model = wrap(guard.wrap(network), env, config.strategy, config.all_reduce)
+    model = wrap_in_ddp(
+        guard.wrap(network), env, config.strategy, config.all_reduce
+    )  # the same parameters as network's
     if config.compile:
         model = torch.compile(model)  # type: ignore[assignment]
 
@@ -135,43 +133,45 @@ def build_job(
     return job
 
 
-def wrap(module: nn.Module, env: DistEnv, strategy: str = "torch", all_reduce: str | None = None) -> nn.Module:
+def wrap_in_ddp(module: nn.Module, env: DistEnv, strategy: str = "torch", all_reduce: str | None = None) -> nn.Module:
     """The module in DDP, which from here on averages its gradients over the ranks in every backward pass.
 
     :param strategy: one of :data:`ddp.config.STRATEGIES`
-    :param all_reduce: of the hand-written one, see ddp/all_reduce/choice.py
-    :raises UsageError: on every rank, if the ranks have built different models or were given different strategies
+    :param all_reduce: which one a hand-written strategy uses, see ddp/all_reduce/choice.py
+    :raises UsageError: on every rank, if the ranks' models or strategies differ
     """
     require_same_modules(module, {"--strategy": strategy, "--all-reduce": all_reduce})
     if strategy != "torch":
-        from ddp.by_hand.strategies import wrap_by_hand  # the same mechanism, in Python that can be read
+        from ddp.by_hand.strategies import wrap_by_hand  # DDP in readable Python
 
         return wrap_by_hand(module, env, strategy, all_reduce)
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         module,
         device_ids=[env.device] if env.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # .grad is a view into the bucket that is all-reduced: no copy, no second buffer
+        # DDP all-reduces gradients in buckets, many at once. With .grad a view into its bucket, nothing is copied.
+        gradient_as_bucket_view=True,
     )
-    # BatchNorm's running statistics need not be broadcast before each forward pass: they are averaged once per epoch.
-    # (Set here, because the constructor's argument has another name since torch 2.15.)
+    # By default rank 0's BatchNorm statistics are broadcast before every forward pass. Here they are averaged once per
+    # epoch. (The constructor's argument has another name since torch 2.15.)
     model.broadcast_buffers = False
     return model
 
 
 def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> WindowTotals:
     """One pass over the training set, or over what is left of it when the run was resumed inside an epoch."""
-    job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)  # without it, every epoch has the same order
+    # Shuffle every epoch anew, the same way on all ranks. (first_step: what was trained before a resume is left out.)
+    job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)
     job.model.train()
     batches = job.window.timed(job.guard.batches(job.loader))
     while job.step_in_epoch < job.sampler.steps_per_epoch:
         train_step(job, batches)
         last = job.step_in_epoch == job.sampler.steps_per_epoch
         if job.step % job.config.log_every == 0 or last:
-            job.log_window()
+            job.log_window()  # loss and accuracy since the last time, summed over the ranks
         if last:
-            average_running_statistics(job.network)  # each rank's are of its own samples; see ddp/batchnorm.py
+            average_running_statistics(job.network)  # BatchNorm's: each rank saw other samples
         after_step()
-    next(batches, None)  # persistent workers stay for the next epoch only if this one is seen to its end
+    next(batches, None)  # exhausts the loader, or its persistent workers could not be used again
     return WindowTotals.merge(job.windows)
 
 
@@ -181,10 +181,11 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for micro_step in range(config.grad_accumulation_steps):
         images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)
+        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)  # each rank drops other units
 
-        # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both. Only the last
-        # micro-step's backward averages over the ranks, and what it averages is the sum of all micro-steps.
+        # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both: around backward alone
+        # it has no effect, and every micro-step would all-reduce. Until the last, .grad adds up on each rank alone. The
+        # last one's backward averages that sum over the ranks.
         last = micro_step == config.grad_accumulation_steps - 1
         with contextlib.nullcontext() if last else job.model.no_sync():
             with autocast(device, config.precision):
@@ -193,21 +194,21 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             scaler.scale(guard.attach(loss) / config.grad_accumulation_steps).backward()
         job.window.add(loss, logits, labels)
 
-    # Every rank holds the same averaged gradients now, and so the same norm. Unscale before the clip: the norm of scaled
-    # gradients means nothing.
+    # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average.
+    # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale.
     scaler.unscale_(job.optimizer)
-    norm = clip_grad_norm_(job.network.parameters(), config.clip_norm or math.inf)
+    norm = clip_grad_norm_(job.network.parameters(), config.clip_norm or math.inf)  # inf: only measure
     set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
-    if guard.accepts(norm):  # the same answer on every rank
-        scaler.step(job.optimizer)  # skips by itself what overflowed in fp16, and update() then lowers the scale
+    if guard.accepts(norm):  # the same answer on every rank; in fp16, an overflow is left to the scaler:
+        scaler.step(job.optimizer)  # it skips the step, and update() lowers the scale
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
-    job.step += 1
+    job.step += 1  # skipped or not: the learning rate is a function of it
 
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:
     """Evaluate the plain network: its samples divided over the ranks without padding, so that each counts once."""
-    shard = supervisor.until_stopped(job.test_loader)
+    shard = supervisor.until_stopped(job.test_loader)  # a stop signal ends the evaluation early, on all ranks
     result = evaluate(job.network, job.data, job.env, job.config.precision, shard)
     supervisor.leave_if_stopped()
     return result

@@ -20,7 +20,14 @@ from common.training.metrics import read_metrics
 from common.training.randomness import shuffled
 from common.training.recipes import load_dataset
 from dataparallel import train
-from dataparallel.train import Job, TrainConfig, build_job, require_samples_for_all, train_epoch, train_step
+from dataparallel.train import (
+    DataParallelConfig,
+    DataParallelJob,
+    build_job,
+    require_samples_for_all,
+    train_epoch,
+    train_step,
+)
 from tests.launch import run_command, run_forked, start_command
 from tests.user_errors import UserError
 
@@ -29,9 +36,9 @@ TINY = ("--train-samples", "288", "--test-samples", "101", "--epochs", "2")
 TIMINGS = ("seconds", "images_per_s", "data_wait")
 
 
-def job_on(devices: int, **settings: Any) -> Job:
+def job_on(devices: int, **settings: Any) -> DataParallelJob:
     """A small job on so many CPU devices."""
-    config = TrainConfig(**({"train_samples": 720, "test_samples": 10, "dropout": 0.0, "lr": 0.01} | settings))
+    config = DataParallelConfig(**({"train_samples": 720, "test_samples": 10, "dropout": 0.0, "lr": 0.01} | settings))
     return build_job(config, (CPU,) * devices, load_dataset(config))
 
 
@@ -138,7 +145,7 @@ def test_clipping_sees_unscaled_gradients(monkeypatch: pytest.MonkeyPatch) -> No
 def test_all_gpus_learn(tmp_path: Path, wrapper: str, precision: str) -> None:
     gpus = tuple(torch.device("cuda", number) for number in range(torch.cuda.device_count()))
     settings = {"epochs": 2, "train_samples": 1440, "test_samples": 10, "precision": precision, "wrapper": wrapper}
-    train.train(TrainConfig(**settings, run_dir=tmp_path / "run"), gpus)  # type: ignore[arg-type]
+    train.train(DataParallelConfig(**settings, run_dir=tmp_path / "run"), gpus)  # type: ignore[arg-type]
     losses = [record["loss"] for record in read_metrics(tmp_path / "run") if record["kind"] == "epoch"]
     assert losses[1] < losses[0]
     weights = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
@@ -193,7 +200,7 @@ def test_there_is_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise AssertionError("a process group was asked for")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    config = TrainConfig(train_samples=144, test_samples=10, epochs=1, run_dir=tmp_path / "run")
+    config = DataParallelConfig(train_samples=144, test_samples=10, epochs=1, run_dir=tmp_path / "run")
     train.train(config, (CPU, CPU))
     assert not dist.is_initialized()
 
@@ -267,7 +274,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (4, 4), (7, 4), (144, 5), (10, 4)])
 def test_batches_that_reach_all_devices_are_accepted(batch_size: int, devices: int) -> None:
-    require_samples_for_all(TrainConfig(batch_size=batch_size), devices)
+    require_samples_for_all(DataParallelConfig(batch_size=batch_size), devices)
 
 
 def test_a_diverging_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

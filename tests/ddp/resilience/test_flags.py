@@ -18,7 +18,7 @@ from common.distributed.process_group import DistEnv, process_group
 from common.training.models import build_model
 from ddp.config import STRATEGIES
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
-from ddp.train import wrap
+from ddp.train import wrap_in_ddp
 from tests.launch import run_ranks
 
 HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -77,7 +77,7 @@ def agreed_in(case: Case, env: DistEnv) -> Flags:
     flagged = WithFlags(nn.Linear(3, 2), env.device)
     model: Any = flagged
     if env.world_size > 1:
-        model = wrap(flagged, env, case.strategy)
+        model = wrap_in_ddp(flagged, env, case.strategy)
         if case.hook and case.strategy != "naive":
             hook = HOOKS[case.hook]
             model.register_comm_hook(
@@ -134,7 +134,7 @@ def step(env: DistEnv, strategy: str, flags: bool) -> Step:
     torch.manual_seed(0)
     network = build_model("fashion-cnn", (1, 28, 28), 10)
     flagged = WithFlags(network, env.device) if flags else None
-    model: Any = wrap(flagged or network, env, strategy)
+    model: Any = wrap_in_ddp(flagged or network, env, strategy)
     losses = []
     for micro_step in range(2):
         torch.manual_seed(10 * env.rank + micro_step)
