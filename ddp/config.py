@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from common.cli import flag_of, is_function_name, option
 from common.data.datasets import IN_MEMORY
-from common.distributed.process_group import BACKENDS, DEVICES
+from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
 from common.training.metrics import check_tensorboard
 from common.training.models import LEAST_SAMPLES, MODELS, find_own
 from common.training.recipes import LearningConfig
-from ddp.all_reduce.choice import ALL_REDUCES
+from ddp.all_reduce import ALL_REDUCES
 
 DATASETS = (*IN_MEMORY, "lfw", "folder")
 LOADERS = ("stock", "fast")

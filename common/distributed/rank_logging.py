@@ -1,4 +1,4 @@
-"""Rank-aware logging and progress: who says what, and where it goes.
+"""Rank-aware logging and progress: which rank writes what, and where.
 
 Every line carries the rank, the host and the device. The console shows rank 0, and from the others only warnings and
 errors; each rank's own file in the run directory has everything, tracebacks included.
@@ -31,15 +31,16 @@ class _ConsoleHandler(logging.Handler):
         without_traceback = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
         try:
             tqdm.write(self.format(without_traceback), file=sys.stderr)
-        except OSError:  # nobody reads any more; training goes on
+        except OSError:  # the reader of the pipe has ended; training goes on
             self.handleError(record)
 
 
 @contextlib.contextmanager
 def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
-    """Send this process's log records where they belong, for the length of the block; an exception that ends it too.
+    """Within this block, send log records to the console and to files; log an exception that ends the block too.
 
-    :param folder: of the log files, if it is known already (see :func:`add_log_file`)
+    :param env: this rank
+    :param folder: directory of the log files, if it is known already (see :func:`add_log_file`)
     """
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
@@ -54,7 +55,7 @@ def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, UsageError):
-            # Before the others fail for want of this rank: torchrun's report is ordered by the second of each failure.
+            # Recorded before the other ranks fail because of this one: torchrun's report is ordered by time.
             get_error_handler().record_exception(error)
             logger.error("%s: %s", type(error).__name__, error, exc_info=True)
         raise
@@ -63,13 +64,13 @@ def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
         root.setLevel(level)
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
-            with contextlib.suppress(OSError):  # a full disk, which what was to be written there has met already
+            with contextlib.suppress(OSError):  # a full disk, which has been reported before
                 handler.close()
 
 
 def add_log_file(env: DistEnv, folder: Path) -> None:
     """From here to the end of :func:`rank_logging`, also append to ``rank<r>.log`` in ``folder``, tracebacks included."""
-    folder.mkdir(parents=True, exist_ok=True)  # another node's disk may not have rank 0's folders
+    folder.mkdir(parents=True, exist_ok=True)  # another node's disk may lack rank 0's directories
     file = logging.FileHandler(folder / f"rank{env.rank}.log", encoding="utf-8")
     file.setFormatter(_formatter(env))
     logging.getLogger().addHandler(file)
@@ -92,7 +93,7 @@ class Progress:
         self._bar = tqdm(total=total, initial=initial, desc=title, unit="step", leave=False) if terminal else None
 
     def advance(self, steps: int, facts: str) -> None:
-        """``steps`` more are done; ``facts`` is what there is to say (loss, learning rate, images/s)."""
+        """``steps`` more are done; ``facts`` is shown beside the progress (loss, learning rate, images/s)."""
         self._done += steps
         if self._bar is not None:
             self._bar.set_postfix_str(facts, refresh=False)

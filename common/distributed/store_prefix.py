@@ -1,10 +1,9 @@
-"""A restarted job must not find what the one before it has left in the store.
+"""A prefix for the keys of each start of a job, so that a restarted job does not read the keys of the start before.
 
-Under torchrun the store lives in an agent, and outlives the ranks: in torch 2.15 all attempts see the same keys. A restarted
-rank may read the addresses of ranks that are dead, and gloo tries to connect to them (``connectFullMesh ... Connection
-refused``, or a hang). No number in the environment tells the attempts apart, since torchrun does not count those after a
-change of nodes. So the ranks that are alive now agree on a prefix: each asks under a name that nobody has used before, and
-only a living rank 0 answers that.
+Under torchrun the store lives in an agent and outlives the ranks: in torch 2.15, all restarts see the same keys. A restarted
+rank may read the addresses of dead ranks, and gloo tries to connect to them (``connectFullMesh ... Connection refused``, or a
+hang). No number in the environment tells the restarts apart, since torchrun does not count those after a change of nodes. So
+the living ranks agree on a prefix: each asks under a new random name, which only a living rank 0 answers.
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 POLL_S = 0.01
 
 
-def store_of_this_attempt(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """The store of torchrun's agent, as if it were new.
+def store_with_new_prefix(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """The store of torchrun's agent, with a prefix that makes it look empty.
 
-    :raises torch.distributed.DistStoreError: when not all ranks come in time, or RuntimeError for no store at all
+    :param rank: this rank
+    :param world_size: number of ranks
+    :param timeout: how long to wait for the other ranks
+    :raises torch.distributed.DistStoreError: when not all ranks come in time
+    :raises RuntimeError: when the store cannot be reached
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
@@ -31,9 +34,13 @@ def store_of_this_attempt(rank: int, world_size: int, timeout: datetime.timedelt
 
 
 def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """The same on all ranks that call this now, and unlike any before. Rank 0 returns when all others have come.
+    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it.
 
-    :raises torch.distributed.DistStoreError: when not all ranks come in time, or no rank 0
+    :param store: the store that outlives the ranks
+    :param rank: this rank
+    :param world_size: number of ranks
+    :param timeout: how long rank 0 waits for the others
+    :raises torch.distributed.DistStoreError: when not all ranks come in time, or rank 0 does not
     """
     mine = uuid.uuid4().hex
     if rank > 0:
@@ -45,7 +52,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.
     deadline = time.monotonic() + timeout.total_seconds()
     while absent:
         for other in sorted(absent):
-            if store.check([f"asks/{other}"]):  # it may be one that is dead; the living one will ask after it
+            if store.check([f"asks/{other}"]):  # perhaps of a dead rank; the living one overwrites it
                 store.set(f"answers/{store.get(f'asks/{other}').decode()}", mine)
             if store.check([f"{mine}/heard/{other}"]):
                 absent.remove(other)

@@ -1,13 +1,13 @@
-"""Ranks of one job that stay, and do what the main process tells them, one call at a time.
+"""A worker group: the ranks of one job, which stay alive and run one call of the main process after another.
 
-Benchmarks need them: jobs that are compared take turns within one command, and none may pay for its start in a timing::
+Benchmarks need it: jobs that are compared take turns within one command, and their start must not be part of a timing::
 
-    with StandingRanks(2, Service, "argument", threads=1) as ranks:
+    with WorkerGroup(2, Service, "argument", threads=1) as ranks:
         ranks.call("run", 10)  # service.run(10) on both: [result of rank 0, result of rank 1]
 
-This is for one machine and short lives, and no way to start a training: torchrun does that.
+It is for benchmarks on one machine. To start a training, use torchrun.
 
-The processes are forked from multiprocessing's fork server, which has imported torch but never used it: that takes a
+The processes are forked from multiprocessing's fork server, which has imported torch but never used it. A fork takes a
 fraction of a second, and CUDA is first used on the ranks themselves.
 """
 
@@ -34,7 +34,7 @@ from common.distributed.process_group import process_group
 from common.errors import UsageError
 
 END_S = 5.0  # for a rank to leave its group
-ECHO_S = 0.5  # the ranks that talked to one that died may report it before its death is seen
+ECHO_S = 0.5  # until the death of a rank is seen; other ranks may report their broken connections before that
 
 _context = torch.multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "common.distributed.worker_group"])
@@ -44,15 +44,19 @@ class WorkerGroup:
     """A job of ``world_size`` processes, each with a process group and a service of its own; to be closed.
 
     CPU tensors that are passed, in either direction, are moved to shared memory and stay shared. The ranks are daemons, so
-    they can have no loader workers. When the main process ends, even if it is killed, they do.
+    they cannot have loader workers. When the main process ends, even if it is killed, they end too.
 
+    :param world_size: number of ranks
     :param build: importable by name; ``build(env, *arguments)`` makes a rank's service, within its process group
-    :param device: and ``backend``, ``threads`` and ``timeout_s`` (for the start and for each collective): see
-        :func:`common.distributed.process_group.process_group`
-    :param name: what one of the ranks is called in errors
-    :raises UsageError: with the message of the one that a rank met
-    :raises RuntimeError: with the traceback of anything else that went wrong on a rank, or with what it died of. After an
-        error, here or from a call, the ranks have ended, also those that waited for the failed one.
+    :param arguments: of ``build``
+    :param device: see :func:`common.distributed.process_group.process_group`, also for ``backend`` and ``threads``
+    :param backend: one of :data:`common.distributed.BACKENDS`
+    :param threads: CPU threads per rank
+    :param timeout_s: for the start and for each collective
+    :param name: a word for a rank in errors
+    :raises UsageError: with the message of a rank's ``UsageError``
+    :raises RuntimeError: with the traceback of any other error on a rank, or with the way in which its process ended. After an
+        error, here or from a call, all ranks have ended, also those that waited for the failed one.
     """
 
     def __init__(
@@ -105,12 +109,12 @@ class WorkerGroup:
         return [process.pid or 0 for process, _ in self._ranks]
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """``service.method(*arguments)`` on every rank at once; what each returned, in rank order."""
+        """Run ``service.method(*arguments)`` on every rank at once; returns the results in rank order."""
         self.start(method, *arguments)
         return self.finish()
 
     def start(self, method: str, *arguments: Any) -> None:
-        """Begin a call, for a main process that has something to do meanwhile."""
+        """Begin a call; the main process may do something else until :meth:`finish`."""
         if not self._ranks:
             raise RuntimeError(f"{method}: these ranks have ended")
         if self._doing:
@@ -119,23 +123,23 @@ class WorkerGroup:
         messages = [ForkingPickler.dumps((method, arguments)) for _ in self._ranks]
         self._doing = method
         for (_, pipe), message in zip(self._ranks, messages, strict=True):
-            with contextlib.suppress(OSError):  # it is dead, as finish will say
+            with contextlib.suppress(OSError):  # the rank is dead; finish reports that
                 pipe.send_bytes(message)
 
     def finish(self) -> list[Any]:
-        """Wait for the call that was started; what each rank returned, in rank order."""
+        """Wait for the call that was started; returns the results in rank order."""
         if not self._doing:
             raise RuntimeError("no call was started")
         try:
             results = self._collect()
-        except BaseException:  # the others may wait for the failed rank, or answer when nobody asks
+        except BaseException:  # the others may wait for the failed rank, or answer too late
             self._kill()
             raise
         self._doing = None
         return results
 
     def close(self) -> None:
-        """End the ranks: they are asked to leave, and killed if they do not or if they are still in a call."""
+        """End the ranks: ask them to leave; kill those that do not, or are still in a call."""
         try:
             if not self._doing:
                 for _, pipe in self._ranks:
@@ -193,14 +197,17 @@ class WorkerGroup:
             pipe.close()
         self._ranks.clear()
         if self._doing:
-            resource_sharer.stop()  # it holds the shared memory that they did not live to receive
+            resource_sharer.stop()  # it holds shared memory that the killed ranks did not receive
             self._doing = None
         self._rendezvous.close()
 
 
 @contextlib.contextmanager
 def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
-    """Hold the store at which a new job's ranks meet; what each has to find in its environment, as torchrun would set it."""
+    """Hold the store of a new job; yields the environment of each rank, as torchrun would set it.
+
+    :param world_size: number of ranks
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield [
         {
@@ -218,7 +225,7 @@ def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 @contextlib.contextmanager
 def _ctrl_c_afterwards() -> Iterator[None]:
-    """Let Ctrl-C wait: it must meet neither a fork server that still imports nor a rank that nobody knows of yet."""
+    """Delay Ctrl-C until the ranks have started: it must not interrupt the fork server's imports, or orphan a rank."""
     resource_tracker.ensure_running()  # first: its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -229,18 +236,20 @@ def _ctrl_c_afterwards() -> Iterator[None]:
 
 
 def _rank(pipe: Connection, environment: dict[str, str], group: Any, build: Callable[..., Any], arguments: Any) -> None:
-    """A rank's life. It answers with (a UsageError's message, any other error's traceback, the result)."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the terminal sends it to all; the main process decides
+    """The main function of a rank. Its answers are (a UsageError's message, any other error's traceback, the result)."""
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # a terminal sends it to all processes; the main process ends the ranks
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     os.environ.update(environment)
-    logging.getLogger("common.distributed.process_group").setLevel(logging.ERROR)  # who stops all has said so
-    # The pipe is closed before the group is left: that a rank leaves is then known before its peers complain.
+    logging.getLogger("common.resilience.stop_signals").setLevel(logging.ERROR)  # the main process logs a stop
+    # The pipe is closed before the group is left: the main process sees that before the other ranks report an error.
     with _reported(pipe), process_group(*group) as env, pipe, _reported(pipe):
         _serve(pipe, build, env, *arguments)
 
 
 def _serve(pipe: Connection, build: Callable[..., Any], *arguments: Any) -> None:
-    service = build(*arguments)  # gone when this returns: a DDP module must not outlive its group
+    service = build(*arguments)  # a local variable: a DDP module must not outlive its group
     pipe.send((None, None, None))
     while (call := pipe.recv()) is not None:
         method, call_arguments = call
@@ -257,11 +266,11 @@ def _reported(pipe: Connection) -> Iterator[None]:
         user_error = str(error) if isinstance(error, UsageError) else None
         with contextlib.suppress(EOFError, OSError):
             pipe.send((user_error, traceback.format_exc(), None))
-            pipe.recv()  # until we are killed: a rank that leaves would have its peers fail too
+            pipe.recv()  # wait to be killed: if this rank left, the others would fail too
 
 
 def _end_with_main_process() -> None:
-    """A rank that is busy, or hangs in a collective, would not notice that the main process was killed."""
+    """End this process with the main process, even while the main thread is busy or hangs in a collective."""
     parent = parent_process()
     assert parent is not None
     parent.join()

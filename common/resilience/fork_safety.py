@@ -1,10 +1,10 @@
-"""Before a fork, threads of C++ come to rest: in older Pythons a child may otherwise wait for one of them for ever.
+"""Safe forks: in older Pythons, a fork while a C++ thread holds a lock may leave the child waiting for that lock for ever.
 
-A child of fork has no thread but the one that forked, and all locks as they were. CPython makes its own anew, but before
-3.10.15 and 3.11.10 it first takes the lock of the list of thread states (https://github.com/python/cpython/issues/112275).
-Python's own threads hold that lock only together with the GIL, and so never while another forks. A thread of C++ takes it
-before the GIL, when it has to do with a Python object; gloo's may, as they give back the tensors of a collective, and loader
-workers are often forked right after one. About one of fifty short runs with ``--workers 2`` had a child that waited for it.
+A child of fork has only the thread that forked, but all locks as they were. CPython makes its own locks anew. Before 3.10.15
+and 3.11.10, however, it first takes the lock of the list of thread states (https://github.com/python/cpython/issues/112275).
+Python threads hold that lock only together with the GIL, and so never while another thread forks. A C++ thread takes it before
+the GIL, when it has to handle a Python object: gloo's threads do, as they free the tensors of a collective. Loader workers are
+often forked right after one. In about one of fifty short runs with ``--workers 2``, a child waited for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Collection
 import torch.distributed as dist
 
 LOOK_S = 0.001
-ENOUGH_S = 0.1  # a thread that is still at work then computes
+ENOUGH_S = 0.1  # a thread that still runs then is computing, and holds no lock
 
 
 def has_the_defect(python: tuple[int, ...]) -> bool:
@@ -28,15 +28,15 @@ def has_the_defect(python: tuple[int, ...]) -> bool:
     return python < (3, 10, 15) or (3, 11) <= python < (3, 11, 10)
 
 
-@functools.cache  # once is enough
+@functools.cache  # registered once
 def rest_before_forks() -> None:
-    """From now on, where it is needed."""
+    """Call :func:`let_threads_rest` before every fork from now on, in the Pythons that need it."""
     if has_the_defect(sys.version_info[:3]):
         os.register_at_fork(before=let_threads_rest)
 
 
 def let_threads_rest() -> None:
-    """Give the other threads the GIL until none of C++ is running. Those that wait for something hold no lock."""
+    """Wait, without the GIL, until no C++ thread runs. Threads that wait for something hold no lock."""
     if not dist.is_initialized():
         return
     of_python = {threading.get_native_id(), *(thread.native_id for thread in threading.enumerate())}
@@ -48,7 +48,10 @@ def let_threads_rest() -> None:
 
 
 def running_threads(but: Collection[int | None] = ()) -> list[int]:
-    """This process's threads that are on a core or wait for one, by their native ids; none where there is no ``/proc``."""
+    """Native ids of this process's threads that run or are ready to run; empty where there is no ``/proc``.
+
+    :param but: native ids to leave out
+    """
     running = []
     with contextlib.suppress(FileNotFoundError):
         for task in os.listdir("/proc/self/task"):

@@ -1,26 +1,29 @@
-"""The ranks' signs of life in the job's store: where each is, and that its process still runs. See common/resilience/watchdog.py."""
+"""Heartbeats: every rank reports once a second that its process runs, and where its main thread is.
+
+Reports go to :mod:`common.resilience.failure_detector`; :mod:`common.resilience.watchdog` reads them when it has waited for
+too long.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import torch.distributed as dist
-
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
+from common.resilience.failure_detector import FailureDetector
 
 BEAT_S = 1.0  # between two beats
-STORE_S = 3.0  # for an answer of the store, whose process may be the one that stopped
+STORE_S = 3.0  # until the store has answered; its process may be the one that was stopped
 
 
 class Position(NamedTuple):
     """Where a rank's main thread is. All ranks pass the same positions in the same order."""
 
     step: int
-    move: int  #: its number within the step: micro-steps come to each phase several times
+    move: int  #: counts the phases within the step: micro-steps come to the same phase several times
     phase: str
 
     def __str__(self) -> str:
@@ -28,108 +31,119 @@ class Position(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """A rank's sign of life."""
+    """A rank's report."""
 
-    number: int  #: counts its beats
+    number: int  #: counts the rank's beats
     position: Position
-    idle_s: float = 0.0  #: for how long its main thread has been there
+    idle_s: float = 0.0  #: how long its main thread has been there
     clock: float = 0.0  #: when it was sent, in seconds since 1970
-    state: str = "here"  #: in its last beat "left", or "failed" after an exception
+    state: str = "here"  #: "left" or, after an exception, "failed" in the last beat
 
     @classmethod
-    def parse(cls, text: bytes) -> Beat:
-        """What was sent as JSON."""
+    def parse(cls, text: str) -> Beat:
+        """A beat from the JSON that was sent."""
         number, position, *rest = json.loads(text)
         return cls(number, Position(*position), *rest)
 
     @property
     def reached(self) -> tuple[bool, int, int]:
-        """Compares as larger the further the rank is; one that has left is past everything."""
+        """How far the rank is, to be compared; a rank that has left is ahead of all others."""
         return self.state == "left", self.position.step, self.position.move
 
 
-class Verdict(NamedTuple):
-    """Who is missing."""
+class MissingRanks(NamedTuple):
+    """The decision: the ranks for which the others wait."""
 
-    where: str  #: the furthest position of a rank
-    late: dict[int, str]  #: what is known of each missing rank
+    where: str  #: the position of the rank that is furthest ahead
+    findings: dict[int, str]  #: what is known of each missing rank
+
+
+def missing_ranks(before: Sequence[Beat], now: Sequence[Beat]) -> list[int]:
+    """The ranks for which the others wait.
+
+    :param before: a beat of each rank
+    :param now: a beat of each rank, so much later that each rank that lives has sent another one
+    :returns: the ranks that have sent no other, although they have not left; if there are none, those furthest behind; none
+        if all are at the same position
+    """
+    silent = [rank for rank, beat in enumerate(now) if beat.number == before[rank].number and beat.state != "left"]
+    if silent:
+        return silent
+    reached = [beat.reached for beat in now]
+    return [rank for rank, position in enumerate(reached) if position == min(reached) != max(reached)]
 
 
 class Heartbeats:
-    """This rank's beats sent and, when asked for, those of all ranks read, by a thread, since the store may never answer.
+    """Sends this rank's beats and reads those of all ranks, in a thread of its own, since the store may never answer.
 
-    To make one is no collective, but all ranks must have made theirs before one starts: then all keys exist, and no reader
-    waits for one. The last rank that leaves deletes them.
+    To make one is no collective, but all ranks must have made theirs before one starts. The last rank that leaves deletes
+    all keys.
 
-    :param key: what the keys begin with; no other object's, since torchrun's store outlives a job
+    :param key: see :class:`common.resilience.failure_detector.FailureDetector`
+    :param env: this rank
     :param beat: makes a beat of what this rank does; its number and state are set here
     """
 
-    verdict: Verdict | None = None  #: the first that a rank has proposed
-    reading: list[Beat] | None = None  #: a beat of each rank; another list each time
+    decision: MissingRanks | None = None
+    latest: list[Beat] | None = None  #: a beat of each rank, in a new list after each reading
 
     def __init__(self, key: str, env: DistEnv, beat: Callable[[], Beat]) -> None:
         self._beat = beat
         self._number = 0
         self._state = "here"
         self._proposal: str | None = None
-        self._listening = False
+        self._reading = False
+        self._world_size = env.world_size
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="heartbeats", daemon=True)
-        self._beat_keys = [f"{key}/{rank}" for rank in range(env.world_size)]
-        self._own_key, self._verdict_key, self._left_key = self._beat_keys[env.rank], f"{key}/verdict", f"{key}/left"
-        self._job: Any = dist.distributed_c10d._get_default_store()
-        self._send(self._job)
-        if env.is_main:
-            self._job.set(self._verdict_key, "")
+        self._detector = FailureDetector(key, env.rank, env.world_size)
+        self._send()
 
     def start(self) -> None:
-        """Send a beat every ``BEAT_S`` from now on, and look for a verdict."""
+        """Send a beat every ``BEAT_S`` from now on, and look for a decision."""
         self._thread.start()
 
-    def listen(self, listening: bool) -> None:
-        """Read the beats of all ranks from now on, or no longer."""
-        self._listening = listening
+    def read(self, reading: bool) -> None:
+        """Whether to read the beats of all ranks from now on."""
+        self._reading = reading
         self._wake.set()
 
-    def propose(self, verdict: Verdict) -> None:
-        """It is the verdict, unless another rank's came first."""
-        self._proposal = json.dumps(verdict)
+    def propose(self, missing: MissingRanks) -> None:
+        """Propose a decision; it counts unless another rank's came first."""
+        self._proposal = json.dumps(missing)
         self._wake.set()
 
-    def close(self, state: str) -> Verdict | None:
-        """Send the last beat; returns the verdict, if there is one by then."""
+    def close(self, state: str) -> MissingRanks | None:
+        """Send the last beat; returns the decision, if there is one by then."""
         self._state = state
         self._wake.set()
         self._thread.join(STORE_S)
-        return self.verdict
+        return self.decision
 
     def _exchange(self) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody serves the store any more
-            store = self._job.clone()  # the main thread may wait for something in the store on the other connection
+        with contextlib.suppress(RuntimeError):  # the process that serves the store has ended
+            self._detector.connect()
             while True:
-                state = self._send(store)
-                self._read(store)
+                state = self._send()
+                self._receive()
                 if state != "here":
                     break
-                self._wake.wait(BEAT_S / 2 if self._listening else BEAT_S)
+                self._wake.wait(BEAT_S / 2 if self._reading else BEAT_S)
                 self._wake.clear()
-            if state == "left" and store.add(self._left_key, 1) == len(self._beat_keys):
-                for key in (*self._beat_keys, self._verdict_key, self._left_key):
-                    store.delete_key(key)
+            if state == "left" and self._detector.count() == self._world_size:
+                self._detector.delete()
+        self._detector.disconnect()
 
-    def _send(self, store: Any) -> str:
+    def _send(self) -> str:
         self._number += 1
         beat = self._beat()._replace(number=self._number, state=self._state)
-        store.set(self._own_key, json.dumps(beat))
+        self._detector.report(json.dumps(beat))
         return beat.state
 
-    def _read(self, store: Any) -> None:
-        if self._proposal is not None:
-            store.compare_set(self._verdict_key, "", self._proposal)
-        verdict, *beats = store.multi_get([self._verdict_key, *(self._beat_keys if self._listening else ())])
-        if beats:
-            self.reading = [Beat.parse(beat) for beat in beats]
-        if verdict:
-            where, late = json.loads(verdict)
-            self.verdict = Verdict(where, {int(rank): finding for rank, finding in late.items()})
+    def _receive(self) -> None:
+        decision = self._detector.propose(self._proposal) if self._proposal else self._detector.decision()
+        if self._reading:
+            self.latest = [Beat.parse(text) for _, text in sorted(self._detector.reports().items())]
+        if decision:
+            where, findings = json.loads(decision)
+            self.decision = MissingRanks(where, {int(rank): finding for rank, finding in findings.items()})

@@ -1,7 +1,7 @@
-"""A stop that lands in a ``__del__`` is asked for again.
+"""A stop signal that arrives during a ``__del__`` is sent again.
 
-Python drops whatever is raised while an object is finalized, and prints it. ``DataLoader`` ends its workers there, which
-takes long enough for Ctrl-C or a scheduler's SIGTERM to come in just then; the program would go on as if nobody had asked.
+Python prints and drops an exception that is raised while an object is finalized. ``DataLoader`` ends its workers there, which
+takes so long that Ctrl-C or a scheduler's SIGTERM may arrive during it. The program would then go on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PAUSE_S = 0.01  # the finalizer is over then
+PAUSE_S = 0.01  # until the finalizer is over
 
 
 @contextlib.contextmanager
 def keep_stops(signal_of: Callable[[BaseException], int | None]) -> Iterator[None]:
-    """Send this process the signal again whose exception was dropped.
+    """If Python drops the exception of a stop signal within this block, send the signal again.
 
-    :param signal_of: the signal that raised an exception; None for an exception that is no stop
+    :param signal_of: returns the signal that raised an exception; None for any other exception
     """
     others = sys.unraisablehook
 

@@ -1,7 +1,7 @@
-"""Stopping at leisure: a signal is a request, which the training loop answers when its step is done.
+"""A graceful stop: a signal is a request, which the training loop answers when its step is done.
 
-Schedulers announce a preemption by SIGTERM or SIGUSR1, a terminal sends SIGINT, and torchrun passes on what it gets; so one
-Ctrl-C may come twice. Who does not want to wait sends a second one.
+Schedulers announce a preemption by SIGTERM or SIGUSR1, and a terminal sends SIGINT. Torchrun passes on the signals that it
+gets, so that one Ctrl-C may come twice. A later second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from multiprocessing.util import register_after_fork
 from typing import TypeVar
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SAME_REQUEST_S = 1.0  # signals that come so soon after the first are the same request by another way
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, to be tried again
-INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C has ended
+SAME_REQUEST_S = 1.0  # signals that follow the first so soon are the same request, passed on by torchrun
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure; the scheduler should start the job again
+INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C ended
 
 T = TypeVar("T")
 
 
 class StopRequest:
-    """Whether somebody has asked this process to stop.
-
-    ``number`` is the signal that did, or None.
-    """
+    """Whether a signal has asked this process to stop; ``number`` is that signal, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -39,7 +36,7 @@ class StopRequest:
         return self.number is not None
 
     def before(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until the request comes."""
+        """The items, until a stop is requested."""
         for item in items:
             if self:
                 return
@@ -47,16 +44,16 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Take the signals as requests, for the length of the block; a second one ends the process at once.
+        """Within this block, signals are requests; a second one ends the process at once.
 
-        Python runs handlers in the main thread, and not while that waits for another rank inside C++. But the number of each
-        signal is written to a descriptor at once (``signal.set_wakeup_fd``), where a thread reads it.
+        Python runs signal handlers in the main thread, but not while that waits for another rank inside C++. The number of
+        each signal is also written to a descriptor at once (``signal.set_wakeup_fd``), from which a thread reads it.
         """
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         thread = threading.Thread(target=self._read, args=(reader,), name="stop requests", daemon=True)
         thread.start()
-        # A loader worker is forked with all this. Its rank ends it, and no signal that it gets is its rank's.
+        # A forked loader worker inherits the descriptor: the signals that it gets must not count as its rank's.
         register_after_fork(self, lambda _: signal.set_wakeup_fd(-1))
         before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -66,7 +63,7 @@ class StopRequest:
             signal.set_wakeup_fd(others)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            writer.shutdown(socket.SHUT_WR)  # closing it would not do: loader workers have copies
+            writer.shutdown(socket.SHUT_WR)  # not close(): loader workers have copies of the descriptor
             thread.join()
             writer.close()
             reader.close()
@@ -87,8 +84,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def to_be_requeued() -> Iterator[None]:
-    """A block that a signal may end before or after it listens (see ``common.distributed.process_group.stop_signals``), with the same
-    exit status."""
+    """A block that ends with the same exit status whether a signal arrives while :class:`StopRequest` listens, before or after."""
     try:
         yield
     except SystemExit as end:
@@ -102,7 +98,9 @@ def signal_name(number: int) -> str:
 
 
 def exit_status(numbers: Iterable[int | None]) -> int:
-    """How a job leaves that was asked to stop by these signals, None for a rank that got none: a person's Ctrl-C ends it;
-    after any other signal it is to be started again."""
+    """The exit status of a job after these signals: after Ctrl-C it has ended; after any other it should be started again.
+
+    :param numbers: each rank's signal; None for a rank that got none
+    """
     asked = {number for number in numbers if number is not None}
     return INTERRUPTED if asked == {signal.SIGINT} else REQUEUE

@@ -1,15 +1,15 @@
-"""A rank that hangs is named by all others, and what every rank was doing then is written down.
+"""The watchdog: a rank that hangs is named by all others, and what every rank was doing then is written down.
 
 A rank that stops (SIGSTOP, an endless loop, a loader that waits for a disk) leaves the others in a collective. Their main
-threads wait inside C++, where neither a signal handler nor an exception of Python reaches them, and gloo's own timeout names
-nobody. So each rank has a monitor, in a thread of its own, and the monitors talk through the job's store:
+threads wait inside C++, where neither a signal handler nor a Python exception reaches them, and gloo's own timeout names no
+rank. So each rank has a monitor in a thread of its own, which takes part in failure detection:
 
-1. *publish*: about once a second each sends a beat: a number that grows, and where its main thread is.
-2. *suspect*: a monitor whose main thread has stayed in one place for too long reads the beats of all ranks for a while.
-3. *decide*: the ranks whose beats have stopped are missing, or else those that are furthest behind. The first verdict that
-   is written to the store counts for all.
-4. *end*: every monitor logs it and its process's Python stacks, and ends the process, since nothing else frees its main
-   thread. torchrun may then start the job again.
+1. *Report*: once a second, each rank sends a heartbeat: a number that grows, and where its main thread is.
+2. *Suspect*: a monitor whose main thread has stayed in one place for too long reads the heartbeats of all ranks for a while.
+3. *Decide*: the ranks without new heartbeats are missing, or else those that are furthest behind. The first decision in the
+   job's store counts for all ranks.
+4. *End*: every monitor logs the decision and its process's Python stacks, and ends the process, since nothing else frees its
+   main thread. torchrun may then start the job again.
 """
 
 from __future__ import annotations
@@ -30,56 +30,56 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.distributed.process_group import DistEnv
-from common.resilience.heartbeats import STORE_S, Beat, Heartbeats, Position, Verdict
+from common.distributed.dist_env import DistEnv
+from common.resilience.heartbeats import STORE_S, Beat, Heartbeats, MissingRanks, Position, missing_ranks
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TICK_S = 0.25  # between two looks of a monitor at its own main thread
-LATE_S = 3.0  # a monitor that comes so late was itself stopped, perhaps with the whole job: that time counts for nobody
-LISTEN_S = 2.5  # a rank that lives sends two beats meanwhile
-FAREWELL_S = 1.5  # for all ranks to read the verdict, which they do with every beat
-LAST_WORDS_S = 10.0  # for the report, which a full disk or pipe may block
+STOPPED_S = 3.0  # a monitor that looks so late was stopped itself, perhaps with the whole job: that time does not count
+LISTEN_S = 2.5  # time to listen to heartbeats: a rank that lives sends two
+READ_DECISION_S = 1.5  # until all ranks have read the decision, as they do with every heartbeat
+LAST_REPORT_S = 10.0  # until the last report is written, which a full disk or pipe may block
 MOST_NAMED = 3
 
 
 class Watchdog:
-    """Watch over the ranks' main threads for the length of a ``with`` block, which all ranks enter together, once.
+    """Watches the ranks' main threads during a ``with`` block, which all ranks enter together, once.
 
-    Whoever is missing is named in one logged error, on every rank, and in torchrun's report; the Python stacks of all threads
-    go to the log file (stderr if there is none). Then the process ends with exit status 1, and its loader workers with it.
-    A rank that is only slow is named too, when the others have waited for so long.
+    Every rank logs one error that names the missing ranks, which is also in torchrun's report. The Python stacks of all
+    threads go to the log file (stderr if there is none). Then the process ends with exit status 1, and its loader workers
+    with it. A rank that is only slow is named too, when the others have waited for so long.
 
-    :param env: from :func:`common.distributed.process_group.process_group`; a rank without others watches itself
-    :param timeout_s: how long a rank's main thread may stay in one place before its monitor asks who is missing. It takes
-        up to 5 s more to find out. The process group's timeout has to be longer than both, or gloo speaks first.
+    :param env: this rank; a rank without others watches itself
+    :param timeout_s: how long a rank's main thread may stay in one place before its monitor looks for missing ranks. That
+        takes up to 5 s more. The process group's timeout must be longer than both together, or gloo reports an error first.
     """
 
     def __init__(self, env: DistEnv, timeout_s: float) -> None:
-        self._place, self._timeout_s = env, timeout_s
-        self._at = Position(0, 0, "start")  # set by the main thread; that it is another object is the sign of life
+        self._env, self._timeout_s = env, timeout_s
+        self._at = Position(0, 0, "start")  # the main thread sets it; a new object is a sign of life, even an equal one
         self._pauses = 0
-        self._idle_s = 0.0  # that the monitor has seen the main thread in the same place
+        self._idle_s = 0.0  # how long the monitor has seen the main thread in the same place
         self._names: list[str] = [""] * env.world_size
-        self._beats: Heartbeats | None = None  # alone, there is nobody to send them to
+        self._beats: Heartbeats | None = None  # None in a job of one rank
         self._suspecting = False
         self._over = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def at(self, step: int, phase: str) -> None:
-        """The main thread comes to this phase of this step. Every rank says so at the same places of the program."""
+        """The main thread enters this phase of this step. Every rank calls this at the same places of the program."""
         self._at = Position(step, self._at.move + 1 if step == self._at.step else 0, phase)
 
     def each(self, batches: Iterable[T], phase: str) -> Iterator[T]:
-        """The same batches, each of which is a sign of life; the ranks may have different numbers of them. Who has had all
-        of its own is ahead of those who have not."""
+        """The same batches; each one is a sign of life. Ranks may have different numbers of batches: a rank that finished
+        its batches counts as ahead of those that have not."""
         self.at(self._at.step, phase)
         for batch in batches:
-            self._move()
+            self._give_sign_of_life()
             yield batch
-            self._move()
+            self._give_sign_of_life()
         self.at(self._at.step, f"the end of {phase}")
 
     @contextlib.contextmanager
@@ -89,19 +89,19 @@ class Watchdog:
         try:
             yield
         finally:
-            self._move()
+            self._give_sign_of_life()
             self._pauses -= 1
 
-    def _move(self) -> None:
+    def _give_sign_of_life(self) -> None:
         self._at = Position(*self._at)
 
     def __enter__(self) -> Watchdog:
-        if self._place.world_size > 1:
+        if self._env.world_size > 1:
             key = [f"watchdog/{secrets.token_hex(8)}"]
             dist.broadcast_object_list(key)
-            self._beats = Heartbeats(key[0], self._place, self._beat)
-            name = f"rank {self._place.rank} (host {self._place.host}, pid {os.getpid()})"
-            dist.all_gather_object(self._names, name)  # and so all ranks have made their Heartbeats
+            self._beats = Heartbeats(key[0], self._env, self._beat)
+            name = f"rank {self._env.rank} (host {self._env.host}, pid {os.getpid()})"
+            dist.all_gather_object(self._names, name)  # afterwards, all ranks have made their Heartbeats
             self._beats.start()
         self._monitor.start()
         return self
@@ -109,14 +109,13 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._suspecting and isinstance(
-            error, Exception
-        ):  # a peer that waited for the same rank may have left first
+        # Another rank that waited for the same missing rank may have left first, and this one's collective failed.
+        if self._suspecting and isinstance(error, Exception):
             logger.error("while a missing rank is looked for: %s: %s", type(error).__name__, error, exc_info=error)
-            self._monitor.join(LISTEN_S + 2 * STORE_S)  # it ends the process, if it finds out
-        self._move()
-        verdict = self._beats.close("left" if error is None else "failed") if self._beats else None
-        if verdict is None:
+            self._monitor.join(LISTEN_S + 2 * STORE_S)  # the monitor ends the process if it finds the rank
+        self._give_sign_of_life()
+        decision = self._beats.close("left" if error is None else "failed") if self._beats else None
+        if decision is None:
             self._over.set()
         self._monitor.join()
 
@@ -125,8 +124,8 @@ class Watchdog:
     def _watch(self) -> None:
         ticks = self._ticks()
         for _ in ticks:
-            if self._beats is not None and self._beats.verdict is not None:
-                self._end(self._report(self._beats.verdict))
+            if self._beats is not None and self._beats.decision is not None:
+                self._end(self._describe(self._beats.decision))
             if self._is_stuck():
                 self._suspecting = True
                 if self._beats is None:
@@ -135,11 +134,11 @@ class Watchdog:
                 self._suspecting = False
 
     def _ticks(self) -> Iterator[float]:
-        """Look at the main thread, and tell the seconds since the last look, until the block is over."""
+        """Look at the main thread every ``TICK_S``, and yield the seconds since the last look, until the block is over."""
         seen, last = self._at, time.monotonic()
         while not self._over.wait(TICK_S):
             now = time.monotonic()
-            passed = now - last if now - last < LATE_S else 0.0
+            passed = now - last if now - last < STOPPED_S else 0.0
             self._idle_s = self._idle_s + passed if self._at is seen else 0.0
             seen, last = self._at, now
             yield passed
@@ -151,17 +150,17 @@ class Watchdog:
         return Beat(0, self._at, self._idle_s, time.time())
 
     def _suspect(self, beats: Heartbeats, ticks: Iterator[float]) -> None:
-        """Read the beats of all ranks, and propose a verdict; until there is one, or the main thread goes on."""
+        """Read the heartbeats of all ranks and propose a decision, until there is one or the main thread goes on."""
         before: list[Beat] | None = None
-        last = beats.reading  # of an earlier suspicion
+        last = beats.latest  # left over from an earlier suspicion
         listened = unanswered = 0.0
-        beats.listen(True)
+        beats.read(True)
         for passed in ticks:
-            if beats.verdict is not None or not self._is_stuck():
+            if beats.decision is not None or not self._is_stuck():
                 break
             listened += passed
             unanswered += passed
-            now = beats.reading
+            now = beats.latest
             if now is None or now is last:
                 if unanswered >= STORE_S:
                     self._end(self._without_store())
@@ -171,24 +170,24 @@ class Watchdog:
                 before, listened = now, 0.0
             if listened >= LISTEN_S:
                 beats.propose(_decide(before, now))
-        beats.listen(False)
+        beats.read(False)
 
-    def _report(self, verdict: Verdict) -> str:
-        """The verdict as this rank says it."""
-        if not verdict.late:
+    def _describe(self, missing: MissingRanks) -> str:
+        """The decision, from this rank's point of view."""
+        if not missing.findings:
             return (
-                f"all {self._place.world_size} ranks have been at {verdict.where} for {self._timeout_s:g} s: no rank is "
+                f"all {self._env.world_size} ranks have been at {missing.where} for {self._timeout_s:g} s: no rank is "
                 "behind, so what they do there together does not end"
             )
-        words = []
-        for rank, finding in list(verdict.late.items())[:MOST_NAMED]:
-            if rank == self._place.rank:
-                words.append(f"this rank {finding}, and was waited for in {verdict.where}")
+        parts = []
+        for rank, finding in list(missing.findings.items())[:MOST_NAMED]:
+            if rank == self._env.rank:
+                parts.append(f"this rank {finding}, and was waited for in {missing.where}")
             else:
-                absence = f"did not arrive in {verdict.where} within {self._timeout_s:g} s"
-                words.append(f"{self._names[rank]} {absence}: it {finding}")
-        more = len(verdict.late) - MOST_NAMED
-        return "; ".join(words) + (f"; and {more} more" if more > 0 else "")
+                absence = f"did not arrive in {missing.where} within {self._timeout_s:g} s"
+                parts.append(f"{self._names[rank]} {absence}: it {finding}")
+        more = len(missing.findings) - MOST_NAMED
+        return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 
     def _without_store(self) -> str:
         of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -199,53 +198,39 @@ class Watchdog:
         )
 
     def _end(self, report: str) -> NoReturn:
-        """Say it, write the stacks, and end the process."""
+        """Log the report, write the stacks, and end the process."""
         log = _log_descriptor()
-        # Its own thread, in C, ends the process if the main thread holds the lock of a log that it cannot write to.
-        faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=log)
+        # A thread in C ends the process even if the main thread holds the lock of a log to which nothing can be written.
+        faulthandler.dump_traceback_later(LAST_REPORT_S, exit=True, file=log)
         try:
             raise TimeoutError(report)  # raised, since torchrun's report shows the traceback
         except TimeoutError as error:
             get_error_handler().record_exception(error)
         logger.error(report)
-        heading = f"The Python stacks of rank {self._place.rank} (pid {os.getpid()}), the latest call first:\n"
+        heading = f"The Python stacks of rank {self._env.rank} (pid {os.getpid()}), the latest call first:\n"
         os.write(log, heading.encode())
         faulthandler.dump_traceback(log)
         sys.stdout.flush()
         if self._beats is not None:
-            time.sleep(FAREWELL_S)
+            time.sleep(READ_DECISION_S)
         for child in multiprocessing.active_children():  # loader workers
             child.kill()
         os._exit(1)
 
 
-def missing_ranks(before: Sequence[Beat], now: Sequence[Beat]) -> list[int]:
-    """The ranks for which the others wait.
-
-    :param before: a beat of each rank; :param now: the same when each rank that lives has sent another
-    :returns: those that have sent none although they have not left; if there are none, those furthest behind; none if all
-        are at the same position
-    """
-    silent = [rank for rank, beat in enumerate(now) if beat.number == before[rank].number and beat.state != "left"]
-    if silent:
-        return silent
-    reached = [beat.reached for beat in now]
-    return [rank for rank, position in enumerate(reached) if position == min(reached) != max(reached)]
-
-
-def _decide(before: Sequence[Beat], now: Sequence[Beat]) -> Verdict:
-    late = {}
+def _decide(before: Sequence[Beat], now: Sequence[Beat]) -> MissingRanks:
+    findings = {}
     for rank in missing_ranks(before, now):
         beat = now[rank]
         if beat.state == "failed":
-            late[rank] = "has failed (see its own log)"
+            findings[rank] = "has failed (see its own log)"
         elif beat.number == before[rank].number:
             silence_s = max(LISTEN_S, time.time() - beat.clock)  # its host's clock may be ahead
-            late[rank] = f"has given no sign of life for {silence_s:.0f} s (stopped, or cut off)"
+            findings[rank] = f"has given no sign of life for {silence_s:.0f} s (stopped, or cut off)"
         else:
-            late[rank] = f"{_whereabouts(beat)} (its Python stacks are in its own log)"
+            findings[rank] = f"{_whereabouts(beat)} (its Python stacks are in its own log)"
     furthest = max(now, key=lambda beat: beat.reached)
-    return Verdict("the end" if furthest.state == "left" else str(furthest.position), late)
+    return MissingRanks("the end" if furthest.state == "left" else str(furthest.position), findings)
 
 
 def _whereabouts(beat: Beat) -> str:

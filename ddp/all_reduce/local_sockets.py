@@ -1,7 +1,7 @@
-"""Where the ranks of a host meet: a Unix-domain socket between each two of them, to wait for each other and hand over files.
+"""Unix-domain sockets between the ranks of a host: a barrier that also passes file descriptors.
 
-A rank that sleeps at a socket leaves its core to the others' computation, and learns at once when the other end has gone. The
-sockets are in Linux's abstract namespace: nothing is left behind in the file system, whoever is killed whenever.
+A rank that sleeps at a socket leaves its core to the others' computation, and sees at once when the other process ends. The
+sockets are in Linux's abstract namespace: they leave nothing behind in the file system, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UsageError
-from ddp.all_reduce.algorithms import Naive
+from ddp.all_reduce.naive import Naive
 from ddp.all_reduce.p2p import P2P
 
 MESSAGE_BYTES = 1024
@@ -29,20 +29,20 @@ SECRET_BYTES = 16
 
 
 class LocalSockets:
-    """A Unix-domain socket between each two ranks of a host, for them to wait for each other and hand over files.
+    """A Unix-domain socket between each two ranks of a host. To make one is a collective.
 
-    :param p2p: all on one host; to connect them is a collective
+    :param p2p: the ranks, all on one host
     """
 
     def __init__(self, p2p: P2P) -> None:
-        self._peers = p2p
+        self._p2p = p2p
         self._connections: dict[int, socket.socket] = {}
         # A loader worker that is forked later must not hold the connections of its rank when that is killed.
         close = weakref.WeakMethod(self.close)
         os.register_at_fork(after_in_child=lambda: (bound := close()) and bound())
 
         with _new_socket(p2p.timeout_s) as listener:
-            listener.bind("")  # to an abstract address that the kernel chooses, where all on the host could connect
+            listener.bind("")  # the kernel chooses an abstract address, to which any process of the host could connect
             listener.listen()
             invitation = listener.getsockname() + secrets.token_bytes(SECRET_BYTES)
             try:
@@ -55,19 +55,19 @@ class LocalSockets:
                 raise p2p.lost(peer, error) from error
 
     def meet(self, what: str, *files: int) -> list[int]:
-        """Wait until all ranks have come.
+        """A barrier: return when all ranks have called this.
 
-        :param what: they come to do
-        :param files: a file descriptor that the others get, or none; on all ranks alike, and to be closed by the caller
-        :returns: those of all ranks, in rank order
-        :raises RankLost: if one has ended, or does not come in time
-        :raises RuntimeError: if one comes to do something else
+        :param what: the purpose of the call, which must be the same on all ranks
+        :param files: a file descriptor for the other ranks, or none; on all ranks alike. The caller closes it.
+        :returns: the file descriptors of all ranks, in rank order
+        :raises RankLost: if a rank has ended, or does not call in time
+        :raises RuntimeError: if the purposes differ
         """
         own = what.encode()
         enclosed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
-        gathered = {self._peers.rank: list(files)}
+        gathered = {self._p2p.rank: list(files)}
         waiting, poll = {}, select.poll()
-        deadline = time.monotonic() + self._peers.timeout_s
+        deadline = time.monotonic() + self._p2p.timeout_s
         try:
             for peer, connection in self._connections.items():
                 connection.sendmsg([own], enclosed)
@@ -86,17 +86,17 @@ class LocalSockets:
                         raise ConnectionResetError("it has closed its connection")
                     if theirs != own:
                         raise RuntimeError(
-                            f"of the ranks on {self._peers.hosts[peer]}, {self._peers.rank} has come {what}, and {peer} "
+                            f"of the ranks on {self._p2p.hosts[peer]}, {self._p2p.rank} has come {what}, and {peer} "
                             f"{theirs.decode()}: all must all-reduce in the same order tensors of the same size and dtype, "
                             "at the same place in allocated memory"
                         )
                     gathered[peer] = [file for _, _, data in received for file in array.array("i", data)]
         except OSError as error:
-            raise self._peers.lost(peer, error) from error
+            raise self._p2p.lost(peer, error) from error
         return [file for peer in sorted(gathered) for file in gathered[peer]]
 
     def close(self) -> None:
-        """Those that wait for this rank, or will, see that it has gone."""
+        """Close the connections; ranks that wait for this one see that at once."""
         for connection in self._connections.values():
             connection.close()
 
@@ -114,16 +114,16 @@ def _new_socket(timeout_s: float) -> socket.socket:
 
 
 def _connect(invitation: bytes, timeout_s: float) -> socket.socket:
-    """To the rank that sent its address and secret."""
+    """Connect to the rank that sent this address and secret."""
     connection = _new_socket(timeout_s)
     connection.connect(invitation[:-SECRET_BYTES])
     connection.send(invitation[-SECRET_BYTES:])
-    connection.settimeout(None)  # what is sent or received from now on does not have to wait
+    connection.settimeout(None)  # meet() polls instead
     return connection
 
 
 def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
-    """The rank that was invited."""
+    """The connection of the invited rank; others, which do not know the secret, are refused."""
     while True:
         connection, _ = listener.accept()
         connection.settimeout(listener.gettimeout())
@@ -134,7 +134,7 @@ def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
 
 
 def find_hosts(p2p: P2P) -> list[int]:
-    """For each rank a number that it shares with those on its host alone: a collective.
+    """A number for each rank, which is the same for the ranks of one host only. A collective.
 
     A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
 
@@ -146,5 +146,5 @@ def find_hosts(p2p: P2P) -> list[int]:
     host = f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
     hosts = torch.zeros(p2p.size, dtype=torch.int64)
     hosts[p2p.rank] = int.from_bytes(hashlib.sha256(host.encode()).digest()[:8], "little", signed=True)
-    Naive(p2p).run(hosts)  # each rank has filled in its own
+    Naive(p2p).run(hosts)  # each rank has filled in its own number
     return hosts.tolist()

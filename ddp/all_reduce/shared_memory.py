@@ -1,16 +1,16 @@
-"""All-reduce between the ranks of one host: no bytes travel, since every rank reads and writes what the others hold.
+"""All-reduce between the ranks of one host: no bytes are sent, since every rank reads and writes the others' buffers.
 
 Each rank allocates its buffers in memory that the others map too. An all-reduce is then
 
-    wait until all have come  ->  add up one part of all buffers, write the sum to all of them  ->  wait until all are done
+    barrier  ->  add up one part of all buffers, write the sum to all of them  ->  barrier
 
-and either wait is one message on a Unix-domain socket from each rank to each. Sockets, and not flags in the shared memory,
-because a rank that sleeps at a socket leaves its core to the others' computation, because the kernel orders reads and writes
-of the memory around the messages, and because it reports a rank's end at once, whatever ended it.
+A barrier is one message on a Unix-domain socket from each rank to each. Sockets have three advantages over flags in the
+shared memory: a rank that sleeps at a socket leaves its core to the others' computation; the kernel orders reads and writes
+of the memory around the messages; and it reports the end of a process at once.
 
 Nothing here has a name in the file system: the sockets are in Linux's abstract namespace, and the memory is known by file
-descriptors alone, which travel over the sockets. So nothing can be left behind, whoever is killed whenever; nor does it
-matter how small /dev/shm is.
+descriptors alone, which are passed over the sockets. So nothing is left behind, whichever process is killed, and the size of
+/dev/shm does not matter.
 
     torchrun --nproc_per_node=2 -m ddp.train --strategy handwritten --all-reduce shared-memory
 """
@@ -22,35 +22,34 @@ import mmap
 import os
 from collections.abc import Callable
 
-import psutil
 import torch
 from torch import Tensor
 
 from common.errors import UsageError
-from ddp.all_reduce.algorithms import AllReduce
+from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
 from ddp.all_reduce.p2p import P2P
 
-BLOCK_BYTES = 256 << 10  # of each rank's buffer; those of two ranks stay in a core's second-level cache
+BLOCK_BYTES = 256 << 10  # of each rank's buffer; blocks of two ranks stay in a core's second-level cache
 SCRATCH_BYTES = 4 << 20
-SMALL_BYTES = 64 << 10  # up to here, to wait once and add more is faster than to wait twice
+SMALL_BYTES = 64 << 10  # up to this size, one barrier and more additions are faster than two barriers
 ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
 
 
 class SharedMemory(AllReduce):
-    """Sums CPU tensors over the ranks of one host; in rank order, so that the same bits come out on all, every time.
+    """Sums CPU tensors over the ranks of one host, in rank order: all ranks get the same bits, every time.
 
-    Two steps for n bytes and p ranks, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It
-    reads n/p bytes of each of p buffers and writes as many. Time: 2 alpha + 2pn / bandwidth, of the memory that all share or
-    of their caches, and alpha, to wake a rank, is some 10 us.
+    Two steps, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It reads n/p bytes of
+    each of p buffers and writes as many. Time: 2 alpha + 2pn / bandwidth. The bandwidth is that of the memory or the caches;
+    alpha, the time to wake a rank, is some 10 us.
 
-    Tensors that are small, or do not lie in memory of :meth:`allocate`, are copied there and back.
+    Tensors that are small, or do not lie in memory of :meth:`allocate`, are copied to such memory and back.
 
-    :param p2p: all on one host
-    :param parts: of a buffer; the i-th rank adds up the i-th. As many as there are ranks when None
+    :param p2p: the ranks, all on one host
+    :param parts: into how many parts a buffer is divided; the i-th rank adds up the i-th. The number of ranks when None
     :param between: called with each part of the sum by the rank that has added it up, before the others get it:
-        :mod:`ddp.all_reduce.hierarchical` adds what other hosts have
-    :raises UsageError: on all ranks, if they are on several hosts or have not enough memory; outside Linux
+        :mod:`ddp.all_reduce.hierarchical` adds the other hosts' sums there
+    :raises UsageError: on all ranks, if they are on several hosts or there is too little memory; outside Linux
     """
 
     def __init__(self, p2p: P2P, parts: int | None = None, between: Callable[[Tensor], None] | None = None) -> None:
@@ -61,23 +60,23 @@ class SharedMemory(AllReduce):
             raise UsageError(
                 f"--all-reduce shared-memory needs all ranks on one host; these are on {names}: use hierarchical"
             )
-        self._peers, self._parts, self._between = p2p, parts or p2p.size, between
+        self._p2p, self._parts, self._between = p2p, parts or p2p.size, between
         self._sockets = LocalSockets(p2p)
         self._scratch = _Segment(p2p, self._sockets, SCRATCH_BYTES + 2 * SMALL_BYTES)
         self._segments = [self._scratch]
         self._turn = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros ``[numel]`` that all ranks map: they, and any part of them, are summed where they are.
+        """Zeros ``[numel]`` that all ranks map; they, or a slice of them, are summed without a copy.
 
-        A collective, to be called while no sum is under way.
+        A collective; no sum may be running.
 
-        :raises UsageError: on all ranks, if there is not enough memory; for another device than the CPU
+        :raises UsageError: on all ranks, if there is too little memory; for another device than the CPU
         """
         _require_cpu(device)
-        segment = _Segment(self._peers, self._sockets, numel * dtype.itemsize)
+        segment = _Segment(self._p2p, self._sockets, numel * dtype.itemsize)
         self._segments.append(segment)
-        return segment.memory[self._peers.rank].view(dtype)
+        return segment.memory[self._p2p.rank].view(dtype)
 
     def run(self, buffer: Tensor) -> None:
         _require_cpu(buffer.device)
@@ -87,35 +86,35 @@ class SharedMemory(AllReduce):
             else:
                 self._run_small(buffer)
         except BaseException:
-            self._sockets.close()  # those that wait for this rank learn at once that it does not come
+            self._sockets.close()  # the ranks that wait for this one see at once that it failed
             raise
 
     def _run_small(self, buffer: Tensor) -> None:
-        """Every rank shows a copy of what it has, and adds up all copies by itself.
+        """Every rank publishes a copy of its tensor, and adds up all copies by itself.
 
-        One wait is enough, since there are two places for copies, in turn: while others still read these, the next go to the
-        other, and when those after the next come here, all have met for the next.
+        One barrier is enough, because two places for copies are used in turn. While others still read one place, the next
+        copies go to the other; when a place is used again, all ranks have passed the barrier in between.
         """
         self._turn = 1 - self._turn
         copies = self._scratch.views(SCRATCH_BYTES + self._turn * SMALL_BYTES, buffer)
-        copies[self._peers.rank].copy_(buffer)
+        copies[self._p2p.rank].copy_(buffer)
         self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype}")
         buffer.copy_(copies[0])
         for other in copies[1:]:
             buffer += other
 
     def _run_large(self, buffer: Tensor) -> None:
-        if not buffer.numel():  # it lies nowhere
+        if not buffer.numel():  # an empty tensor lies in no segment
             return
         for number, segment in enumerate(self._segments):
-            offset = buffer.data_ptr() - segment.memory[self._peers.rank].data_ptr()
+            offset = buffer.data_ptr() - segment.memory[self._p2p.rank].data_ptr()
             if 0 <= offset <= segment.nbytes - buffer.nbytes:
                 self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype} from byte {offset} of allocation {number}")
                 self._sum_part(segment.views(offset, buffer))
                 self._sockets.meet("to the end of a sum")
                 return
         for piece in buffer.split(SCRATCH_BYTES // buffer.element_size()):
-            scratch = self._scratch.views(0, piece)[self._peers.rank]
+            scratch = self._scratch.views(0, piece)[self._p2p.rank]
             scratch.copy_(piece)
             self._run_large(scratch)
             piece.copy_(scratch)
@@ -124,7 +123,7 @@ class SharedMemory(AllReduce):
         """Add up this rank's part of all buffers, in blocks that stay in its cache until the sum is written to them all."""
         numel = buffers[0].numel()
         length = -(-numel // (self._parts * ALIGNMENT)) * ALIGNMENT
-        begin, end = (min(numel, index * length) for index in (self._peers.rank, self._peers.rank + 1))
+        begin, end = (min(numel, index * length) for index in (self._p2p.rank, self._p2p.rank + 1))
         if begin == end:
             return
         block = end - begin if self._between else BLOCK_BYTES // buffers[0].element_size()
@@ -147,19 +146,19 @@ class _Segment:
     """As many bytes of each rank, mapped by all: ``memory[rank]``, uint8 ``[nbytes]``.
 
     :param nbytes: the same on all ranks
-    :raises UsageError: on all ranks
+    :raises UsageError: on all ranks, if there is too little memory
     """
 
     def __init__(self, p2p: P2P, sockets: LocalSockets, nbytes: int) -> None:
         self.nbytes = nbytes
-        length = max(nbytes, 1)  # nothing cannot be mapped
+        length = max(nbytes, 1)  # a mapping cannot be empty
         files = [_anonymous_file(length, p2p.size)]
         try:
             files = sockets.meet(f"to allocate {nbytes} bytes", *files)
             if any(os.fstat(file).st_size < length for file in files):
                 raise UsageError(
                     f"--all-reduce shared-memory found no {_mib(p2p.size * length)} of memory on "
-                    f"{p2p.hosts[p2p.rank]}, which has {_mib(psutil.virtual_memory().available)} left: free some, "
+                    f"{p2p.hosts[p2p.rank]}, which has {_mib(_available_bytes())} left: free some, "
                     "start fewer ranks there, or raise ulimit -f"
                 )
             # torch keeps a mapping for as long as a tensor lies in it.
@@ -170,24 +169,29 @@ class _Segment:
         self.memory = [torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes] for mapping in mappings]
 
     def views(self, offset: int, like: Tensor) -> list[Tensor]:
-        """Of each rank's memory as much as a tensor needs, with its dtype."""
+        """For each rank, the slice of its memory from byte ``offset`` that is as long as ``like``, with its dtype."""
         return [memory[offset : offset + like.nbytes].view(like.dtype) for memory in self.memory]
 
 
 def _anonymous_file(length: int, copies: int) -> int:
     """Zeros in memory, known by a file descriptor; shorter than ``length`` if there is not enough memory.
 
-    The file gets its memory now: else the first write to a page that cannot be had would be a SIGBUS.
+    The file gets its memory now: otherwise, with too little memory, the first write to a page would be a SIGBUS.
 
-    :param copies: that the ranks of this host make at the same time
+    :param length: bytes
+    :param copies: how many such files the ranks of this host make at the same time
     """
     file = os.memfd_create("all-reduce")
-    if (
-        copies * length <= psutil.virtual_memory().available
-    ):  # beyond that, the kernel kills somebody rather than refuse
+    if copies * length <= _available_bytes():  # beyond that, the kernel would kill a process instead of refusing
         with contextlib.suppress(OSError):
             os.posix_fallocate(file, 0, length)
     return file
+
+
+def _available_bytes() -> int:
+    import psutil  # not at the top: only this all-reduce needs it
+
+    return int(psutil.virtual_memory().available)
 
 
 def _require_cpu(device: torch.device) -> None:

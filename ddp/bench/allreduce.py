@@ -30,8 +30,9 @@ from common.reporting.benchmark import CPU, files_line, run_alone, write_results
 from common.reporting.benchmark_figures import plot_all_reduce
 from common.reporting.machine import usable_cores
 from common.reporting.timing import Spread, interleave, paired_ratio
-from ddp.all_reduce.algorithms import AllReduce
-from ddp.all_reduce.choice import ALL_REDUCES, build_all_reduce
+from ddp.all_reduce import ALL_REDUCES
+from ddp.all_reduce.base import AllReduce
+from ddp.all_reduce.choice import build_all_reduce
 from ddp.all_reduce.hierarchical import Hierarchical
 from ddp.all_reduce.p2p import P2P
 from ddp.bench.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds

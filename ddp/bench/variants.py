@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.training.models import MODELS, build_model
-from ddp.all_reduce.choice import ALL_REDUCES, build_all_reduce
+from ddp.all_reduce import ALL_REDUCES
+from ddp.all_reduce.choice import build_all_reduce
 
 IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
@@ -42,7 +43,7 @@ class DDPVariant:
     :param views: whether gradients are views into the buckets
     :param bucket_mib: size limit of a bucket in MiB; None for the wrapper's default
     :param hook: a communication hook of :data:`HOOKS`
-    :param all_reduce: of :data:`ddp.all_reduce.choice.ALL_REDUCES`; for the hand-written wrapper
+    :param all_reduce: of :data:`ddp.all_reduce.ALL_REDUCES`; for the hand-written wrapper
     """
 
     wrapper: str

@@ -1,6 +1,32 @@
-"""DistributedDataParallel by hand, from the simplest form that is right (naive.py) to all that torch's does (wrapper.py)."""
+"""DistributedDataParallel by hand, from the simplest form that is right to everything that torch's does.
 
-from ddp.by_hand.naive import NaiveDistributedDataParallel
-from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+naive.py      after backward, one all-reduce per parameter
+wrapper.py    a drop-in for torch's: buckets that are averaged while backward goes on. It stands on
+              reducer.py (a backward pass), buckets.py, replicas.py (equal weights), outputs.py, join.py (uneven inputs),
+              comm_hook.py (compressed communication)
+
+    from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
+
+To use it elsewhere, copy this folder with ddp/all_reduce/base.py, ddp/all_reduce/backend.py and common/errors.py. naive.py
+needs outputs.py and nothing else. strategies.py belongs to ddp.train.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.by_hand.naive import NaiveDistributedDataParallel
+    from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 __all__ = ["HandwrittenDistributedDataParallel", "NaiveDistributedDataParallel"]
+
+_MODULES = {"NaiveDistributedDataParallel": "naive", "HandwrittenDistributedDataParallel": "wrapper"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first used: a job with torch's DDP, which needs replicas.py, imports neither."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,29 +1,27 @@
-"""Uneven inputs: a rank that has run out of batches shadows the others' collectives until all have (``Join``).
+"""Uneven inputs: a rank without further batches takes part in the others' collectives until all are finished (``Join``).
 
     with model.join():  # or torch.distributed.algorithms.join.Join([model, optimizer])
-        for batch in batches:  # of which the ranks may have different numbers
+        for batch in batches:  # the ranks may have different numbers of batches
             ...
 
-Every forward pass tells the ranks that have joined what will follow. torch's own: torch/nn/parallel/distributed.py,
-``_DDPJoinHook``.
+A rank "joins" when it has finished its batches. Every forward pass of the others tells the joined ranks which collectives
+will follow. torch's own: torch/nn/parallel/distributed.py, ``_DDPJoinHook``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ddp.by_hand.reducer import Reducer
 from ddp.by_hand.replicas import broadcast, replicated
 
-if TYPE_CHECKING:
-    from ddp.by_hand.wrapper import Reducer
 
-
-class UnevenInputs(Joinable):
+class JoinableDDP(Joinable):
     """The part of a DDP wrapper that lets ranks have different numbers of inputs."""
 
     module: nn.Module
@@ -40,9 +38,11 @@ class UnevenInputs(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A block in which ranks may run out of inputs one after the other; see torch's documentation of ``DDP.join``.
+        """A block in which ranks may have different numbers of batches; see torch's documentation of ``DDP.join``.
 
-        :param divide_by_initial_world_size: average over all ranks, or else over those that still have inputs
+        :param divide_by_initial_world_size: average over all ranks; if False, over those that still have batches
+        :param enable: whether the block does anything
+        :param throw_on_early_termination: raise on all ranks when the first one has no batch left
         """
         return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
@@ -51,11 +51,11 @@ class UnevenInputs(Joinable):
     def join_hook(self, **settings: Any) -> JoinHook:
         """Called by ``Join``."""
         self._divide_by_active = not settings.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
+        return _JoinedRank(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Of the tensors with which ``Join`` counts the ranks."""
+        """The device of the tensors with which ``Join`` counts the ranks."""
         return self.device
 
     @property
@@ -65,7 +65,10 @@ class UnevenInputs(Joinable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def announce_forward(self, synchronize: bool) -> None:
-        """Before a forward pass: bring the buffers up to date, if they may differ, and tell the ranks that have joined."""
+        """Before a forward pass: tell the joined ranks, and synchronize the buffers if they may differ.
+
+        :param synchronize: whether the backward pass will average the gradients
+        """
         alive = Join.notify_join_context(self)
         self.reducer.divisor = self.process_group.size()
         if alive is not None and self._divide_by_active:
@@ -77,13 +80,13 @@ class UnevenInputs(Joinable):
         self.require_forward_param_sync = synchronize
 
     def _synchronize_buffers(self, candidate: int) -> None:
-        """Rank 0's buffers go to all; when rank 0 may have joined, those of the highest ``candidate``."""
+        """Send rank 0's buffers to all ranks; if rank 0 may have joined, those of the rank with the highest ``candidate``."""
         if not (self.broadcast_buffers and self.require_forward_param_sync):
             return
         buffers = list(replicated(self.module, parameters=False).values())
         if buffers:
             source = self._largest(candidate) if self._join_config.enable else 0
-            # An earlier forward pass may have saved a buffer for its backward pass, which need not know.
+            # An earlier forward pass may have saved a buffer for its backward pass, which would refuse a changed one.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
                 broadcast(buffers, source, self.process_group)
 
@@ -93,14 +96,14 @@ class UnevenInputs(Joinable):
         return int(largest)
 
 
-class _Shadow(JoinHook):
-    """What a rank does that has no more inputs."""
+class _JoinedRank(JoinHook):
+    """What a rank does after its last batch."""
 
-    def __init__(self, model: UnevenInputs) -> None:
+    def __init__(self, model: JoinableDDP) -> None:
         self._model = model
 
     def main_hook(self) -> None:
-        """One forward and backward pass of the others: their collectives, in their order."""
+        """Take part in one forward and backward pass of the others: the same collectives in the same order."""
         model = self._model
         model._synchronize_buffers(-1)
         model.require_forward_param_sync = bool(model._largest(0))
@@ -108,7 +111,7 @@ class _Shadow(JoinHook):
             model.reducer.join_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Nobody has any: all take the weights of one that went on to the end, and its buffers unless each has its own."""
+        """All ranks have joined: take the weights of one that joined last, and its buffers unless each rank has its own."""
         model = self._model
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
         tensors = replicated(model.module, buffers=model.broadcast_buffers)

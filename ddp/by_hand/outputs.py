@@ -1,4 +1,4 @@
-"""What a module returns may be any structure; here are its tensors."""
+"""The tensors in what a module returns, which may be any structure."""
 
 from __future__ import annotations
 

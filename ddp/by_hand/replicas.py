@@ -1,4 +1,4 @@
-"""Replicas: what makes the ranks' modules the same when training begins, and their buffers while it goes on."""
+"""Replicas: all ranks begin with the same module, and keep the same buffers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
 
 class ReplicasDiffer(UsageError, ValueError):
-    """The ranks have built different modules, as all of them have found out."""
+    """The ranks have built different modules. All ranks raise it."""
 
     seen_by_all = True
 
 
 def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Compare what the ranks have built, before anything is sent: differing shapes would be a hang, or garbage.
+    """Compare the ranks' modules before tensors are sent: with differing shapes, collectives hang or mix up values.
 
-    :param settings: whatever else must be the same on all ranks
+    :param module: this rank's
+    :param settings: other values that must be the same on all ranks
     :param group: the default group when None
     :raises ReplicasDiffer: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
     """
@@ -42,15 +43,14 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
 
 
 def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:
-    """What is the same on every rank: the module's parameters and buffers by name, but for those that it wants left alone
-    (as torch's DDP does: ``module._ddp_params_and_buffers_to_ignore``)."""
+    """Parameters and buffers by name, without those in ``module._ddp_params_and_buffers_to_ignore``, as in torch's DDP."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     named = (module.named_parameters() if parameters else (), module.named_buffers() if buffers else ())
     return {name: tensor for name, tensor in itertools.chain(*named) if name not in ignored}
 
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Overwrite the tensors with those of rank ``source`` of the group, many small ones in one message."""
+    """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
     for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)

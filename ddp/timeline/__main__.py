@@ -27,7 +27,7 @@ from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.models import LEAST_SAMPLES, MODELS
-from ddp.all_reduce.choice import ALL_REDUCES
+from ddp.all_reduce import ALL_REDUCES
 from ddp.config import TrainConfig, micro_batch_size
 from ddp.timeline.overlap import OverlapParts, divide
 

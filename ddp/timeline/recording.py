@@ -25,7 +25,7 @@ from common.training.models import build_model
 from common.training.optimization import build_optimizer
 from common.training.randomness import derive_seed
 from common.training.recipes import load_dataset, require_a_batch
-from ddp.all_reduce.algorithms import AllReduce, Pending
+from ddp.all_reduce.base import AllReduce, Pending
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 from ddp.config import TrainConfig
@@ -133,7 +133,7 @@ class Recorder:
     """The service of one rank: it trains with the hand-written DDP and records the moments of each step.
 
     :param config: for the CPU, without gradient accumulation
-    :param all_reduce: of :data:`ddp.all_reduce.choice.ALL_REDUCES`
+    :param all_reduce: of :data:`ddp.all_reduce.ALL_REDUCES`
     :param bucket_cap_mb: as in the hand-written DDP
     """
 

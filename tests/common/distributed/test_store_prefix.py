@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from common.distributed.store_prefix import agree_on_prefix, store_of_this_attempt
+from common.distributed.store_prefix import agree_on_prefix, store_with_new_prefix
 
 PATIENT, HASTY = datetime.timedelta(seconds=60), datetime.timedelta(seconds=0.5)
 
@@ -68,7 +68,7 @@ def test_what_one_attempt_writes_the_next_does_not_see(server: TCPStore, monkeyp
 
     def attempt() -> list[Store]:
         with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(lambda rank: store_of_this_attempt(rank, 2, PATIENT), range(2)))
+            return list(threads.map(lambda rank: store_with_new_prefix(rank, 2, PATIENT), range(2)))
 
     first, second = attempt(), attempt()
     first[0].set("address", "of the dead")

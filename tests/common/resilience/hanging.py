@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,16 +16,17 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.distributed.process_group import process_group
 from common.distributed.rank_logging import rank_logging
+from common.resilience import watchdog as watchdog_module
 from common.resilience.watchdog import Watchdog
 from tests.launch import FORK_SERVER, NO_GPUS, kill
 
 HANG_STEP = 5
-GROUP_TIMEOUT_S = 60.0  # gloo's own is for later
+GROUP_TIMEOUT_S = 600.0  # longer than any test: gloo must not report an error before the watchdog
 
 
 class Job:
-    """Ranks that sum a number in every step, and a folder: of their logs, of ``hanging``, in which the victim leaves its
-    process id, of ``worker`` with that of its loader worker, and of ``end``, whose presence ends the job."""
+    """Ranks that sum a number in every step, and a folder of files: their logs; ``hanging``, with the process id of the victim;
+    ``worker``, with that of its loader worker; ``end``, whose presence ends the job."""
 
     def __init__(
         self, folder: Path, environments: list[dict[str, str]], timeout_s: float, victim: int, how: str
@@ -37,7 +39,7 @@ class Job:
         for process in self.processes:
             process.start()
 
-    def wait_for(self, name: str, timeout_s: float = 60.0) -> Path:
+    def wait_for(self, name: str, timeout_s: float = 200.0) -> Path:
         """A file that a rank leaves in the folder."""
         deadline = time.monotonic() + timeout_s
         while not (self.folder / name).exists():
@@ -45,13 +47,13 @@ class Job:
             time.sleep(0.05)
         return self.folder / name
 
-    def exit_status(self, rank: int, timeout_s: float = 60.0) -> int | None:
+    def exit_status(self, rank: int, timeout_s: float = 200.0) -> int | None:
         """What the rank ended with; None if it did not."""
         self.processes[rank].join(timeout_s)
         return self.processes[rank].exitcode
 
     def log(self, rank: int) -> str:
-        """All that the rank logged."""
+        """Everything that the rank logged."""
         return (self.folder / f"rank{rank}.log").read_text()
 
 
@@ -72,38 +74,60 @@ def hanging_job(
 def _rank(environment: dict[str, str], folder: Path, timeout_s: float, victim: int, how: str) -> None:
     os.environ.update(environment)
     with (
+        _patience(),
         process_group("cpu", timeout_s=GROUP_TIMEOUT_S, threads=1) as env,
         rank_logging(env, folder),
         Watchdog(env, timeout_s) as watchdog,
     ):
-        end, step = torch.zeros(1), 0
-        while not end:
-            step += 1
+        hangs = env.rank == victim or how == "deadlock"
+        total, step = torch.zeros(1), HANG_STEP
+        # The watchdog begins to count when every rank is where it will stay: the decision depends on no rank's speed.
+        with watchdog.paused():
             watchdog.at(step, "data")
-            if step == HANG_STEP:
-                if env.rank == victim:
-                    _leave(folder / "hanging", os.getpid())
-                    _hang(how, folder)
-                elif victim < 0 and env.is_main:
-                    _leave(folder / "running", os.getpid())
+            batches = _stuck_batches(folder) if env.rank == victim and how == "loader" else None
+            if env.rank == max(victim, 0):
+                _leave(folder / ("running" if victim < 0 else "hanging"), os.getpid())
+            dist.barrier()
+        if hangs and how != "deadlock":
+            _hang(how, batches)
+        watchdog.at(step, "backward")
+        if how == "deadlock":
+            dist.recv(total, src=1 - env.rank)
+        while not total:  # for a victim, the others stay in the first all-reduce
+            total.fill_((folder / "end").exists())
+            dist.all_reduce(total)
+            step += 1
             watchdog.at(step, "backward")
-            end.fill_((folder / "end").exists())
-            if how == "deadlock" and step == HANG_STEP:
-                dist.recv(end, src=1 - env.rank)
-            if env.world_size > 1:
-                dist.all_reduce(end)
-            watchdog.at(step, "optimizer")
             time.sleep(0.01)
 
 
-def _hang(how: str, folder: Path) -> None:
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Times for a machine that is busy with other work: a rank that lives sends a heartbeat within them."""
+    with (
+        mock.patch.object(watchdog_module, "LISTEN_S", 8.0),
+        mock.patch.object(watchdog_module, "STORE_S", 8.0),
+        mock.patch.object(watchdog_module, "READ_DECISION_S", 4.0),
+    ):
+        yield
+
+
+def _hang(how: str, batches: Iterator[int] | None) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "loop":
         while True:
             pass
-    elif how == "loader":
-        next(iter(DataLoader(_Stuck(folder), num_workers=1, multiprocessing_context="fork")))  # it starts at once
+    elif batches is not None:
+        next(batches)
+
+
+def _stuck_batches(folder: Path) -> Iterator[int]:
+    """The batches of a loader whose worker does not answer; the worker waits for its disk when this returns."""
+    batches = iter(DataLoader(_Stuck(folder), num_workers=1, multiprocessing_context="fork"))
+    while not (folder / "worker").exists():
+        time.sleep(0.01)
+    return batches
 
 
 class _Stuck(Dataset[int]):

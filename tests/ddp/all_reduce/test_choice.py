@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.process_group import process_group
-from ddp.all_reduce.choice import ALL_REDUCES, build_all_reduce
+from ddp.all_reduce import ALL_REDUCES
+from ddp.all_reduce.choice import build_all_reduce
 from tests.launch import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""ddp/all_reduce/shared_memory.py: it sums as torch does, leaves nothing behind, and says who was lost and what is not possible."""
+"""ddp/all_reduce/shared_memory.py: it sums as torch does, leaves nothing behind, names a lost rank, and refuses what is impossible."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
+from common.resilience.suspicions import RankLost
 from ddp.all_reduce import shared_memory
-from ddp.all_reduce.algorithms import AllReduce
+from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket
-from ddp.all_reduce.p2p import P2P, RankLost
+from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
 from tests.ddp.all_reduce.test_algorithms import Case, assert_is_sum, cases, drawn, sum_until_lost
 from tests.launch import run_ranks, run_with_victim
@@ -37,8 +38,8 @@ LARGE: list[Case] = [(SMALL_BYTES + change, torch.uint8) for change in (-1, 0, 1
 
 
 def digests(all_reduce: AllReduce, examples: list[Case], group: dist.ProcessGroup) -> list[int]:
-    """Of each example's sum, which is compared with torch's: of a plain tensor, of an allocated one and of a part of one;
-    a third of them are started all at once."""
+    """Digests of the examples' sums, which are compared with torch's: of plain tensors, of allocated ones and of slices of
+    those. A third of the sums are started all at once."""
     results, expected = [], []
     for seed, case in enumerate(examples):
         tensor = drawn(case, seed)
@@ -89,9 +90,8 @@ def test_large_tensors_are_summed_as_torch_does() -> None:
     assert others == [first] * 2
 
 
-def sum_until_killed(victim: int, numel: int) -> tuple[object, str, float]:
-    """The victim dies while the others wait for its part of the sum. A process that it has forked lives on, as a loader worker
-    may until it finds out."""
+def sum_until_killed(victim: int, numel: int) -> tuple[object, str]:
+    """The victim dies while the others wait for its part of the sum. A process that it forked lives on, as a loader worker may."""
     with process_group(timeout_s=60) as env:
         all_reduce = SharedMemory(P2P())
         buffer = all_reduce.allocate(numel, torch.float32, CPU)
@@ -101,40 +101,40 @@ def sum_until_killed(victim: int, numel: int) -> tuple[object, str, float]:
             dying = os.getpid()
             forked = [os.fork()]
             if forked == [0]:
-                time.sleep(60)
+                time.sleep(600)  # the survivors would wait, or time out, if it kept the connections open
                 os._exit(0)
             all_reduce._sum_part = lambda buffers: os.kill(dying, signal.SIGKILL)  # type: ignore[method-assign]
         dist.broadcast_object_list(forked, victim)
-        started = time.monotonic()
         with pytest.raises(RankLost) as lost:
             all_reduce.run(buffer)
-        waited = time.monotonic() - started
         with contextlib.suppress(ProcessLookupError):
             os.kill(forked[0], signal.SIGKILL)
         with pytest.raises(RankLost) as again:
             all_reduce.start(buffer).wait()
         assert str(again.value) == str(lost.value)
         all_reduce.close()
-        return lost.value.rank, str(lost.value), waited
+        return lost.value.rank, str(lost.value)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3)])
 def test_survivors_name_the_rank_that_was_killed_at_once(ranks: int, victim: int) -> None:
     survivors = run_with_victim(sum_until_killed, ranks, victim, 100_000)
     assert len(survivors) == ranks - 1
-    for rank, message, waited in survivors.values():
+    for rank, message in survivors.values():
         assert rank == victim
         assert message.startswith(f"rank {victim} (pid ")
         assert message.endswith(" ended during an all-reduce")
-        assert waited < 30  # the forked process did not keep the connections
 
 
+@pytest.mark.faults
 def test_survivors_name_the_rank_that_was_killed_anywhere() -> None:
-    for rank, message in run_with_victim(sum_until_lost, 3, 0, SharedMemory, signal.SIGKILL, 60.0).values():
+    for rank, message in run_with_victim(sum_until_lost, 3, 0, SharedMemory, signal.SIGKILL, 600.0).values():
         assert rank == 0
         assert message.endswith(" ended during an all-reduce")
 
 
+@pytest.mark.faults
 def test_survivors_name_the_rank_that_does_not_answer() -> None:
     for rank, message in run_with_victim(sum_until_lost, 3, 1, SharedMemory, signal.SIGSTOP, 2.0).values():
         assert rank == 1
@@ -142,7 +142,7 @@ def test_survivors_name_the_rank_that_does_not_answer() -> None:
 
 
 def names_in_use() -> tuple[set[str], bool]:
-    """What an all-reduce opens, as the kernel calls it; and whether its memory is still there when it is closed and over."""
+    """The names of what an all-reduce opens, as the kernel calls it; and whether its memory still exists after its end."""
 
     def opened() -> set[str]:
         links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
@@ -159,7 +159,7 @@ def names_in_use() -> tuple[set[str], bool]:
         all_reduce.run(buffer)
         new = opened() - before
         all_reduce.close()
-        buffer += 1  # it is still this rank's
+        buffer += 1  # the memory of a closed all-reduce is still mapped
         del buffer, all_reduce
         gc.collect()
         return new, any("all-reduce" in name for name in opened())
@@ -172,40 +172,40 @@ def test_nothing_has_a_name_that_could_be_left_behind() -> None:
         assert not remains
 
 
-def mistake_of(call: Callable[[], object]) -> str:
+def user_error_of(call: Callable[[], object]) -> str:
     with pytest.raises(UsageError) as user_error:
         call()
     return str(user_error.value)
 
 
 def refused() -> dict[str, str]:
-    """What is said of each mistake, some of which one rank makes and all are told; and that all goes on afterwards."""
+    """The message of each user error; all ranks get it, also when one rank made the mistake. Sums go on afterwards."""
     with process_group(timeout_s=60) as env:
         p2p = P2P()
         all_reduce = SharedMemory(p2p)
-        mistakes = {
-            "device": mistake_of(lambda: all_reduce.run(torch.zeros(1, device="meta"))),
-            "allocated device": mistake_of(lambda: all_reduce.allocate(1, torch.float32, torch.device("meta"))),
-            "memory": mistake_of(lambda: all_reduce.allocate(2**50, torch.float32, CPU)),
+        messages = {
+            "device": user_error_of(lambda: all_reduce.run(torch.zeros(1, device="meta"))),
+            "allocated device": user_error_of(lambda: all_reduce.allocate(1, torch.float32, torch.device("meta"))),
+            "memory": user_error_of(lambda: all_reduce.allocate(2**50, torch.float32, CPU)),
         }
         if env.rank == 1:
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-        mistakes["limit"] = mistake_of(lambda: all_reduce.allocate(2**20, torch.float32, CPU))
+        messages["limit"] = user_error_of(lambda: all_reduce.allocate(2**20, torch.float32, CPU))
         if env.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         with mock.patch("sys.platform", "darwin"):
-            mistakes["system"] = mistake_of(lambda: SharedMemory(p2p))
+            messages["system"] = user_error_of(lambda: SharedMemory(p2p))
         with mock.patch("socket.gethostname", return_value=f"node-{env.rank // 2}"):
-            mistakes["hosts"] = mistake_of(lambda: SharedMemory(P2P()))
+            messages["hosts"] = user_error_of(lambda: SharedMemory(P2P()))
         ones = torch.ones(SMALL_BYTES)
         all_reduce.run(ones)
         assert ones.tolist() == [env.world_size] * SMALL_BYTES
         all_reduce.close()
-        return mistakes
+        return messages
 
 
-def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+def test_impossible_requests_are_refused_on_all_ranks() -> None:
     first, *others = run_ranks(refused, 3)
     assert others == [{**first, "memory": mock.ANY, "limit": mock.ANY}] * 2
     for device in (first["device"], first["allocated device"]):
@@ -228,11 +228,11 @@ def mismatched(numels: list[int]) -> None:
 
 
 @pytest.mark.parametrize("numels", [[3, 4], [100_000, 100_001]])
-def test_ranks_that_sum_different_things_are_told(numels: list[int]) -> None:
+def test_ranks_that_sum_different_tensors_get_an_error(numels: list[int]) -> None:
     run_ranks(mismatched, 2, numels)
 
 
-def test_only_who_knows_the_secret_is_accepted() -> None:
+def test_only_a_process_that_knows_the_secret_is_accepted() -> None:
     secret = bytes(range(SECRET_BYTES))
     with _new_socket(10.0) as listener:
         listener.bind("")

@@ -80,7 +80,7 @@ def bucket_of(parameters: list[nn.Parameter], as_view: bool) -> Bucket:
 
 
 def fill(bucket: Bucket, divisor: float) -> None:
-    bucket.waiting = set(bucket.parameters)
+    bucket.to_copy = set(bucket.parameters)
     bucket.fill(divisor)
 
 

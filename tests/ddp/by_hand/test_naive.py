@@ -45,7 +45,7 @@ def compared() -> list[str]:
 
 
 def unused_parameters() -> list[str]:
-    """Each rank uses another branch: the others' ranks contribute zeros."""
+    """Each rank uses another branch; the other ranks contribute zeros to its average."""
     torch.manual_seed(0)
     network = Branches()
     loss_of(NaiveDistributedDataParallel(network)(batch(0), 0)).backward()

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from common.distributed.process_group import process_group
-from ddp.all_reduce.algorithms import AllReduce, Backend, Pending
-from ddp.all_reduce.p2p import P2P
+from ddp.all_reduce.backend import Backend
+from ddp.all_reduce.base import AllReduce, Pending
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 from tests.ddp.by_hand.wrappers import Images, loss_of
 from tests.launch import run_ranks
@@ -37,7 +37,7 @@ class Recorder(AllReduce):
 
     def __init__(self) -> None:
         super().__init__()
-        self._backend = Backend(P2P())
+        self._backend = Backend()
         self.events: list[tuple[str, int]] = []
 
     def run(self, buffer: Tensor) -> None:
@@ -817,7 +817,7 @@ def refused_modules() -> None:
                 f"the ranks' modules differ: {option} is False on rank 1, but True on rank 0"
             )
         assert "all_reduce is" in message(
-            ValueError, lambda: wrap(same, all_reduce=Recorder() if env.rank else Backend(P2P()))
+            ValueError, lambda: wrap(same, all_reduce=Recorder() if env.rank else Backend())
         )
 
         assert message(ValueError, lambda: wrap(nn.Sequential(nn.ReLU()))) == (

@@ -1,0 +1,162 @@
+"""Which rank this process is, on which device, and how all ranks fail together.
+
+``torchrun`` starts one process per device and describes each through its environment (RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from common.errors import UsageError
+from common.reporting.machine import usable_cores
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NO_GROUP = "none"
+
+
+@dataclass(frozen=True)
+class DistEnv:
+    """This process's rank in the job, and its device.
+
+    :param rank: among all processes of the job, from 0
+    :param local_rank: among the processes of this node, from 0
+    :param world_size: number of processes in the job
+    :param local_world_size: number of processes on this node
+    :param device: this rank's own device
+    :param backend: ``"gloo"`` or ``"nccl"``; ``"none"`` for a process that has joined no group (:meth:`alone`)
+    :param host: this node's name
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    host: str
+
+    @classmethod
+    def alone(cls, device: torch.device) -> DistEnv:
+        """A process without a group: code that is written for ranks runs there too."""
+        return cls(0, 0, 1, 1, device, NO_GROUP, socket.gethostname())
+
+    @property
+    def share_of_cores(self) -> int:
+        """CPU threads for this rank when the node's ranks share its usable cores."""
+        return max(1, usable_cores() // self.local_world_size)
+
+    @property
+    def nccl_device(self) -> torch.device | None:
+        """The ``device_id`` of ``init_process_group``: bound to it, NCCL need not guess the GPU at its first collective."""
+        return self.device if self.backend == "nccl" else None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and prints for all ranks."""
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """A block that may fail on some ranks only, because one node lacks a file for example. If it fails on one, it fails on all.
+
+        Without this, the rank that failed would end, and the others would wait for it in their next collective. The end of
+        the block is also a barrier: no rank passes it before all ranks have reached it.
+
+        :raises UsageError: on every rank, the error of the lowest rank that met a ``UsageError``, or could not read or write
+            a file. Any other error is a defect of the program, and is raised on its own rank only
+        """
+        if self.backend == NO_GROUP:
+            yield
+            return
+        user_error = None
+        try:
+            yield
+        except UsageError as error:
+            user_error = str(error)
+        except OSError as error:
+            if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+                raise
+            user_error = f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
+        user_errors: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(user_errors, user_error)
+        for rank, text in enumerate(user_errors):
+            if text is not None:
+                shared = UsageError(text if rank == 0 else f"[rank {rank}] {text}")
+                shared.seen_by_all = True
+                raise shared
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce a tensor of any shape, in place, by sum; returns it."""
+        if self.backend != NO_GROUP:
+            dist.all_reduce(values)
+        return values
+
+
+def require_alone(program: str) -> None:
+    """:raises UsageError: in a job of ranks, for a program that is one process or starts its own"""
+    if "RANK" in os.environ:
+        raise UsageError(f"{program} is started once, and not by torchrun: start it with python -m, or unset RANK")
+
+
+def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapping[str, str] | None = None) -> DistEnv:
+    """This process's rank, from torchrun's environment variables; without any of them, the only rank of a job of one.
+
+    :param device: one of :data:`common.distributed.DEVICES`
+    :param backend: one of :data:`common.distributed.BACKENDS`
+    :param environment: this process's environment when None
+    :raises UsageError: for half an environment, NCCL without CUDA, or more ranks than GPUs
+    """
+    environment = os.environ if environment is None else environment
+    given = [name for name in TORCHRUN_VARIABLES if name in environment]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
+    if not given:
+        environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    elif missing:
+        raise UsageError(
+            f"{', '.join(given)} set, but not {', '.join(missing)}: start with torchrun, which sets them all, or unset them"
+        )
+    numbers = {}
+    for name in (*TORCHRUN_VARIABLES[:4], *(["MASTER_PORT"] if given else [])):
+        if not environment[name].isdecimal():
+            raise UsageError(f"{name}={environment[name]!r} is not a whole number: let torchrun set it")
+        numbers[name] = int(environment[name])
+    for index, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if numbers[index] >= numbers[size]:
+            raise UsageError(f"{index}={numbers[index]} must be below {size}={numbers[size]}: let torchrun set both")
+
+    chosen = _choose_device(device, backend, numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
+    return DistEnv(
+        rank=numbers["RANK"],
+        local_rank=numbers["LOCAL_RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        device=chosen,
+        backend=("nccl" if chosen.type == "cuda" else "gloo") if backend == "auto" else backend,
+        host=socket.gethostname(),
+    )
+
+
+def _choose_device(device: str, backend: str, local_rank: int, local_world_size: int) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cpu" or (device == "auto" and (backend == "gloo" or gpus == 0)):
+        if backend == "nccl":
+            found = "no CUDA device is usable here" if gpus == 0 else "--device cpu was asked for"
+            raise UsageError(f"--backend nccl needs CUDA, but {found}: use --backend gloo")
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
+    if local_world_size > gpus:
+        raise UsageError(
+            f"{local_world_size} ranks on this node, but {gpus} GPU{'s' * (gpus > 1)}: "
+            f"start with --nproc_per_node={gpus}, or train with --device cpu"
+        )
+    return torch.device("cuda", local_rank)

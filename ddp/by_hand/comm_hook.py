@@ -1,0 +1,63 @@
+"""Communication hooks: functions that average a bucket in another way, compressed for example. torch's own hooks work too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp.by_hand.buckets import Bucket
+
+Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
+
+
+class GradBucket:
+    """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
+
+    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes of the
+    ``parameters()``. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for the last one.
+    """
+
+    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+        self.set_buffer(bucket.buffer)
+        self.parameters: Callable[[], list[nn.Parameter]] = lambda: list(bucket.parameters.values())
+        self.index, self.is_last = lambda: index, lambda: is_last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the buffer that the hook sees; the hook's result is used in any case."""
+        self.buffer: Callable[[], Tensor] = lambda: buffer
+
+    def gradients(self) -> list[Tensor]:
+        parameters = self.parameters()
+        pieces = self.buffer().split([parameter.numel() for parameter in parameters])
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
+
+
+class HookedAverage:
+    """The pending result of a hook for a bucket.
+
+    :raises TypeError: if the hook returned anything but a future
+    """
+
+    def __init__(self, hook: Hook, state: Any, bucket: GradBucket) -> None:
+        self._name = f"the communication hook {getattr(hook, '__name__', repr(hook))}"
+        self._buffer = bucket.buffer()
+        self._future = hook(state, bucket)
+        if not isinstance(self._future, torch._C.Future):
+            raise TypeError(f"{self._name} must return a future of a tensor, not {type(self._future).__name__}")
+
+    def wait(self) -> None:
+        """Return when the bucket's buffer holds the result.
+
+        :raises TypeError: if the result is not a tensor of its size
+        """
+        result = self._future.wait()
+        if isinstance(result, list) and len(result) == 1:  # as in the future of a collective
+            (result,) = result
+        if not isinstance(result, Tensor) or result.numel() != self._buffer.numel():
+            found = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"{self._name} must give a tensor of {self._buffer.numel()} elements, not {found}")
+        if result.data_ptr() != self._buffer.data_ptr():
+            self._buffer.copy_(result.view(-1))

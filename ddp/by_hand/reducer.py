@@ -1,0 +1,199 @@
+"""The reducer: averages the buckets of gradients during the backward pass.
+
+A bucket that is complete is sent at once, while backward goes on with the layers below: communication hides behind
+computation. Buckets are sent in the same order on every rank, since collectives are matched by their order. torch's own:
+torch/csrc/distributed/c10d/reducer.cpp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from ddp.all_reduce.base import AllReduce, Pending
+from ddp.by_hand.buckets import Bucket, Kind, assign_buckets
+from ddp.by_hand.comm_hook import GradBucket
+
+
+class Reducer:
+    """From "this gradient is ready" to "every gradient is the average", in every backward pass that synchronizes.
+
+    :param parameters: by name, in the same order on all ranks
+    :param group: the ranks that train together
+    :param all_reduce: sums a bucket
+    :param limits: see :func:`ddp.by_hand.buckets.assign_buckets`
+    :param as_view: whether gradients are views into their bucket
+    :param find_unused: whether backward passes may leave out parameters
+    :param static_graph: whether all backward passes use the parameters as the first one does
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        all_reduce: AllReduce,
+        limits: list[int],
+        as_view: bool,
+        find_unused: bool,
+        static_graph: bool,
+    ) -> None:
+        self.expecting = False  # whether a backward pass that synchronizes is running or follows
+        self.divisor: float = group.size()
+        self.hook: Callable[[GradBucket], Pending] | None = None  # averages a bucket in another way
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._group, self._all_reduce, self._limits = group, all_reduce, limits
+        self._as_view, self._find_unused = as_view, find_unused and not static_graph
+        indices = range(len(self._parameters))
+        sizes: Counter[Kind] = Counter()
+        for parameter in self._parameters:
+            sizes[parameter.dtype, parameter.device] += parameter.numel()
+        self._memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
+        # The order in which gradients become ready in the first backward pass; None afterwards.
+        self._order: list[int] | None = []
+        # How often each gradient becomes ready in a backward pass; None before the first pass of a static graph.
+        self._uses: list[int] | None = None if static_graph else [1 for _ in indices]
+        # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
+        self._receivers = None if static_graph or find_unused else set(indices)
+        self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
+        # In the running backward pass: how often each gradient will still become ready, and the all-reduces of sent buckets.
+        self._running = False
+        self._remaining: list[int] = []
+        self._sent: list[Pending] = []
+
+    def begin(self) -> None:
+        """A backward pass that synchronizes begins. Autograd will call :meth:`_finish` when all of it is over."""
+        if self._running:
+            return
+        self._running = self.expecting = True
+        self._remaining, self._sent = list(self._uses or [0] * len(self._parameters)), []
+        self._divisor = 1 if self.hook else self.divisor  # communication hooks divide by themselves
+        for bucket in self.buckets:
+            bucket.missing, bucket.to_copy = bucket.expected, set(bucket.parameters)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def ready(self, index: int, _: object) -> None:
+        """The gradient of parameter ``index`` is in ``.grad``.
+
+        :raises RuntimeError: if it became ready before in this pass, or is sparse
+        """
+        if not self.expecting:
+            return
+        self.begin()
+        if self._order is not None:
+            self._order.append(index)
+        self._remaining[index] -= 1
+        if self._uses is None or self._remaining[index] > 0:
+            return
+        if self._remaining[index] < 0:
+            raise RuntimeError(
+                f"the gradient of {self._names[index]} became ready twice in one backward pass: do several checkpoints use "
+                "it? pass static_graph=True, or checkpoint with use_reentrant=False"
+            )
+        bucket = self._bucket_of[index]
+        if not bucket.small:
+            bucket.copy_in(index, self._divisor)  # at once: the next gradient can then reuse its memory
+        bucket.missing -= 1
+        # Collectives are matched by their order, so a complete bucket waits for those before it.
+        while not bucket.missing and len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
+            self._send()
+
+    def prepare_for_backward(self, synchronize: bool) -> None:
+        """A forward pass is over.
+
+        :param synchronize: whether the backward pass that follows averages the gradients
+        """
+        in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing runs forward within backward
+        if self._running and not in_backward:  # an exception ended that pass, so that autograd did not call _finish
+            self._wait()
+            self._running = False
+        self.expecting = synchronize or (in_backward and self.expecting)
+
+    def join_backward(self) -> None:
+        """Take part in the other ranks' backward pass without one of this rank: contribute zeros."""
+        self._sent = []
+        for _ in self.buckets:
+            self._send(zeros=True)
+        self._wait()
+        self._receivers or self._agree_on_receivers([False] * len(self._parameters))
+        self._rebuild_buckets()
+
+    def _send(self, zeros: bool = False) -> None:
+        """Start the next bucket's all-reduce."""
+        index = len(self._sent)
+        bucket = self.buckets[index]
+        bucket.buffer.zero_() if zeros else bucket.fill(self._divisor)
+        if self.hook is None:
+            self._sent.append(self._all_reduce.start(bucket.buffer))
+        else:
+            self._sent.append(self.hook(GradBucket(bucket, index, is_last=index == len(self.buckets) - 1)))
+
+    def _wait(self) -> None:
+        for pending in self._sent:
+            pending.wait()
+
+    def _finish(self) -> None:
+        """Backward is over: send the remaining buckets, wait for all, and make the averages the gradients."""
+        self._running = False
+        if not self._find_unused and self._remaining == (self._uses or [0] * len(self._remaining)):
+            return  # no gradient became ready: this was torch.autograd.grad, which leaves .grad unchanged
+        if not self._find_unused and max(self._remaining) > 0:
+            self._wait()
+            self.expecting = False
+            unused = [name for name, remaining in zip(self._names, self._remaining, strict=True) if remaining > 0]
+            names = ", ".join(unused[:5]) + ", ..." * (len(unused) > 5)
+            raise RuntimeError(
+                f"backward gave no gradient to {len(unused)} of {len(self._names)} parameters: {names}. This rank's loss "
+                "does not depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
+            )
+        while len(self._sent) < len(self.buckets):
+            self._send()
+        self._wait()
+        if self._uses is None:
+            self._uses = [-remaining for remaining in self._remaining]
+        receivers = self._receivers or self._agree_on_receivers([p.grad is not None for p in self._parameters])
+        self._rebuild_buckets()
+        for bucket in self.buckets:
+            bucket.finalize(receivers)
+        self.expecting = False
+
+    def _agree_on_receivers(self, used: list[bool]) -> set[int]:
+        """The parameters that have a gradient on any rank. The others keep ``.grad`` None, as in torch's DDP."""
+        flags = torch.tensor(used, dtype=torch.int32, device=self._parameters[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        receivers = set(flags.nonzero().flatten().tolist())
+        if not self._find_unused:  # a static graph: they stay the same
+            self._receivers = receivers
+        return receivers
+
+    def _rebuild_buckets(self) -> None:
+        """After the first backward pass: group gradients that become ready together, in rank 0's order."""
+        if self._order is None:
+            return
+        never = reversed(range(len(self._parameters)))
+        order = torch.tensor(list(dict.fromkeys([*self._order, *never])), device=self._parameters[0].device)
+        dist.broadcast(order, group=self._group, group_src=0)
+        self._order = None
+        # All buckets share one buffer per dtype, in which the new order gives each average another place.
+        averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
+        self._build_buckets(order.tolist())
+        for bucket in self.buckets:
+            for index, view in bucket.views.items():
+                view.copy_(averages[index])
+
+    def _build_buckets(self, order: Iterable[int]) -> None:
+        indices = {self._parameters[index]: index for index in order}
+        free = dict(self._memory)
+        self.buckets: list[Bucket] = []
+        for parameters in assign_buckets(indices, self._limits):
+            kind = (parameters[0].dtype, parameters[0].device)
+            size = sum(parameter.numel() for parameter in parameters)
+            buffer, free[kind] = free[kind][:size], free[kind][size:]
+            bucket = Bucket({indices[parameter]: parameter for parameter in parameters}, buffer, self._as_view)
+            bucket.expected = sum(self._uses[index] > 0 for index in bucket.parameters) if self._uses else 0
+            self.buckets.append(bucket)
+        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.parameters}
