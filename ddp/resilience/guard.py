@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
@@ -48,7 +49,8 @@ class ResilientGuard(StepGuard):
 
     def begin(self, job: Job) -> None:
         """Guard the steps of this job, whose network this guard has wrapped. A collective."""
-        self._job = job
+        # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
+        self._job: Job = weakref.proxy(job)
         self._warm_up()
 
     def _warm_up(self) -> None:

@@ -25,7 +25,7 @@ from dataloading.loader.failures import explained as loader_errors  # TODO
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.manifest import name_of
 from ddp.job import Job
-from ddp.resilience.flags import Flags
+from ddp.resilience.flags import NO_FLAGS, Flags
 from ddp.resilience.guard import ResilientGuard
 from ddp.resilience.replica_check import require_equal_replicas
 from ddp.resilience.run_report import report_run
@@ -79,6 +79,7 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.guard.requests = lambda: NO_FLAGS
         self._open.__exit__(kind, error, trace)
 
     def after_step(self) -> None:
