@@ -56,6 +56,8 @@ while kill -0 $job 2>/dev/null && ! ls RUN/checkpoints/epoch-* >/dev/null 2>&1; 
 pkill -KILL --newest --parent $job; wait $job'
 example files 'training from JPEG files, decoded by the fast loader as they are needed' - \
     'torchrun --nproc_per_node=2 -m ddp.train --dataset lfw FLAGS'
+example own-model 'a model and a data set of your own: two functions in a module' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --model examples.own_model_and_dataset:build --dataset examples.own_model_and_dataset:load FLAGS'
 example loading 'what loading costs here: a sweep over workers, the cost of each stage, a verdict' - \
     'python -m dataloading.bench OPTIONS'
 example slow-storage 'files that answer after 20 ms, one at a time and 16 at a time' - \

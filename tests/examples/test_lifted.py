@@ -1,0 +1,110 @@
+"""examples/: each runs from a folder outside the repository, with the packages installed or on PYTHONPATH."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.launch import REPOSITORY, error_lines, run_command
+
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+OWN = ("--model", "own_model_and_dataset:build", "--dataset", "own_model_and_dataset:load")
+SMALL = ("--epochs", "1", "--device", "cpu", "--run-dir", "run")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A project of one's own, with the examples in it."""
+    for path in EXAMPLES:
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, ranks: int = 0, status: int = 0) -> str:
+    """What a command in ``folder`` prints to stdout, or to stderr if it is to fail; under torchrun if there are ranks."""
+    launcher = ("torch.distributed.run", f"--nproc_per_node={ranks}") if ranks else ()
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = run_command(*launcher, *arguments, cwd=folder, env=environment, timeout_s=280)
+    assert (done.returncode != 0) == (status != 0), done.stderr
+    return done.stderr if status else done.stdout
+
+
+def weights_of_each_rank(output: str) -> list[str]:
+    """The sums of the weights that the ranks print, exactly; their lines may run into each other."""
+    return re.findall(r"sum of the weights (-?\d+\.\d+(?:e-?\d+)?)", output)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_short_and_its_imports_are_there(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) < 40
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(list(imports), []), path.name, "exec"), {})
+    assert f" {path.name}" in text or path.stem == "own_model_and_dataset"  # the docstring has the command
+
+
+def test_the_readme_shows_every_example() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in readme] == []
+
+
+@pytest.mark.examples
+def test_the_wrapper_by_hand_keeps_the_replicas_equal(folder: Path) -> None:
+    one, other = weights_of_each_rank(run(folder, "own_loop_by_hand.py", ranks=2))
+    assert one == other
+
+
+@pytest.mark.examples
+def test_a_loop_that_is_continued_ends_with_the_same_bits(folder: Path) -> None:
+    whole = weights_of_each_rank(run(folder, "own_loop_checkpoints.py", "30", "whole", ranks=2))
+    of_part = weights_of_each_rank(run(folder, "own_loop_checkpoints.py", "17", "part", ranks=2))
+    continued = weights_of_each_rank(run(folder, "own_loop_checkpoints.py", "30", "part", ranks=2))  # from step 10
+    assert len(whole) == 2
+    assert continued == whole != of_part
+    assert sorted(path.name for path in (folder / "part").iterdir()) == ["step-00000020", "step-00000030"]
+
+
+@pytest.mark.examples
+def test_the_fast_loader_brings_every_image_of_a_folder(folder: Path) -> None:
+    for name, count in (("cats", 30), ("dogs", 20)):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (30, 20), (number, 0, 0)).save(folder / "photos" / name / f"{number}.png")
+    lines = run(folder, "fast_loader_own_folder.py", "photos").splitlines()
+    assert lines[0] == "50 images of cats, dogs"
+    assert [line.split(",")[0] for line in lines[1:]] == ["epoch 0: 50 images", "epoch 1: 50 images"]
+
+
+@pytest.mark.examples
+def test_an_own_model_and_data_set_train_resume_and_are_evaluated(folder: Path) -> None:
+    output = run(folder, "-m", "ddp.train", *OWN, *SMALL, ranks=2)
+    accuracy = re.search(r"test accuracy ([\d.]+) % after 1 epochs \(\d+ of 400 samples\)", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+    resumed = run(folder, "-m", "ddp.train", *OWN, *SMALL[2:], "--epochs", "2", "--resume")
+    assert "after 2 epochs" in resumed
+    evaluated = run(folder, "-m", "ddp.evaluate", "--run-dir", "run", "--device", "cpu")
+    assert "horizontal" in evaluated
+    assert json.loads((folder / "run" / "config.json").read_text())["config"]["model"] == OWN[1]
+
+    other = folder.joinpath("own_model_and_dataset.py").read_text().replace("seed=0", "seed=2")
+    folder.joinpath("own_model_and_dataset.py").write_text(other)
+    refused = run(folder, "-m", "ddp.train", *OWN, *SMALL[2:], "--epochs", "3", "--resume", status=2)
+    assert "the run was started with other data" in error_lines(refused)[0]
+
+
+@pytest.mark.examples
+def test_what_is_no_such_function_is_one_line_once_per_job(folder: Path) -> None:
+    output = run(folder, "-m", "ddp.train", "--model", "own_model_and_dataset:nothing", *SMALL, ranks=2, status=2)
+    assert error_lines(output) == [
+        "error: --model own_model_and_dataset:nothing: module 'own_model_and_dataset' has no 'nothing': "
+        "give a function build(shape, classes) -> nn.Module as module:function"
+    ]
+    assert not os.path.exists(folder / "run")
