@@ -1,4 +1,4 @@
-"""What lies below replicate: tensors to every device, and on the way back their gradients, summed on the first.
+"""Below replicate: copies of tensors on every device, and in backward their gradients, summed on the first.
 
 After torch/nn/parallel/_functions.py and comm.py.
 """
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What surrounds a step of data parallelism: a range in a profile, or a stopwatch.
+# A context manager around a step of data parallelism: a range in a profile, or a stopwatch.
 StepContext = Callable[[str], contextlib.AbstractContextManager[Any]]
-ALIGNMENT = 64  # elements: kernels read whole vectors, and are slower where a tensor begins between two
+ALIGNMENT = 64  # elements: kernels read whole vectors, and are slower where a tensor is not aligned to them
 
 
 class Broadcast(torch.autograd.Function):
@@ -71,7 +71,9 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         packed = chosen[0].new_empty(sum(map(_span, chosen)))
         torch._foreach_copy_(_unpack(packed, chosen), chosen)
         for index, copy in zip(indices, _unpack(packed.to(device, non_blocking=True), chosen), strict=True):
-            copies[index] = copy.data  # with a version counter of its own: one may be changed in place, others not
+            copies[index] = (
+                copy.data
+            )  # .data has its own version counter, so changing one copy in place leaves the others valid
     return copies
 
 
@@ -82,12 +84,12 @@ def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _span(tensor: Tensor) -> int:
-    """The elements that it takes when packed."""
+    """Elements of a packed tensor, with padding."""
     return -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
 
 
 def _is_packable(tensor: Tensor) -> bool:
-    """Whether it fills its memory without gaps (not so are sparse gradients and expanded tensors), unseen by autograd."""
+    """Whether a tensor fills its memory without gaps, and autograd need not see the copy. Sparse and expanded ones do not."""
     if tensor.layout != torch.strided or (tensor.requires_grad and torch.is_grad_enabled()):
         return False
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)

@@ -1,7 +1,7 @@
 """The devices that one process drives: GPUs, or the same CPU several times.
 
-A CPU "device" is a thread with its share of the cores. It computes nothing that the plain module would not, but it lets the
-whole mechanism run, be tested and be measured where there are no GPUs.
+A CPU "device" is a thread with a share of the cores. The result is that of the plain module; it makes the whole mechanism
+testable and measurable without GPUs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MOST_CPU_DEVICES = 4  # of "auto": enough to see how it scales
 
 
 def parse_devices(text: str) -> tuple[torch.device, ...]:
-    """What ``--devices`` names: ``cuda:0,cuda:1``, ``cpu,cpu,cpu``, or ``auto``.
+    """The devices of ``--devices``: ``cuda:0,cuda:1``, ``cpu,cpu,cpu``, or ``auto``.
 
     ``auto`` takes all GPUs where there are several, and otherwise as many CPU devices as there are usable cores, at least two
     and at most four.
 
-    :raises UsageError: for a device that is not there, or one that does not go with the others
+    :raises UsageError: for a missing device, or devices of two kinds
     """
     if text == "auto":
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -39,10 +39,10 @@ def parse_devices(text: str) -> tuple[torch.device, ...]:
 
 
 def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.device, ...]:
-    """The devices, all of one kind and all there.
+    """Check that all devices exist and are of one kind.
 
     :param devices: as ``torch.device`` takes them; an integer is a GPU's number
-    :raises ValueError: for none, one that is unknown or not there, or two kinds
+    :raises ValueError: for an empty list, an unknown or missing device, or two kinds
     """
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise ValueError(f"devices are a list, as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], and not {devices!r}")

@@ -8,11 +8,11 @@
 
 The backward pass is these steps in reverse, and autograd derives three of them: of gather, to split the gradient; of the
 replicas, their backward; of scatter, to join. The reverse of replicate, in dataparallel/broadcast.py, sums the replicas'
-gradients on the first device, where the optimizer finds them.
+gradients on the first device, where the optimizer uses them.
 
 The steps follow torch/nn/parallel (data_parallel.py, scatter_gather.py, replicate.py, parallel_apply.py, _functions.py), and
-the results are equal. Beyond it: CPU devices; threads that stay; an error names the argument or the device; a parameter that
-no replica used keeps ``grad`` None, as in the plain module.
+the results are equal. Beyond torch's: CPU devices; threads that are kept; errors that name the argument or the device; a parameter
+that no replica used keeps ``grad`` None, as in the plain module.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _batch_size(arguments: tuple[tuple[Any, ...], dict[str, Any]], dim: int) -> 
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested containers, each with what leads to it."""
+    """The tensors in nested containers, each with its path, as in ``argument 0['image']``."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict):
@@ -183,7 +183,7 @@ def replicate(
     other replicas' changes are lost with them. Replicas' parameters are no leaves: a gradient that reaches one travels on to
     the module's, by ``Broadcast``. So a replica's ``parameters()`` is empty, as in torch/nn/parallel/replicate.py.
 
-    :param step: surrounds the reverse of this in the backward pass, as ``step("reduce")``
+    :param step: context manager around the reduction in the backward pass, called as ``step("reduce")``
     """
     buffers = list(module.buffers())
     learned = [*module.parameters(), *(buffer for buffer in buffers if buffer.requires_grad)]
@@ -199,7 +199,7 @@ def replicate(
 
 
 def _replica(module: nn.Module, copy_of: dict[Tensor, Tensor]) -> nn.Module:
-    """The tree of modules anew, each a shallow copy, with other tensors in their places."""
+    """A shallow copy of every module in the tree, with the tensors of ``copy_of``."""
     shallow: dict[nn.Module, nn.Module] = {
         original: original._replicate_for_data_parallel() for original in module.modules()
     }
@@ -258,7 +258,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
             "only tensors can be joined, the rest must be the same"
         )
     if isinstance(first, Tensor):
-        # to the CPU, a copy that nobody waits for would be read before it is there
+        # A non-blocking copy to the CPU could be read before it is complete.
         there = [output.to(device, non_blocking=device.type == "cuda") for output in outputs]
         return torch.stack(there) if first.dim() == 0 else torch.cat(there, dim)
     if isinstance(first, dict):
@@ -270,7 +270,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """What all replicas' outputs must have in common."""
+    """The type and structure that all replicas' outputs must share."""
     if isinstance(value, Tensor):
         return Tensor
     if isinstance(value, dict):
@@ -281,7 +281,7 @@ def _outline(value: Any) -> Any:
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Whether two outlines are the same; what cannot be hashed (an array, a dataclass) is only ever the same as itself."""
+    """Whether two outlines are equal. Unhashable values (an array, a dataclass) are compared by identity."""
     try:
         return len({_outline(value), _outline(other)}) == 1
     except TypeError:

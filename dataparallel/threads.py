@@ -1,7 +1,7 @@
-"""A thread per device that stays, and runs on it what the calling thread would have run.
+"""One persistent thread per device, which runs calls with the modes of the calling thread.
 
-torch/nn/parallel/parallel_apply.py starts its threads anew in every forward pass. What a thread is told by its caller (grad
-mode, autocast, the current stream) belongs to the thread, so it is handed over with each call.
+torch/nn/parallel/parallel_apply.py starts new threads in every forward pass. Grad mode, autocast and the current stream belong
+to a thread, so each call passes them on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DeviceThreads:
         self._owner = 0
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run the i-th call in the i-th device's surroundings, all at once; returns their results.
+        """Run the i-th call in the i-th device's thread, all at once, with the caller's modes; returns their results.
 
         :param calls: at most one per device
         :raises Exception: of the first call in their order that failed, after all have ended; its message begins with the
@@ -58,9 +58,9 @@ class DeviceThreads:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Let the calling thread have one CPU device's share of the cores, for what it does between calls.
+        """Limit the calling thread to one CPU device's share of the cores, for its work between calls.
 
-        OpenMP's threads wait for more work by spinning, for some milliseconds. Those that had helped the calling thread would
+        OpenMP's threads spin for some milliseconds while they wait for more work. Threads that helped the calling thread would
         take the cores from the replicas' threads.
         """
         if self.devices[0].type != "cpu":
@@ -85,7 +85,7 @@ def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
 
     def prepare() -> None:
         if divide_cores:
-            torch.get_num_threads()  # the first look takes over the process's number; a later one would undo the next line
+            torch.get_num_threads()  # the first call adopts the process's number; after the next line, it would undo that
             torch.set_num_threads(share)
         all_there.wait()
 
@@ -105,7 +105,7 @@ def share_of_threads(devices: int) -> int:
 
 @contextlib.contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Let the calling thread have so many intra-op threads for the length of the block."""
+    """Set the calling thread's number of intra-op threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,8 +1,8 @@
 """Augmentation of a whole batch at once, as a pure function of (seed, epoch, sample).
 
-The images stay uint8: a shift and a flip need no arithmetic, and a batch of uint8 is a quarter of the size on its way to
-the device. Nothing here has state, so the same sample looks the same in the same epoch whichever worker, rank or world
-size fetches it, and different in the next epoch.
+The images stay uint8: a shift and a flip need no arithmetic, and a batch of uint8 is a quarter of the size when it is copied
+to the device. Nothing here has state. So a sample looks the same in one epoch whichever worker or rank fetches it, at every
+world size, and different in the next epoch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Images = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What may happen to a training image.
+    """Random shift and mirroring of training images.
 
-    :param shift: pixels by which it may move in each direction; what moves in is ``fill``
+    :param shift: maximum pixels by which an image moves in each direction
     :param flip: whether it may be mirrored left to right
     :param fill: the value of uncovered pixels
     """
@@ -46,7 +46,7 @@ class Augmentation:
         border = self.shift
         canvas = np.full((n, channels, height + 2 * border, width + 2 * border), self.fill, np.uint8)
         canvas[:, :, border : border + height, border : border + width] = images
-        windows = sliding_window_view(canvas, (height, width), axis=(2, 3))  # every place of the frame on the canvas
+        windows = sliding_window_view(canvas, (height, width), axis=(2, 3))  # every position of the frame on the canvas
         result = windows[np.arange(n), :, down, right]
         result[mirrored] = result[mirrored][..., ::-1]
         return result

@@ -32,12 +32,12 @@ _MEAN_GREY = 73.0  # of 255, in both splits; MNIST's is 33, KMNIST's 49
 
 
 def default_folder() -> Path:
-    """Where it is looked for without ``--data-dir``: ``data``, or where Debian's package puts it if that is all there is."""
+    """The folder without ``--data-dir``: ``data`` if it exists, else that of Debian's package if it is installed."""
     return DEBIAN_FOLDER if DEBIAN_FOLDER.is_dir() and not Path("data").is_dir() else Path("data")
 
 
 def download(folder: Path) -> None:
-    """Download with torchvision, into its layout, unless it is there. For one process per node, while the others wait.
+    """Download with torchvision, into its layout, unless the files exist. One process per node calls it; the others wait.
 
     :raises UsageError: when no mirror answers or the folder cannot be written
     """
@@ -45,7 +45,7 @@ def download(folder: Path) -> None:
 
     try:
         FashionMNIST(os.fspath(folder), download=True)
-    except Exception as error:  # whatever torchvision makes of a mirror's answer, or of a file half written before
+    except Exception as error:  # torchvision raises many kinds, for a mirror's answer or an incomplete file
         raise UsageError(f"--download to {folder} failed: {' '.join(str(error).split())}") from error
 
 
@@ -80,7 +80,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
                 with gzip.open(path) as source, open(plain, "wb") as target:
                     shutil.copyfileobj(source, target)
             array: npt.NDArray[np.uint8] = read_sn3_pascalvincent_tensor(os.fspath(plain)).numpy()
-    # What is raised for a damaged file depends on where the damage lies.
+    # The type of the exception depends on where in the file the damage is.
     except (gzip.BadGzipFile, EOFError, zlib.error, AssertionError, KeyError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{path} is damaged or truncated ({reason}): delete it and fetch it again") from error

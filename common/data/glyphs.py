@@ -1,8 +1,8 @@
-"""The embedded data set: ten characters, rendered here, hard enough to be honest, and needing no download.
+"""The embedded data set: ten characters, rendered here. It needs no download and is not easy to learn.
 
 Each image is drawn from Pillow's bundled scalable font under a random rotation, shear, scale and shift, with a random
 stroke width, contrast, clutter (line segments and a piece of another character) and noise. Every draw is a function of
-(seed, split, sample), so image ``i`` is the same on every machine and whether 100 or 12,000 are made.
+(seed, split, sample), so image ``i`` is the same on every machine, however many are made.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _draw_clutter(label: int, stroke: int, draws: list[float], lines: list[float
 def _transform(
     master: Image.Image, *, angle: float, shear: float, stretch: float, scale: float, right: float, down: float
 ) -> Image.Image:
-    """Place a master on a 28x28 canvas. Pillow wants the inverse map: from a pixel of the result to one of the source."""
+    """Place a master on a 28x28 canvas. Pillow takes the inverse map: from a pixel of the result to one of the source."""
     cos, sin = math.cos(angle) / scale, math.sin(angle) / scale
     a, b = (cos + shear * sin) / stretch, (sin - shear * cos) / stretch
     d, e = -sin, cos
@@ -116,9 +116,9 @@ def _master(label: int, stroke: int) -> Image.Image:
 
 
 def _noise(seed: int, split: str, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Noise of mean 0 and variance 1 that is close to normal: the sum of the eight bytes of each pixel's hash.
+    """Nearly normal noise of mean 0 and variance 1: the sum of the eight bytes of each pixel's hash.
 
-    Sums of bytes are exact, so that it is the same everywhere; a normal variate's logarithms would not be.
+    Sums of bytes are exact, so the noise is the same on every machine. The logarithms of a normal variate would differ.
     """
     pixels = np.arange(SIDE * SIDE).reshape(SIDE, SIDE)
     bits = hash64(seed, f"glyphs-{split}-noise", samples[:, None, None], pixels)

@@ -19,7 +19,7 @@ from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
 from common.training.precision import autocast
 
-# Per rank; without gradients there is room for more than in training. Of larger images, fewer.
+# Images per rank. Without gradients, memory holds more than in training; a batch of larger images has fewer.
 BATCH_SIZE = 500
 BATCH_PIXELS = 500 * 28 * 28
 SMALLEST_BATCH_SIZE = 32

@@ -1,7 +1,7 @@
 """A run's numbers over time: one JSON object per line, and TensorBoard beside it when asked.
 
 ``{"kind": "step", "step": 20, "epoch": 0, "loss": 1.93, ...}``; ``kind`` is ``step`` (a window of steps), ``epoch``, or
-``skipped`` (a step that was, with its samples).
+``skipped`` (a skipped step, with its samples).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 
 class MetricsWriter:
-    """Appends records to ``metrics.jsonl``; each is on its way to the disk before the next step begins.
+    """Appends records to ``metrics.jsonl``; each is passed to the operating system before the next step begins.
 
     :param after: when a run is resumed, the steps and epochs that are done: the records of others are dropped, since they
         will be written again; None starts a new file

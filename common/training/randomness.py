@@ -1,8 +1,8 @@
 """Stateless randomness: every draw is a pure function of integers such as (seed, epoch, sample).
 
-A generator that carries state makes a run depend on its history: on the number of loader workers, on what was drawn
-before a restart, on which rank holds which sample. Here nothing does. A draw is the hash of its coordinates, so a resumed
-run needs only integers to continue bit for bit, and another world size sees the same samples in the same form.
+A generator with state makes a run depend on its history: on the number of loader workers, on the draws before a restart, on
+which rank holds which sample. Here a draw is the hash of its coordinates. So a resumed run needs only integers to continue bit
+for bit, and another world size sees the same samples in the same form.
 
 The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA
 2014), applied once per coordinate. It is vectorized over numpy arrays: a batch's draws cost microseconds.
@@ -54,7 +54,7 @@ def integers(count: int, low: int, high: int, *keys: Key) -> npt.NDArray[np.int6
 
 
 def derive_seed(*keys: Key) -> int:
-    """One non-negative 63-bit seed from scalar coordinates, for a generator that wants a seed."""
+    """One non-negative 63-bit seed from scalar coordinates, to seed a generator with."""
     return int(hash64(*keys)) >> 1
 
 

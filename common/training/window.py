@@ -20,8 +20,10 @@ from common.distributed.rank_logging import Progress
 class WindowTotals:
     """A window of training steps, over all ranks.
 
-    :param loss: mean per sample; :param accuracy: share of the training samples recognized as they were trained on
-    :param seconds: wall time; :param data_wait: share of it that the ranks spent waiting for their next batch
+    :param loss: mean per sample
+    :param accuracy: share of the training samples recognized as they were trained on
+    :param seconds: wall time
+    :param data_wait: share of it that the ranks spent waiting for their next batch
     """
 
     samples: int

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str, ranks: int = 0, status: int = 0) -> str:
-    """What a command in ``folder`` prints to stdout, or to stderr if it is to fail; under torchrun if there are ranks."""
+    """Run a module in ``folder``, under torchrun if there are ranks; what it prints to stdout, or to stderr if it is to fail."""
     launcher = ("torch.distributed.run", f"--nproc_per_node={ranks}") if ranks else ()
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = run_command(*launcher, *arguments, cwd=folder, env=environment, timeout_s=280)
@@ -77,7 +77,7 @@ def test_the_fast_loader_brings_every_image_of_a_folder(folder: Path) -> None:
         (folder / "photos" / name).mkdir(parents=True)
         for number in range(count):
             Image.new("RGB", (30, 20), (number, 0, 0)).save(folder / "photos" / name / f"{number}.png")
-    lines = run(folder, "fast_loader_own_folder.py", "photos").splitlines()
+    lines = run(folder, "fast_loader_own_folder", "photos").splitlines()
     assert lines[0] == "50 images of cats, dogs"
     assert [line.split(",")[0] for line in lines[1:]] == ["epoch 0: 50 images", "epoch 1: 50 images"]
 
@@ -88,15 +88,15 @@ def test_an_own_model_and_data_set_train_resume_and_are_evaluated(folder: Path) 
     accuracy = re.search(r"test accuracy ([\d.]+) % after 1 epochs \(\d+ of 400 samples\)", output)
     assert accuracy is not None
     assert float(accuracy[1]) > 90
-    resumed = run(folder, "-m", "ddp.train", *OWN, *SMALL[2:], "--epochs", "2", "--resume")
+    resumed = run(folder, "ddp.train", *OWN, *SMALL[2:], "--epochs", "2", "--resume")
     assert "after 2 epochs" in resumed
-    evaluated = run(folder, "-m", "ddp.evaluate", "--run-dir", "run", "--device", "cpu")
+    evaluated = run(folder, "ddp.evaluate", "--run-dir", "run", "--device", "cpu")
     assert "horizontal" in evaluated
     assert json.loads((folder / "run" / "config.json").read_text())["config"]["model"] == OWN[1]
 
     other = folder.joinpath("own_model_and_dataset.py").read_text().replace("seed=0", "seed=2")
     folder.joinpath("own_model_and_dataset.py").write_text(other)
-    refused = run(folder, "-m", "ddp.train", *OWN, *SMALL[2:], "--epochs", "3", "--resume", status=2)
+    refused = run(folder, "ddp.train", *OWN, *SMALL[2:], "--epochs", "3", "--resume", status=2)
     assert "the run was started with other data" in error_lines(refused)[0]
 
 
