@@ -22,9 +22,10 @@ from common.cli import command, option, parse
 from common.data.datasets import keep_batch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress, rank_logging
+from common.reporting.atomic_files import write_json
 from common.reporting.benchmark_figures import plot_bars
 from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratio
 from dataloading.bench.ceiling import Ceiling, fastest_decoder
 from dataloading.bench.settings import Listed

@@ -34,8 +34,9 @@ from common.data.datasets import Batch, ImageData, batches
 from common.distributed.process_group import DistEnv, require_alone, stop_signals
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
+from common.reporting.atomic_files import write_bytes, write_json
 from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare
 from common.training import window
 from common.training.evaluation import evaluate, evaluation_batch_size
 from common.training.metrics import MetricsWriter

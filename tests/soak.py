@@ -28,8 +28,9 @@ import psutil
 from common.cli import command, option, parse
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
+from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import CONFIG_FILE, prepare_output, write_json
+from common.reporting.run_directory import CONFIG_FILE, prepare_output
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import name_of
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UsageError
-from common.reporting.run_directory import write_bytes, writing
+from common.reporting.atomic_files import write_bytes
+from common.reporting.run_directory import writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

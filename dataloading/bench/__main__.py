@@ -28,9 +28,10 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress, rank_logging
 from common.errors import UsageError
+from common.reporting.atomic_files import write_json
 from common.reporting.benchmark_figures import plot_sweep
 from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.run_directory import prepare_output, results_in
 from common.training.models import MODELS
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
 from dataloading.bench.stages import StageCosts, measure_stages

@@ -24,8 +24,9 @@ from typing import Any
 
 from common.cli import command, option, parse
 from common.errors import UsageError
+from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import prepare_output, results_in, write_json
+from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.trace_events import write_trace
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS

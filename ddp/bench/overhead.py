@@ -25,9 +25,10 @@ from common.data import datasets
 from common.data.datasets import Batch
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
+from common.reporting.atomic_files import write_json
 from common.reporting.benchmark_figures import plot_ratios
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import prepare_output, write_json
+from common.reporting.run_directory import prepare_output
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer

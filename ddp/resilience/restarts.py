@@ -16,7 +16,8 @@ import psutil
 import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
-from common.reporting.run_directory import LAUNCH_FILE, write_json
+from common.reporting.atomic_files import write_json
+from common.reporting.run_directory import LAUNCH_FILE
 
 
 def agents_of(env: DistEnv) -> list[str]:

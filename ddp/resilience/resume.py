@@ -21,7 +21,8 @@ from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
-from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, prepare, require_writable, write_json
+from common.reporting.atomic_files import write_json
+from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, prepare, require_writable
 from common.resilience.stop_request import REQUEUE
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import Manifest

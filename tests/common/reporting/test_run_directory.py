@@ -1,15 +1,15 @@
-"""``common.reporting.run_directory``: what is accepted, what is refused and how, and that nothing else's files are ever deleted."""
+"""common/reporting/run_directory.py: which folders are accepted or refused, and that only a run's files are deleted."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.errors import UsageError
-from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare, write_bytes, write_json
+from common.reporting.atomic_files import write_json
+from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare
 from common.resilience.run_lock import LOCK_FILE
 
 
@@ -33,7 +33,7 @@ def other(folder: Path) -> None:
 
 
 def other_with_a_config(folder: Path) -> None:
-    """As Hugging Face keeps its models."""
+    """A folder as Hugging Face saves a model."""
     other(folder)
     (folder / CONFIG_FILE).write_text('{"model_type": "bert"}')
     (folder / LOG_FOLDER).mkdir()
@@ -59,7 +59,7 @@ def test_a_new_or_empty_folder_becomes_a_runs(state: Callable[[Path], None], ove
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK_FILE, LOG_FOLDER]
 
 
-def test_a_run_that_was_killed_before_it_began_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_a_run_left_that_was_killed_before_it_began_is_accepted(tmp_path: Path) -> None:
     prepare(tmp_path, overwrite=False).close()
     (tmp_path / f".{CONFIG_FILE}.{'0a' * 16}").write_text("{")
     prepare(tmp_path, overwrite=False).close()
@@ -151,49 +151,7 @@ def test_a_run_behind_a_link_is_overwritten_or_refused_with_a_reason(tmp_path: P
     assert message or content(tmp_path / "scratch").keys() == {LOCK_FILE}
 
 
-def test_json_is_readable_and_names_paths_as_text(tmp_path: Path) -> None:
-    write_json(tmp_path / CONFIG_FILE, {"seed": 0, "run_dir": Path("runs/one")})
-    text = (tmp_path / CONFIG_FILE).read_text()
-    assert json.loads(text) == {"seed": 0, "run_dir": "runs/one"}
-    assert text.endswith("}\n")
-
-
-def test_json_that_could_not_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "result.json"
-    write_json(path, {"accuracy": 0.5})
-
-    def crash(*_: object) -> None:
-        raise OSError("the machine went away")
-
-    monkeypatch.setattr("os.replace", crash)
-    with pytest.raises(OSError, match="went away"):
-        write_json(path, {"accuracy": 0.6})
-    assert json.loads(path.read_text()) == {"accuracy": 0.5}
-
-
-def test_only_a_command_that_can_resume_advises_it(tmp_path: Path) -> None:
+def test_only_a_command_with_resume_advises_it(tmp_path: Path) -> None:
     run(tmp_path / "run")
     with pytest.raises(UsageError, match="holds a run: give --overwrite to delete it, or another folder"):
         prepare(tmp_path / "run", overwrite=False, resumable=False)
-
-
-def test_bytes_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "model.pt"
-    write_bytes(path, b"old")
-    write_bytes(path, memoryview(b"new"))
-    assert content(tmp_path) == {"model.pt": b"new"}
-
-    def no_room(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", no_room)
-    with pytest.raises(OSError, match="No space"):
-        write_bytes(path, b"newer")
-    assert content(tmp_path) == {"model.pt": b"new"}
-
-
-def test_rewritten_json_replaces_the_old_and_leaves_no_scratch(tmp_path: Path) -> None:
-    for accuracy in (0.5, 0.6):
-        write_json(tmp_path / "result.json", {"accuracy": accuracy})
-    assert content(tmp_path).keys() == {"result.json"}
-    assert json.loads((tmp_path / "result.json").read_text()) == {"accuracy": 0.6}

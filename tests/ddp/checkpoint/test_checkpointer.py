@@ -1,4 +1,4 @@
-"""ddp/checkpoint/checkpointer.py: what is written in the background is what the job was when it was saved, and no error is lost."""
+"""ddp/checkpoint/checkpointer.py: a background save holds the state at the time of the call, and no error is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CANNOT = "cannot be written (File exists)"
 
 
 class Saved(NamedTuple):
-    """A checkpoint as it is read back: its manifest but for the settings and digests, and its contents, bit for bit."""
+    """A checkpoint as it is read back: its facts without the settings, and its contents bit for bit."""
 
     facts: dict[str, Any]
     contents: Any
@@ -47,35 +47,35 @@ def saved(run_dir: Path, env: DistEnv) -> Saved | None:
     facts = {name: value for name, value in vars(manifest).items() if name not in ("config", "files")}
     contents = {kind: storage.read(path, kind) for kind in KINDS}
     for rank in contents["ranks"]:
-        rank["window"] = rank["window"][:3]  # the rest is times
+        rank["window"] = rank["window"][:3]  # the others are times
     return Saved(facts, bits(contents))
 
 
 class Started(NamedTuple):
     job: Job
-    savers: dict[bool, Checkpointer]
+    checkpointers: dict[bool, Checkpointer]
     folders: dict[bool, Path]
 
 
 def started(folder: Path, env: DistEnv) -> Started:
-    """A job after two steps, with a saver that waits (False) and one that does not (True), each with a run directory."""
+    """A job after two steps; a checkpointer that waits (False) and one that does not (True), each with a run directory."""
     folders = {later: folder / f"async-{later}" for later in (False, True)}
-    savers = {}
+    checkpointers = {}
     for later, run_dir in folders.items():
         if env.is_main:
             run_dir.mkdir()
         config = small(**SETTINGS, run_dir=run_dir, async_checkpoint=later)
-        savers[later] = Checkpointer(config, env, MetricsWriter(run_dir, silent=not env.is_main))
+        checkpointers[later] = Checkpointer(config, env, MetricsWriter(run_dir, silent=not env.is_main))
     job = build_job(config, env, load_data(config, env))
     job.sampler.set_epoch(0)
     batches = iter(job.loader)
     for _ in range(2):
         train_step(job, batches)
-    return Started(job, savers, folders)
+    return Started(job, checkpointers, folders)
 
 
 def overwrite(job: Job) -> None:
-    """Go on training, as it were, and change everything in place."""
+    """Change everything in place, as further training steps do."""
     with torch.no_grad():
         for tensor in job.network.state_dict().values():
             tensor.fill_(7)
@@ -86,10 +86,10 @@ def overwrite(job: Job) -> None:
 
 
 def saved_both_ways(folder: Path) -> tuple[Saved | None, Saved | None, bool]:
-    """The same state, saved at once, and in the background by a thread that begins when all has been changed."""
+    """The same state, saved at once, and in the background by a thread that starts after everything has changed."""
     with process_group(threads=1) as env:
-        job, savers, folders = started(folder, env)
-        savers[False].save(job)
+        job, checkpointers, folders = started(folder, env)
+        checkpointers[False].save(job)
         go_on = threading.Event()
 
         def late(*arguments: Any) -> Path:
@@ -98,15 +98,15 @@ def saved_both_ways(folder: Path) -> tuple[Saved | None, Saved | None, bool]:
 
         write = storage.write
         with mock.patch.object(storage, "write", late):
-            savers[True].save(job)
+            checkpointers[True].save(job)
             nothing_yet = storage.newest(folders[True]) is None
             overwrite(job)
             go_on.set()
-            savers[True].finish()
+            checkpointers[True].finish()
         return saved(folders[False], env), saved(folders[True], env), nothing_yet
 
 
-def test_a_save_in_the_background_is_of_the_moment_in_which_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_background_save_holds_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
     (at_once, later, nothing_yet), *others = run_ranks(saved_both_ways, 2, tmp_path)
     assert nothing_yet
     assert at_once == later
@@ -115,43 +115,43 @@ def test_a_save_in_the_background_is_of_the_moment_in_which_it_was_asked_for(tmp
 
 
 def saved_one_after_another(folder: Path) -> tuple[list[int], bool]:
-    """Three saves in the background, whose copy is the same memory, and one that is waited for."""
+    """Three background saves, whose copies share one memory, and one save that is waited for."""
     with process_group(threads=1) as env:
-        job, savers, folders = started(folder, env)
+        job, checkpointers, folders = started(folder, env)
         pointers = set()
         for _ in range(3):
-            savers[True].save(job)
+            checkpointers[True].save(job)
             job.step += 1
             if env.is_main:
-                pointers |= {savers[True]._copy["model"]["features.0.weight"].data_ptr()}
-        savers[True].save(job, wait=True)  # the one before is finished first
+                pointers |= {checkpointers[True]._copy["model"]["features.0.weight"].data_ptr()}
+        checkpointers[True].save(job, wait=True)  # the previous one is completed first
         steps = [storage.verify(path).step for path in storage.all_of(folders[True])]
-        with savers[True]:
+        with checkpointers[True]:
             job.step += 1
-            savers[True].save(job)
+            checkpointers[True].save(job)
         finished = not any(thread.name == "saving" for thread in threading.enumerate())
         return steps, finished and len(pointers) == env.is_main
 
 
 def test_saves_come_one_after_another_and_use_one_copy(tmp_path: Path) -> None:
     for steps, right in run_ranks(saved_one_after_another, 2, tmp_path):
-        assert steps == [4, 5]  # of four, the last two are kept; and on the disk when save returns
+        assert steps == [4, 5]  # of four, the last two are kept; they are on the disk when save returns
         assert right
 
 
 def failing(folder: Path) -> list[str]:
-    """Saves into a directory that cannot take a checkpoint, until it can: what each call says."""
+    """What each call raises while the directory cannot be written; at the end it can."""
     with process_group(threads=1) as env:
-        job, savers, folders = started(folder, env)
+        job, checkpointers, folders = started(folder, env)
         calls = [
-            ("at once", lambda: savers[False].save(job)),
-            ("at once, after that", savers[False].finish),
-            ("in the background", lambda: savers[True].save(job)),
-            ("the next save", lambda: savers[True].save(job)),
-            ("nothing is left", savers[True].finish),
-            ("in the background again", lambda: savers[True].save(job)),
-            ("finish", savers[True].finish),
-            ("waited for", lambda: savers[True].save(job, wait=True)),
+            ("at once", lambda: checkpointers[False].save(job)),
+            ("at once, after that", checkpointers[False].finish),
+            ("in the background", lambda: checkpointers[True].save(job)),
+            ("the next save", lambda: checkpointers[True].save(job)),
+            ("nothing is left", checkpointers[True].finish),
+            ("in the background again", lambda: checkpointers[True].save(job)),
+            ("finish", checkpointers[True].finish),
+            ("waited for", lambda: checkpointers[True].save(job, wait=True)),
         ]
         if env.is_main:
             for run_dir in folders.values():
@@ -160,8 +160,8 @@ def failing(folder: Path) -> list[str]:
         with env.fail_together():
             if env.is_main:
                 (folders[True] / storage.FOLDER).unlink()
-        savers[True].save(job)
-        savers[True].finish()
+        checkpointers[True].save(job)
+        checkpointers[True].finish()
         assert storage.newest(folders[True]) is not None
         return said
 
@@ -174,7 +174,7 @@ def message_of(what: str, call: Any) -> str:
     return what
 
 
-def test_an_error_of_the_writer_comes_out_on_every_rank_once(tmp_path: Path) -> None:
+def test_an_error_of_the_writer_is_raised_on_every_rank_once(tmp_path: Path) -> None:
     for said in run_ranks(failing, 2, tmp_path):
         assert said == [
             f"at once: {CANNOT}",
@@ -198,13 +198,13 @@ def checkpointer(tmp_path: Path, every: str, rank: int = 0) -> Checkpointer:
     )
 
 
-def test_checkpoints_are_due_by_the_count_of_steps(tmp_path: Path) -> None:
+def test_checkpoints_are_due_every_n_steps(tmp_path: Path) -> None:
     by_steps, by_time = checkpointer(tmp_path, "3"), checkpointer(tmp_path, "2min")
     assert [step for step in range(1, 10) if by_steps.due(step)] == [3, 6, 9]
     assert not any(by_time.due(step) for step in range(1, 10))
 
 
-def test_checkpoints_are_overdue_by_rank_0_s_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_overdue_on_rank_0_after_the_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(saving.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
     by_time, of_rank_1, by_steps = (
@@ -225,7 +225,7 @@ def tree(value: float) -> dict[Any, Any]:
     }  # fmt: skip
 
 
-def test_a_copy_is_a_copy_and_takes_the_memory_of_an_earlier_one() -> None:
+def test_a_copy_shares_nothing_and_reuses_the_memory_of_an_earlier_one() -> None:
     source = tree(1.0)
     first = copied(source)
     assert bits(first) == bits(tree(1.0))
@@ -261,6 +261,6 @@ TREES = st.recursive(
 
 
 @given(before=TREES, now=TREES)
-def test_an_earlier_copy_of_anything_else_does_no_harm(before: Any, now: Any) -> None:
+def test_an_earlier_copy_of_another_shape_is_not_reused(before: Any, now: Any) -> None:
     """Another shape or dtype, another number of entries, another kind of thing."""
     assert bits(copied(now, copied(before))) == bits(now)

@@ -1,4 +1,4 @@
-"""python -m ddp.checkpoint: what it says of whole and damaged checkpoints, and of mistakes."""
+"""python -m ddp.checkpoint: what it prints of whole and damaged checkpoints, and its one-line errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(written: Path, tmp_path: Path) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What the command prints, when it has nothing to complain of."""
+    """What the command prints when there is no error."""
     monkeypatch.setattr("sys.argv", ["ddp.checkpoint", *map(str, arguments)])
     checkpoint.main()
     out, err = capsys.readouterr()
@@ -83,7 +83,7 @@ def test_inspect_lists_all_and_describes_the_newest_whole_one(
     assert state_of(run) == before
 
 
-def test_inspect_of_damaged_ones_alone(
+def test_inspect_if_all_are_damaged(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in NAMES:
@@ -145,7 +145,7 @@ def test_export_writes_the_weights_of_the_plain_module(
     assert state_of(written) == before
 
 
-def test_export_passes_over_a_damaged_one_and_replaces_a_file_only_when_told(
+def test_export_passes_over_a_damaged_one_and_replaces_a_file_with_overwrite(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "weights.pt"
@@ -161,7 +161,7 @@ def test_export_passes_over_a_damaged_one_and_replaces_a_file_only_when_told(
     assert torch.equal(torch.load(output, weights_only=True)["classifier.6.bias"], weights(20)["classifier.6.bias"])
 
 
-def test_mistakes_are_one_line(written: Path, run: Path, tmp_path: Path, user_error: UserError) -> None:
+def test_user_errors_are_one_line(written: Path, run: Path, tmp_path: Path, user_error: UserError) -> None:
     main, there = checkpoint.main, tmp_path / "there"
     there.write_text("mine")
     empty, begun, nowhere = tmp_path / "empty", tmp_path / "begun", tmp_path / "nowhere"
@@ -195,7 +195,7 @@ def test_mistakes_are_one_line(written: Path, run: Path, tmp_path: Path, user_er
     add_checkpoint(run, 40, best=None)
     assert "--checkpoint best: the run has evaluated none yet" in export("--checkpoint", "best", "--output", output)
     forge(run / FOLDER / "epoch-0004-step-00000040", format=99)
-    for name in (NAMES[0], NAMES[2]):  # of which verify would have a line to say
+    for name in (NAMES[0], NAMES[2]):  # verify would print a line for these
         shutil.rmtree(run / FOLDER / name)
     for name in ("inspect", "verify", "export"):
         line = user_error(main, name, "--run-dir", run, *(("--output", output) if name == "export" else ()))
@@ -203,7 +203,7 @@ def test_mistakes_are_one_line(written: Path, run: Path, tmp_path: Path, user_er
     assert not output.exists()
 
 
-def test_it_is_for_one_process(run: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_refuses_to_run_under_torchrun(run: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert "ddp.checkpoint is started once, and not by torchrun" in user_error(checkpoint.main, "inspect")
 
@@ -213,7 +213,7 @@ def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert "commands: inspect, verify, export" in call(monkeypatch, capsys, *arguments)
 
 
-def test_as_it_is_typed(run: Path) -> None:
+def test_the_command_in_a_shell(run: Path) -> None:
     (run / FOLDER / BEST / "model.pt").unlink()
     done = run_command(checkpoint.__name__, "verify", "--run-dir", str(run))
     assert (done.returncode, done.stderr) == (1, "")

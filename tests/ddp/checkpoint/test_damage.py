@@ -146,7 +146,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
     assert_passed_over(damage, pair, caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @settings(max_examples=1200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(damage=DAMAGES)
 def test_a_thousand_damaged_ones(damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:

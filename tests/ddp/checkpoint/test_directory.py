@@ -197,8 +197,8 @@ def test_four_files_are_all_that_is_to_be_copied(tmp_path: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, target)
     script = (
-        "import sys; from ddp.checkpoint.directory import save, newest; heavy = 'torch' in sys.modules\n"
-        "import torch; save('checkpoints', 3, {'w': torch.ones(2)}); print(newest('checkpoints').step, heavy)"
+        "import sys; from ddp.checkpoint.directory import __file__, save, newest; heavy = 'torch' in sys.modules\n"
+        "import torch; save('checkpoints', 3, {'w': torch.ones(2)}); print(newest('checkpoints').step, heavy, __file__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -207,4 +207,4 @@ def test_four_files_are_all_that_is_to_be_copied(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert (done.stdout, done.stderr) == ("3 False\n", "")
+    assert (done.stdout, done.stderr) == (f"3 False {tmp_path / 'lifted' / LIFTED[0]}\n", "")

@@ -182,7 +182,7 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     assert_kills_lose_nothing(tmp_path, kills=6)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_many_kills_lose_nothing(tmp_path: Path) -> None:
     assert_kills_lose_nothing(tmp_path, kills=30)
 

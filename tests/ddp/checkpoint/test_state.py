@@ -1,4 +1,4 @@
-"""ddp/checkpoint/state.py: what comes back from a checkpoint is what went into it, rank by rank, or averaged over other ranks."""
+"""ddp/checkpoint/state.py: a checkpoint restores the state of each rank, or averages for another number of ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TREES = st.recursive(
 
 
 def built(tree: Any) -> Any:
-    """With tensors for what stands for them."""
+    """With a tensor in place of each :class:`Strided`."""
     if isinstance(tree, Strided):
         return tree.tensor()
     if isinstance(tree, dict):
@@ -65,7 +65,7 @@ def built(tree: Any) -> Any:
 
 
 def described(tree: Any) -> Any:
-    """With everything that is to be kept of a tensor in the place of it."""
+    """With the properties that a broadcast must preserve in place of each tensor."""
     if isinstance(tree, Tensor):
         return "tensor", tree.dtype, tree.shape, tree.stride(), tree.tolist()
     if isinstance(tree, dict):
@@ -95,7 +95,7 @@ def test_every_rank_gets_the_tree_with_its_values_dtypes_and_strides(trees: list
 
 @dataclasses.dataclass
 class Held:
-    """What a rank has: before it saved, or after it was restored."""
+    """The state of a rank, before it was saved or after it was restored."""
 
     weights: dict[str, Any]
     optimizer: list[Any]
@@ -147,7 +147,7 @@ def restored(config: TrainConfig) -> Held:
         return held(job)
 
 
-def test_ranks_come_back_as_they_were_and_others_with_averages(tmp_path: Path) -> None:
+def test_ranks_are_restored_and_another_number_of_ranks_gets_averages(tmp_path: Path) -> None:
     before = run_ranks(trained_and_saved, 2, tmp_path)
     name = "features.1.running_mean"
     assert not np.array_equal(before[0].buffers[name], before[1].buffers[name])
@@ -159,7 +159,7 @@ def test_ranks_come_back_as_they_were_and_others_with_averages(tmp_path: Path) -
     for after in others:
         np.testing.assert_equal(after.weights, before[0].weights)
         np.testing.assert_equal(after.optimizer, before[0].optimizer)
-        assert after.hyperparameters == {"momentum": 0.5, "weight_decay": 0.25}  # the run's own, as it is now
+        assert after.hyperparameters == {"momentum": 0.5, "weight_decay": 0.25}  # those of the resumed run
         assert after.numbers == (2, 0, 2, 3)
         for name, value in after.buffers.items():
             expected = np.mean([rank.buffers[name] for rank in before], 0)
