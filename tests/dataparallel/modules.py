@@ -1,4 +1,4 @@
-"""Random modules and nested arguments, and how a wrapper's outcome is compared with the plain module's."""
+"""Random modules and nested arguments, and the comparison of a wrapper with the plain module."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """In which each element has a weight of its own."""
+    """A loss in which each element has a different weight."""
     learned = [output for output in tensors(outputs) if output.requires_grad]
     terms = [(one * torch.linspace(0.5, 2, one.numel(), device=one.device).view_as(one)).sum() for one in learned]
     return torch.stack([term.double() for term in terms]).sum() if terms else torch.zeros((), requires_grad=True)
@@ -79,7 +79,7 @@ def outcome(forward: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
-    """Of its parameters."""
+    """The gradients of its parameters."""
     return [parameter.grad for parameter in module.parameters()]
 
 
@@ -88,13 +88,13 @@ def wrapped(module: nn.Module, count: int, dim: int = 0) -> HandwrittenDataParal
 
 
 def assert_equal_to_plain(module: nn.Module, count: int, *args: Any, dim: int = 0, **kwargs: Any) -> None:
-    """In its outputs and all gradients, with ``count`` CPU devices."""
+    """Compare the outputs and all gradients on ``count`` CPU devices with the plain module's."""
     expected = outcome(copy.deepcopy(module), *args, **kwargs)
     assert_same(outcome(wrapped(module, count, dim), *args, **kwargs), expected)
 
 
 def rows(samples: int, width: int = 3, seed: int = 0, requires_grad: bool = True) -> Tensor:
-    """float64 [samples, width]"""
+    """Random float64 ``[samples, width]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(samples, width, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
 
@@ -166,7 +166,7 @@ class ManyTypes(nn.Module):
 
 
 class Buffers(nn.Module):
-    """A constant, a learned one, and a counter that changes after the constant was saved for the backward pass."""
+    """A constant, a trainable buffer, and a counter that changes after autograd has saved the constant."""
 
     mask: Tensor
     counter: Tensor
@@ -208,7 +208,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Along(nn.Module):
-    """Layers over samples that another dimension than the first counts."""
+    """Layers whose sample dimension is not the first."""
 
     def __init__(self, layers: Sequence[nn.Module], dim: int) -> None:
         super().__init__()
@@ -219,13 +219,13 @@ class Along(nn.Module):
 
 
 def random_model(names: Sequence[str], dim: int, seed: int) -> nn.Module:
-    """These layers one after the other, and then the first again, with the same weights."""
+    """A sequence of these layers, and then the first again with the same weights."""
     torch.manual_seed(seed)
     made = [LAYERS[name]() for name in names]
     return Along([*made, made[0]], dim)
 
 
-# The first is what examples come back to most often: the odd case, not the trivial one.
+# Hypothesis prefers the first value: an odd case, not the trivial one.
 device_counts = st.sampled_from([3, 2, 4, 1])
 batch_sizes = st.sampled_from([5, 1, 2, 3, 4, 6, 7, 8, 9])
 random_models = st.builds(
@@ -234,7 +234,7 @@ random_models = st.builds(
     st.shared(st.sampled_from([0, 1, -1]), key="dim"),
     st.integers(0, 99),
 )
-# Over these the models are compared; a model is drawn for the dimension that counts its samples.
+# The cases of the comparison. The model and the call share ``dim``, the dimension that counts samples.
 random_cases = given(
     model=random_models,
     dim=st.shared(st.sampled_from([0, 1, -1]), key="dim"),
@@ -244,7 +244,7 @@ random_cases = given(
 
 
 def images(samples: int, dim: int) -> Tensor:
-    """[2, 4, 4] each, counted along ``dim``."""
+    """Images ``[2, 4, 4]``, with the samples along ``dim``."""
     return rows(samples, 32).detach().view(samples, 2, 4, 4).movedim(0, dim).contiguous().requires_grad_()
 
 
@@ -258,13 +258,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Stands for a tensor of so many columns."""
+    """Placeholder for a tensor with ``width`` columns."""
 
     width: int
 
 
 class Everywhere(nn.Module):
-    """Each tensor of the arguments through the same layer, and all in its place again."""
+    """Applies one layer to each tensor of the arguments, and returns them in the same containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,5 +292,5 @@ nested: st.SearchStrategy[Any] = st.recursive(
 
 
 def filled(value: Any, samples: int) -> Any:
-    """With tensors where they are meant."""
+    """The same containers with tensors in place of the placeholders."""
     return change(value, lambda one: rows(samples, one.width) if isinstance(one, Rows) else one)

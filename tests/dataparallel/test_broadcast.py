@@ -60,7 +60,7 @@ def test_copies_have_the_values_and_the_strides(tensors: list[Tensor]) -> None:
 
 
 @given(many_tensors)
-def test_copies_elsewhere_look_the_same(tensors: list[Tensor]) -> None:
+def test_copies_on_another_device_have_the_same_layout(tensors: list[Tensor]) -> None:
     meta = torch.device("meta")
     for copy, tensor in zip(send(tensors, meta), tensors, strict=True):
         assert copy.device == meta
@@ -68,7 +68,7 @@ def test_copies_elsewhere_look_the_same(tensors: list[Tensor]) -> None:
         assert copy.stride() == tensor.to(meta, copy=True).stride()
 
 
-def test_those_of_one_dtype_travel_together_and_begin_where_kernels_read_fast() -> None:
+def test_tensors_of_one_dtype_share_a_buffer_with_aligned_starts() -> None:
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(5, 70), torch.ones(())]
     copies = send(tensors, CPU)
     first, other, second, third = copies
@@ -96,8 +96,8 @@ def test_a_sparse_tensor_is_copied_by_itself() -> None:
     assert torch.equal(copy.to_dense(), tensor.to_dense())
 
 
-def test_what_autograd_has_to_see_it_sees() -> None:
-    """As in a backward pass whose own gradient is wanted."""
+def test_copies_are_differentiable_twice() -> None:
+    """For a backward pass that is itself differentiated."""
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(2, 3), (), (70,)]]
 
     def function(*tensors: Tensor) -> list[Tensor]:
@@ -108,7 +108,7 @@ def test_what_autograd_has_to_see_it_sees() -> None:
 
 
 def broadcast(tensors: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
-    """Each device's tensors."""
+    """The tensors of each device."""
     flat = Broadcast.apply(record_function, [CPU] * count, *tensors)
     assert len(flat) == count * len(tensors)
     return [flat[number * len(tensors) : (number + 1) * len(tensors)] for number in range(count)]
@@ -124,7 +124,7 @@ def test_the_first_device_has_the_tensors_themselves() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_where_nothing_is_learned_nothing_requires_grad(mode: type[torch.no_grad]) -> None:
+def test_without_grad_mode_no_copy_requires_grad(mode: type[torch.no_grad]) -> None:
     with mode():
         copies = broadcast([torch.ones(2), torch.nn.Parameter(torch.ones(2))], 3)
     assert not any(copy.requires_grad for own in copies for copy in own)
@@ -161,7 +161,7 @@ def test_gradients_keep_the_strides_of_channels_last() -> None:
     assert torch.equal(weight.grad, torch.full_like(weight, 6))
 
 
-def test_the_sum_has_a_step_of_its_own() -> None:
+def test_the_sum_of_gradients_is_a_step_of_its_own() -> None:
     shown = []
 
     @contextlib.contextmanager

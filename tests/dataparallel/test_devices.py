@@ -1,4 +1,4 @@
-"""dataparallel/devices.py: which devices there are, and what is said about others."""
+"""dataparallel/devices.py: the default devices, devices by name, and errors for others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def gpu(number: int) -> torch.device:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Pretends a number of GPUs and of usable cores."""
+    """Simulates a number of GPUs and of usable cores."""
 
-    def pretend(gpus: int, cores: int) -> None:
+    def simulate(gpus: int, cores: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(devices, "usable_cores", lambda: cores)
 
-    return pretend
+    return simulate
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What dataparallel/parallel.py says when a replica fails, and what it refuses."""
+"""dataparallel/parallel.py: errors of a failed replica, and arguments that are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FixedStop(Stop):
 
 
 class Failing(nn.Module):
-    """Fails where a sample is negative."""
+    """Fails on a negative sample."""
 
     def __init__(self, make: Callable[[], BaseException]) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Failing(nn.Module):
 
 
 def failed(module: nn.Module, replica: int) -> tuple[HandwrittenDataParallel, BaseException]:
-    """What a forward pass of three raises in which one replica fails."""
+    """Run a forward pass on three replicas of which one fails, and return its error."""
     wrapper, x = wrapped(module, 3), torch.ones(6, 3, dtype=torch.float64)
     x[2 * replica] = -1
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 - any that there is
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - any error
         wrapper(x)
     return wrapper, caught.value
 
@@ -117,7 +117,7 @@ def test_the_first_replica_s_error_is_raised_when_several_fail() -> None:
 
 
 class Greedy(nn.Module):
-    """Holds something large when it fails."""
+    """Holds a large tensor when it fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_arguments_that_cannot_be_scattered(
 
 
 @pytest.mark.parametrize(("layer", "name"), [(0, "0.weight"), (1, "1.running_mean")])
-def test_a_module_that_is_elsewhere(layer: int, name: str) -> None:
+def test_a_module_on_another_device(layer: int, name: str) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
     module[layer].to("meta")
     with pytest.raises(RuntimeError, match=f"^the module's {name} is on meta, and not on the first device, cpu: call"):
@@ -187,7 +187,7 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize("constant", [3, None, "text", math.nan, np.arange(3), {1, 2}])
-def test_what_is_no_tensor_is_returned_when_all_agree(constant: Any) -> None:
+def test_a_constant_is_returned_when_all_replicas_agree(constant: Any) -> None:
     assert wrapped(Returning(), 3)(torch.arange(3.0), lambda number: constant)[1] is constant
 
 
@@ -213,7 +213,7 @@ def test_replicas_that_do_not_agree(function: Callable[[int], Any], first: str, 
     assert str(caught.value).startswith(f"the replicas return {first} and {other}: only tensors can be joined")
 
 
-def test_devices_are_checked_when_it_is_made() -> None:
+def test_devices_are_checked_at_construction() -> None:
     with pytest.raises(ValueError, match="no devices"):
         HandwrittenDataParallel(linear(), [])
     with pytest.raises(ValueError, match="neither a CPU nor a CUDA device"):

@@ -69,7 +69,7 @@ def test_the_caller_s_stream_is_the_replicas_() -> None:
 
 
 def both(module: nn.Module, dim: int = 0) -> tuple[HandwrittenDataParallel, nn.DataParallel[nn.Module]]:
-    """On all GPUs: this one's and torch's, each of a module of its own."""
+    """The hand-written and torch's wrapper on all GPUs, each around a copy of the module."""
     devices = list(range(torch.cuda.device_count()))
     theirs = nn.DataParallel(copy.deepcopy(module).cuda(0), devices, dim=dim)
     return HandwrittenDataParallel(module.cuda(0), devices, dim), theirs
@@ -84,7 +84,7 @@ def both(module: nn.Module, dim: int = 0) -> tuple[HandwrittenDataParallel, nn.D
     samples=batch_sizes,
 )
 def test_random_models_equal_torch_s_own(model: nn.Module, dim: int, samples: int) -> None:
-    """But for parameters that no replica used: torch's gradients of those are zeros."""
+    """The exception: parameters that no replica used, whose gradients are zeros in torch and None here."""
     ours, theirs = both(model, dim)
     outputs, actual, inputs = outcome(ours, images(samples, dim))
     their_outputs, expected, their_inputs = outcome(theirs, images(samples, dim))
@@ -104,7 +104,7 @@ def test_nested_inputs_equal_torch_s_own(args: list[Any], samples: int) -> None:
     ours, theirs = both(Everywhere())
 
     def tensors_alone(value: Any) -> Any:
-        """As torch's gather refuses constants other than None."""
+        """torch's gather refuses constants other than None."""
         return change(value, lambda one: one if isinstance(one, Tensor) else None)
 
     arguments = tensors_alone(filled([*args, Pair(Rows(2), Rows(1))], samples))

@@ -1,4 +1,4 @@
-"""Gradients through dataparallel/parallel.py: where they add up, where there are none, and what an optimizer makes of them."""
+"""dataparallel/parallel.py: gradients add up as in the plain module, unused parameters have none, optimizers step alike."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_several_forwards_before_one_backward_and_a_graph_that_is_kept() -> None
     assert_same(gradients(module), gradients(plain))
 
 
-class Moody(nn.Module):
-    """Uses one parameter where a sample is negative, and another never."""
+class Conditional(nn.Module):
+    """Uses one parameter only for a negative sample, and another never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Moody(nn.Module):
 
 @pytest.mark.parametrize("using", [(), (0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_the_sum_counts_only_replicas_that_used_the_parameter(using: tuple[int, ...]) -> None:
-    module = Moody()
+    module = Conditional()
     x = torch.arange(1.0, 7.0).view(3, 2)
     x[list(using)] *= -1
     wrapped(module, 3)(x).sum().backward()
@@ -70,7 +70,7 @@ def test_the_sum_counts_only_replicas_that_used_the_parameter(using: tuple[int, 
         assert module.rare.grad is None
 
 
-def test_without_anything_to_learn_nothing_requires_grad() -> None:
+def test_without_trainable_parameters_the_output_requires_no_grad() -> None:
     module = linear().requires_grad_(False)
     assert not wrapped(module, 2)(rows(4, requires_grad=False)).requires_grad
     assert_equal_to_plain(module, 2, rows(4))
@@ -146,7 +146,7 @@ def test_hooks_run_for_each_replica_and_gradient_hooks_once() -> None:
 
 
 def test_a_module_may_change_its_input_in_place() -> None:
-    """Each replica its own part, also while another has saved its own for the backward pass."""
+    """Each replica changes its own part, also after another replica has saved its part for the backward pass."""
     module = nn.Sequential(nn.ReLU(inplace=True), linear())
     for _ in range(20):
         assert_equal_to_plain(copy.deepcopy(module), 3, rows(9, requires_grad=False))

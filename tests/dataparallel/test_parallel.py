@@ -78,7 +78,7 @@ class Largest(nn.Module):
         return x.max(1)
 
 
-def test_torch_s_own_named_tuples_come_through() -> None:
+def test_torch_s_own_named_tuples_keep_their_type() -> None:
     assert_equal_to_plain(Largest(), 2, rows(5))
 
 
@@ -153,12 +153,12 @@ def test_batchnorm_learns_from_all_parts() -> None:
     assert_same(gradients(module), gradients(plain))
 
 
-# Layers with ways of their own
+# Special layers
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(kind: Callable[..., nn.RNNBase]) -> None:
-    """Time comes first, samples second: in the inputs, in the outputs and in the states."""
+    """The sample dimension is the second in inputs, outputs and states; time is the first."""
     module = kind(3, 4, num_layers=2, bidirectional=True).double()
     x = torch.randn(6, 5, 3, dtype=torch.float64, requires_grad=True)
     assert_equal_to_plain(module, 3, x, dim=1)
@@ -228,25 +228,25 @@ def test_copies_and_pickles_work_and_share_nothing(
     assert_equal_to_plain(wrapper.module, 2, rows(4))
 
 
-def test_each_step_is_shown() -> None:
-    shown: list[str] = []
+def test_each_step_is_reported() -> None:
+    reported: list[str] = []
 
     @contextlib.contextmanager
     def step(name: str) -> Iterator[None]:
-        shown.append(name)
+        reported.append(name)
         yield
-        shown.append(f"{name} ended")
+        reported.append(f"{name} ended")
 
     wrapper = wrapped(linear(), 2)
     wrapper.step = step
     output = wrapper(rows(4))
     forward = ["scatter", "replicate", "forward", "gather"]
-    assert shown == [line for name in forward for line in (name, f"{name} ended")]
-    shown.clear()
+    assert reported == [line for name in forward for line in (name, f"{name} ended")]
+    reported.clear()
     output.sum().backward()
-    assert shown == ["reduce", "reduce ended"]
-    shown.clear()
+    assert reported == ["reduce", "reduce ended"]
+    reported.clear()
     alone = wrapped(linear(), 1)
     alone.step = step
     alone(rows(4)).sum().backward()
-    assert shown == ["scatter", "scatter ended"]
+    assert reported == ["scatter", "scatter ended"]

@@ -1,4 +1,4 @@
-"""dataparallel/threads.py: what a thread per device is told, what share of the cores it has, and when it ends."""
+"""dataparallel/threads.py: a thread per device: its modes, its share of the cores, and its lifetime."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def test_all_calls_end_before_an_error_is_raised() -> None:
 
 @pytest.fixture(params=[1, 2, 5])
 def cores(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The intra-op threads of this thread, and of each that is new."""
+    """The number of intra-op threads of this thread and of every new one."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
 
 
-def of_a_new_thread() -> int:
+def intra_op_threads_of_a_new_thread() -> int:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(torch.get_num_threads).result()
 
@@ -101,7 +101,7 @@ def test_each_thread_has_its_share_of_the_intra_op_threads(cores: int, count: in
     for _ in range(3):
         assert workers.run([torch.get_num_threads] * count) == [max(1, cores // count)] * count
         assert torch.get_num_threads() == cores
-        assert of_a_new_thread() == cores
+        assert intra_op_threads_of_a_new_thread() == cores
 
 
 def test_threads_within_threads_share_the_share() -> None:
@@ -114,7 +114,7 @@ def test_threads_within_threads_share_the_share() -> None:
             return [torch.get_num_threads(), *inner.run([torch.get_num_threads] * 2), torch.get_num_threads()]
 
         assert threads(3).run([call] * 3) == [[4, 2, 2, 4]] * 3
-        assert (torch.get_num_threads(), of_a_new_thread()) == (12, 12)
+        assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (12, 12)
     finally:
         torch.set_num_threads(before)
 
@@ -123,7 +123,7 @@ def test_threads_within_threads_share_the_share() -> None:
 
 
 class Modes(nn.Module):
-    """The modes that it runs in, with an output."""
+    """Returns an output and the modes that it ran in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_autocast_trains_as_the_plain_module() -> None:
         assert output.dtype == torch.bfloat16
         output.float().square().sum().backward()
     for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # of bfloat16: sums of the parts, rounded
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # the sums of the parts are rounded to bfloat16
 
 
 def test_repeated_runs_are_the_same_bit_for_bit() -> None:

@@ -1,4 +1,4 @@
-"""``common.reporting.machine``: the cores that a container or a batch job leaves us, and what is written beside a result."""
+"""common/reporting/machine.py: the usable cores in a container or a batch job, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.launch import REPOSITORY
 
 
 def quota(tmp_path: Path, own: str, limits: dict[str, str]) -> float | None:
-    """The quota in a made-up cgroup tree: ``limits`` maps folders below the root to their ``cpu.max``."""
+    """The quota in a simulated cgroup tree.
+
+    :param own: content of ``/proc/self/cgroup``
+    :param limits: maps folders below the root to their ``cpu.max``
+    """
     root = tmp_path / "cgroup"
     for folder, limit in limits.items():
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -37,7 +41,7 @@ def quota(tmp_path: Path, own: str, limits: dict[str, str]) -> float | None:
         ("0::/a/b/c\n", {"a/b": "400000 100000", "a": "max 100000", "a/b/c": "500000 100000"}, 4.0),
         ("0::/job\n", {"other": "100000 100000"}, None),
         ("0::/\n", {"": "100000 100000"}, 1.0),  # in a container, whose own cgroup is the root
-        ("0::/docker/1234\n", {"": "100000 100000"}, 1.0),  # its name as the host sees it, unseen from inside
+        ("0::/docker/1234\n", {"": "100000 100000"}, 1.0),  # the host's name of it, which does not exist inside
         ("0::/../sibling\n", {"": "100000 100000"}, 1.0),  # entered from outside the namespace
         ("4:cpu:/v1\n0::/job\n", {"job": "200000 100000", "v1": "100000 100000"}, 2.0),
         ("4:cpu:/v1\n", {}, None),

@@ -1,4 +1,4 @@
-"""``common.reporting.run_figures``: every figure is a PNG of a sensible size with something on it, whatever a run has left."""
+"""common/reporting/run_figures.py and benchmark_figures.py: every figure is a PNG of a sensible size that is not blank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS: list[dict[str, Any]] = [
 
 
 def pixels_of(path: Path) -> Pixels:
-    """A figure's RGB values, once it is seen to be a PNG that is neither tiny nor huge nor blank."""
+    """A figure's RGB values, int64 ``[height, width, 3]``. Checks that it is a PNG, neither tiny nor huge nor blank."""
     with Image.open(path) as image:
         assert image.format == "PNG"
         pixels = np.asarray(image.convert("RGB"), np.int64)
@@ -40,7 +40,7 @@ def pixels_of(path: Path) -> Pixels:
 
 
 def count(pixels: Pixels, color: str) -> int:
-    """Pixels that have exactly this colour, given as ``#rrggbb``."""
+    """Pixels that have exactly this color, given as ``#rrggbb``."""
     return int((pixels == list(bytes.fromhex(color[1:]))).all(axis=2).sum())
 
 
@@ -79,16 +79,16 @@ def test_the_confusion_matrix_is_drawn(confusion: npt.NDArray[np.int64], tmp_pat
 
 
 def draw_samples(path: Path, images: int, channels: int) -> Pixels:
-    """Images of noise, all recognized."""
+    """Draw images of noise, all predicted correctly."""
     noise = np.random.default_rng(0).integers(0, 256, (images, channels, 28, 28), np.uint8)
     plot_samples(path, noise, [0] * images, [0] * images, CLASSES, "A run")
     return pixels_of(path)
 
 
-@pytest.mark.parametrize("channels, coloured", [(1, False), (3, True)])
-def test_sample_images_are_drawn_grey_or_in_colour(channels: int, coloured: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("channels, colored", [(1, False), (3, True)])
+def test_sample_images_are_drawn_grey_or_in_color(channels: int, colored: bool, tmp_path: Path) -> None:
     pixels = draw_samples(tmp_path / "samples.png", 3, channels)
-    assert (pixels != pixels[..., :1]).any() == coloured
+    assert (pixels != pixels[..., :1]).any() == colored
 
 
 def test_sample_images_stand_in_rows_of_eight(tmp_path: Path) -> None:

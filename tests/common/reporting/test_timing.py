@@ -1,4 +1,4 @@
-"""``common.reporting.timing``: the order in which candidates run, and the statistics of what they took."""
+"""common/reporting/timing.py: the order in which variants run, and the statistics of their times."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ times = st.floats(1e-6, 1e6)
 
 
 def counting(names: str, calls: list[str]) -> dict[str, Callable[[], float]]:
-    """Candidates that note their calls; the time each "takes" is the number of the call."""
+    """Variants that record their calls; each returns the number of the call as its time."""
 
-    def candidate(name: str) -> Callable[[], float]:
+    def variant(name: str) -> Callable[[], float]:
         def run() -> float:
             calls.append(name)
             return float(len(calls))
 
         return run
 
-    return {name: candidate(name) for name in names}
+    return {name: variant(name) for name in names}
 
 
-def test_candidates_take_turns_in_an_order_that_rotates() -> None:
+def test_variants_take_turns_in_an_order_that_rotates() -> None:
     calls: list[str] = []
     interleave(counting("abc", calls), rounds=3, warmup=1)
     assert "".join(calls) == "abcbcacababc"
@@ -41,15 +41,15 @@ def test_the_warm_up_does_not_count_and_rounds_stay_in_order(warmup: int) -> Non
 
 
 @given(st.integers(1, 6), st.integers(1, 4))
-def test_every_candidate_has_every_place_in_a_round_equally_often(candidates: int, times_around: int) -> None:
+def test_every_variant_has_every_place_in_a_round_equally_often(variants: int, times_around: int) -> None:
     calls: list[str] = []
-    interleave(counting("abcdef"[:candidates], calls), rounds=candidates * times_around, warmup=0)
-    places = Counter((index % candidates, name) for index, name in enumerate(calls))
-    assert len(places) == candidates**2
+    interleave(counting("abcdef"[:variants], calls), rounds=variants * times_around, warmup=0)
+    places = Counter((index % variants, name) for index, name in enumerate(calls))
+    assert len(places) == variants**2
     assert set(places.values()) == {times_around}
 
 
-def test_a_progress_bar_hears_of_every_round_warm_up_included() -> None:
+def test_a_progress_bar_is_called_after_every_round_warm_up_included() -> None:
     done: list[int] = []
     interleave(counting("ab", []), rounds=2, warmup=1, after_round=done.append)
     assert done == [1, 2, 3]
@@ -67,7 +67,7 @@ def test_a_spread_formats_its_three_numbers_alike() -> None:
 
 
 @given(st.lists(st.tuples(times, st.floats(0.1, 10)), min_size=2, max_size=30))
-def test_noise_that_both_met_in_a_round_cancels(rounds: list[tuple[float, float]]) -> None:
+def test_noise_that_affects_both_in_a_round_cancels(rounds: list[tuple[float, float]]) -> None:
     reference = [noise for noise, _ in rounds]
     ratios = paired_ratio([noise * ratio for noise, ratio in rounds], reference)
     expected = Spread.of([ratio for _, ratio in rounds])

@@ -68,16 +68,17 @@ def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...]
     assert words in user_error(bench.main, *arguments)
 
 
-def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.faults
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     with start_command("dataparallel.bench", "--rounds", "1000", "--output", str(tmp_path)) as process:
-        everyone: list[psutil.Process] = []
-        while len(everyone) < 4:  # two ranks, the server that forked them, and the tracker of what they share
+        children: list[psutil.Process] = []
+        while len(children) < 4:  # two ranks, their fork server, and the tracker of shared resources
             assert process.poll() is None
-            everyone = psutil.Process(process.pid).children(recursive=True)
+            children = psutil.Process(process.pid).children(recursive=True)
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "Traceback" not in stderr
-        _, alive = psutil.wait_procs(everyone, timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from common.training.models import MODELS
+from dataparallel.bench.processes import ReplicaProcesses
 from dataparallel.bench.variants import (
     CLASSES,
     HANDWRITTEN,
@@ -25,7 +27,9 @@ from dataparallel.bench.variants import (
 CPU = (torch.device("cpu"),) * 2
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [name if name == "resnet18" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_processes_infer_what_the_plain_module_does(model: str) -> None:
     comparison = Comparison(model, CPU, "fp32")
     images = torch.randn(5, *SHAPES[model])
@@ -53,16 +57,22 @@ def test_processes_take_the_plain_module_s_steps() -> None:
             torch.testing.assert_close(processes.infer(probe)[0], plain.eval()(probe), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_all_are_timed(mode: str) -> None:
+@pytest.fixture(scope="module")
+def in_bf16() -> Iterator[tuple[Comparison, ReplicaProcesses]]:
     comparison = Comparison("fashion-cnn", CPU, "bf16")
-    threads = torch.get_num_threads()
     with comparison.open_processes(4) as processes:
-        variants = comparison.open(mode, 4, processes)
-        assert {PLAIN, ONE_DEVICE, HANDWRITTEN, PROCESSES} <= set(variants) <= {
-            PLAIN, ONE_DEVICE, TORCH, HANDWRITTEN, PROCESSES
-        }  # fmt: skip
-        assert all(variant() > 0 for variant in variants.values())
+        yield comparison, processes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_variant_is_timed(mode: str, in_bf16: tuple[Comparison, ReplicaProcesses]) -> None:
+    comparison, processes = in_bf16
+    threads = torch.get_num_threads()
+    variants = comparison.open(mode, 4, processes)
+    assert {PLAIN, ONE_DEVICE, HANDWRITTEN, PROCESSES} <= set(variants) <= {
+        PLAIN, ONE_DEVICE, TORCH, HANDWRITTEN, PROCESSES
+    }  # fmt: skip
+    assert all(variant() > 0 for variant in variants.values())
     steps = ["scatter", "replicate", "forward", "gather"]
     if mode == "training":
         steps += ["loss", "backward", "reduce", "optimizer"]
@@ -74,7 +84,6 @@ def test_all_are_timed(mode: str) -> None:
 
 
 def test_a_process_has_the_threads_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those that the machine would give it."""
     ranks = mock.Mock()
     monkeypatch.setattr("dataparallel.bench.processes.WorkerGroup", ranks)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)

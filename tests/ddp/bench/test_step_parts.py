@@ -1,4 +1,4 @@
-"""What a step's time is made of."""
+"""ddp/bench/step_parts.py: the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DURATION = st.floats(0, 10)
 @given(st.lists(st.lists(st.tuples(*[DURATION] * 5), min_size=3, max_size=3), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=50)
 def test_the_parts_add_up_to_the_step(ranks: list[list[tuple[float, ...]]]) -> None:
-    """Whatever the ranks' own times are: all leave the all-reduce after the last was ready."""
+    """For all times of the ranks. Every rank leaves the all-reduce after the last one is ready."""
     stamps = []
     for steps in ranks:
         own = []
@@ -40,7 +40,15 @@ def test_a_late_rank_is_imbalance_and_not_communication() -> None:
     )
 
 
-@pytest.mark.parametrize(("wrapper", "ranks"), [("none", 1), ("handwritten", 1), ("ddp", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("wrapper", "ranks"),
+    [
+        ("handwritten", 1),
+        ("ddp", 2),
+        pytest.param("none", 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_real_steps_are_stamped_in_order(wrapper: str, ranks: int) -> None:
     config: TrainConfig = small(epochs=10**6)
     with WorkerGroup(ranks, Runner, config, wrapper, 2) as job:
