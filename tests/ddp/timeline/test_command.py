@@ -103,7 +103,7 @@ def test_moments_are_in_order(changes: dict[str, Any], buckets: int, tmp_path: P
 
 def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     arguments = ("--model", "fashion-cnn", "--batch-size", "12", "--steps", "3", "--output", str(tmp_path))
-    done = run_command("ddp.timeline", *arguments, timeout_s=200)
+    done = run_command("ddp.timeline", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         "fashion-cnn, global batch 12, 2 ranks of 1 thread, all-reduce: backend, 2 buckets of "
