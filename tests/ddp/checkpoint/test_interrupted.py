@@ -76,7 +76,7 @@ class _FailingFile:
         return getattr(self._file, name)
 
 
-@pytest.mark.parametrize("replacing", [False, True])
+@pytest.mark.parametrize("replacing", [pytest.param(False, marks=pytest.mark.faults), True])
 def test_a_full_disk_at_any_write_leaves_what_was_there(tmp_path: Path, replacing: bool) -> None:
     """Also at any sync, rename and new folder."""
     older = write(tmp_path, 10)
