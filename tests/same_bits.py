@@ -9,7 +9,6 @@ default; ``.`` is the working tree as it is at the start. Exit status: 0 if all 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -20,24 +19,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-NOT_COPIED = {".git", ".venv", "runs", "data"}  # of the working tree
+NOT_COPIED = {".git", ".venv", ".mypy_cache", "runs", "data"}  # of the working tree
 SMALL = ("--train-samples", "2880", "--test-samples", "500")  # 20 steps per epoch
 STOP_STEP = 30  # inside an epoch, also with --full
 TIMINGS = ("seconds", "images_per_s", "data_wait")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_")  # prefixes
 # An editable install of another checkout supplies modules that a commit lacks. Python imports this file at its start.
-SITECUSTOMIZE = """import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable___raw_ddp" not in getattr(finder, "__module__", "")]
-"""
+SITECUSTOMIZE = 'import sys; sys.meta_path[:] = [one for one in sys.meta_path if "editable___raw_ddp" not in repr(one)]'
 
 
 class Job(NamedTuple):
@@ -62,13 +59,8 @@ JOBS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def main() -> None:
-    parser = Parser("python -m tests.same_bits", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser("python -m tests.same_bits", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
     parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
     parser.add_argument("--only", metavar="NAME,...", default=",".join(JOBS), help="jobs to run (default: %(default)s)")
@@ -76,18 +68,16 @@ def main() -> None:
     config = parser.parse_args()
     names = config.only.split(",")
     if unknown := [name for name in names if name not in JOBS]:
-        parser.error(f"--only: unknown job {unknown[0]!r}: choose from {', '.join(JOBS)}")
+        parser.exit(2, f"error: --only: unknown job {unknown[0]!r}: choose from {', '.join(JOBS)}\n")
     for commit in (config.before, config.after):
         if commit != "." and git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", check=False):
-            parser.error(f"unknown commit {commit!r}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that SIGTERM removes the folder too
+            parser.exit(2, f"error: unknown commit {commit!r}\n")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM removes the folder too.
     with contextlib.ExitStack() as stack:
         stack.callback(git, "worktree", "prune")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="same-bits-")))
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        before, after = folder / "before", folder / "after"
-        check_out(config.before, before / "files")
-        check_out(config.after, after / "files")
+        before, after = check_out(config.before, folder / "before"), check_out(config.after, folder / "after")
         equal = [compare(name, before, after, () if config.full else SMALL) for name in names]
     print(f"{sum(weights for weights, _ in equal)} of {len(names)} jobs end with the same bits")
     sys.exit(0 if all(map(all, equal)) else 1)
@@ -97,11 +87,14 @@ def git(*arguments: str, check: bool = True) -> int:
     return subprocess.run(["git", *arguments], cwd=REPOSITORY, check=check, stdout=subprocess.DEVNULL).returncode
 
 
-def check_out(commit: str, files: Path) -> None:
+def check_out(commit: str, checkout: Path) -> Path:
+    """Put a commit into the folder ``files`` of a new folder, in which its runs write; returns the latter."""
+    files = checkout / "files"
     if commit == ".":
         shutil.copytree(REPOSITORY, files, ignore=lambda at, _: NOT_COPIED if Path(at) == REPOSITORY else ())
     else:
         git("worktree", "add", "--quiet", "--detach", str(files), commit)
+    return checkout
 
 
 def compare(name: str, before: Path, after: Path, data: tuple[str, ...]) -> tuple[bool, bool]:
@@ -151,11 +144,12 @@ def run(checkout: Path, arguments: Sequence[str], stop_when: Callable[[], bool] 
 
     :raises SubprocessError: with its last lines, when its exit status is not 0, or it ended before it was stopped
     """
-    command, log, stopped = [sys.executable, "-m", *arguments], checkout / "log", False
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
-    environment |= {"PYTHONPATH": f"{checkout / 'files'}{os.pathsep}{checkout.parent}", "CUDA_VISIBLE_DEVICES": ""}
-    with open(log, "wb") as file:
-        process = psutil.Popen(command, cwd=checkout / "files", env=environment, stdout=file, stderr=file)
+    command, files, log = [sys.executable, "-m", *arguments], checkout / "files", checkout / "log"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
+    env |= {"PYTHONPATH": f"{files}{os.pathsep}{checkout.parent}", "CUDA_VISIBLE_DEVICES": ""}
+    with open(log, "wb") as file:  # A session of its own keeps a terminal's Ctrl-C from the command.
+        process = subprocess.Popen(command, cwd=files, env=env, stdout=file, stderr=file, start_new_session=True)
+    stopped = False
     try:
         while process.poll() is None:
             if stop_when is not None and not stopped and stop_when():
@@ -163,16 +157,11 @@ def run(checkout: Path, arguments: Sequence[str], stop_when: Callable[[], bool] 
                 stopped = True
             time.sleep(0.02)
     finally:
-        if process.poll() is None:  # on Ctrl-C
-            processes = [process, *process.children(recursive=True)]
-            for one in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            psutil.wait_procs(processes)
+        process.terminate()  # This does nothing if it has ended. torchrun also ends its ranks.
+        process.wait()
     if stopped != (stop_when is not None) or stopped == (process.returncode == 0):
-        lines = log.read_text(errors="replace").splitlines()[-40:]
-        ended = f"{checkout.name}: {' '.join(command)} ended with status {process.returncode}:"
-        raise subprocess.SubprocessError("\n    ".join([ended, *lines]))
+        end = f"{checkout.name}: {' '.join(command)} ended with status {process.returncode}:"
+        raise subprocess.SubprocessError("\n    ".join([end, *log.read_text(errors="replace").splitlines()[-40:]]))
 
 
 def difference(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | None:
@@ -180,13 +169,10 @@ def difference(before: dict[str, Tensor], after: dict[str, Tensor]) -> str | Non
     kinds = [{name: (value.dtype, value.shape) for name, value in weights.items()} for weights in (before, after)]
     if kinds[0] != kinds[1]:
         names = sorted({name for name, _ in kinds[0].items() ^ kinds[1].items()})
-        return f"differ, in the names, dtypes or shapes of {', '.join(names)}"
-    for name, one in before.items():
-        other = after[name]
-        # As bytes, a NaN equals itself, and 0 is not -0.
-        if not torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)):
-            largest = (one.double() - other.double()).abs().max().item()
-            return f"differ, first in {name}: the largest difference is {largest:.3g}"
+        return f"differs in the names, dtypes or shapes of {', '.join(names)}"
+    for name, one in before.items():  # As bytes, a NaN equals itself, and 0 is not -0.
+        if not torch.equal(one.flatten().view(torch.uint8), after[name].flatten().view(torch.uint8)):
+            return f"differs, first in {name}, by at most {(one.double() - after[name].double()).abs().max():.3g}"
     return None
 
 
