@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,18 +69,29 @@ def main() -> None:
     names = config.only.split(",")
     if unknown := [name for name in names if name not in JOBS]:
         parser.exit(2, f"error: --only: unknown job {unknown[0]!r}: choose from {', '.join(JOBS)}\n")
-    for commit in (config.before, config.after):
-        if commit != "." and git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", check=False):
-            parser.exit(2, f"error: unknown commit {commit!r}\n")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM removes the folder too.
-    with contextlib.ExitStack() as stack:
-        stack.callback(git, "worktree", "prune")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="same-bits-")))
-        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        before, after = check_out(config.before, folder / "before"), check_out(config.after, folder / "after")
+    require_commits(parser, config.before, config.after)
+    with checkouts(config.before, config.after) as (before, after):
         equal = [compare(name, before, after, () if config.full else SMALL) for name in names]
     print(f"{sum(weights for weights, _ in equal)} of {len(names)} jobs end with the same bits")
     sys.exit(0 if all(map(all, equal)) else 1)
+
+
+def require_commits(parser: ArgumentParser, *commits: str) -> None:
+    """Refuse what is neither a commit nor the working tree."""
+    for commit in commits:
+        if commit != "." and git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", check=False):
+            parser.exit(2, f"error: unknown commit {commit!r}\n")
+
+
+@contextlib.contextmanager
+def checkouts(before: str, after: str) -> Iterator[tuple[Path, Path]]:
+    """Two folders for the length of the block, each with the files of a commit in ``files``; always removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM removes the folder too.
+    with contextlib.ExitStack() as stack:
+        stack.callback(git, "worktree", "prune")
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="two-commits-")))
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        yield check_out(before, folder / "before"), check_out(after, folder / "after")
 
 
 def git(*arguments: str, check: bool = True) -> int:

@@ -1,0 +1,63 @@
+"""Time the same benchmark in two commits, turn by turn, and compare: is one slower?
+
+    python -m tests.same_speed BEFORE [AFTER] [--turns N]
+
+Each turn runs ``ddp.bench overhead`` (a step of the trainer, two ranks) and ``ddp.bench engines`` (the hand-written DDP) once in
+either commit, in alternating order. A ratio is the time in AFTER by the time in BEFORE, of one turn. Printed are the ratios'
+medians with their quartiles. AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
+
+from common.reporting.timing import Spread
+from tests.same_bits import checkouts, require_commits, run
+
+OVERHEAD = "--builds 1 --rounds 4 --steps 25"
+ENGINES = "--models fashion-cnn,mlp --no-variations --builds 1 --rounds 4"
+
+
+def main() -> None:
+    parser = ArgumentParser("python -m tests.same_speed", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
+    parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
+    parser.add_argument("--turns", type=int, default=6, help="turns of each benchmark (default: %(default)s)")
+    config = parser.parse_args()
+    require_commits(parser, config.before, config.after)
+    ratios: dict[str, list[float]] = {}
+    with checkouts(config.before, config.after) as pair:
+        for turn in range(config.turns):
+            order = pair if turn % 2 == 0 else pair[::-1]
+            seconds = {checkout: step_seconds(checkout) for checkout in order}
+            before, after = (seconds[checkout] for checkout in pair)
+            for name in before:
+                ratios.setdefault(name, []).append(after[name] / before[name])
+            print(f"turn {turn + 1} of {config.turns} is over", flush=True)
+    for name, values in ratios.items():
+        print(f"{name}: {Spread.of(values):.3f}")
+
+
+def step_seconds(checkout: Path) -> dict[str, float]:
+    """Median seconds of one step, by benchmark and loop."""
+    output = checkout / "bench"
+    torchrun = ["torch.distributed.run", "--nproc_per_node=2", "-m"]
+    run(checkout, [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split(), "--device", "cpu", "--output", str(output)])
+    run(checkout, ["ddp.bench", "overhead", *OVERHEAD.split(), "--device", "cpu", "--output", str(output / "alone")])
+    run(checkout, ["ddp.bench", "engines", *ENGINES.split(), "--output", str(output)])
+    found = {}
+    for name, path in (("two ranks", output), ("one rank", output / "alone")):
+        loops = json.loads((path / "overhead.json").read_text())["seconds_per_step"]
+        found[f"the trainer's step, {name}"] = statistics.median(loops["trainer"])
+    for model in json.loads((output / "engines.json").read_text())["models"]:
+        found[f"the hand-written DDP, {model['title'].split(',')[0]}"] = statistics.median(
+            model["seconds"]["handwritten"]
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()
