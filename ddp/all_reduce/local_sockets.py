@@ -77,13 +77,13 @@ class LocalSockets:
                 ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
                 if not ready:
                     peer = min(waiting.values())
-                    raise TimeoutError(f"it has not come {what}")
+                    raise TimeoutError(f"rank {peer} has not come {what}")
                 for descriptor, _ in ready:
                     poll.unregister(descriptor)
                     peer = waiting.pop(descriptor)
                     theirs, received, *_ = self._connections[peer].recvmsg(MESSAGE_BYTES, FILE_BYTES)
                     if not theirs:
-                        raise ConnectionResetError("it has closed its connection")
+                        raise ConnectionResetError(f"rank {peer} has closed its connection")
                     if theirs != own:
                         raise RuntimeError(
                             f"of the ranks on {self._p2p.hosts[peer]}, {self._p2p.rank} has come {what}, and {peer} "

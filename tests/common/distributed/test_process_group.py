@@ -110,7 +110,7 @@ def test_ranks_find_each_other_and_share_the_cores() -> None:
         assert threads >= 1
 
 
-def mistakes(bad_ranks: list[int]) -> tuple[str, bool] | None:
+def user_errors(bad_ranks: list[int]) -> tuple[str, bool] | None:
     with process_group() as env:
         try:
             with env.fail_together():
@@ -124,11 +124,11 @@ def mistakes(bad_ranks: list[int]) -> tuple[str, bool] | None:
 @pytest.mark.parametrize(
     ("bad_ranks", "message"), [([], None), ([0], "no data on 0"), ([1, 2], "[rank 1] no data on 1")]
 )
-def test_a_mistake_on_one_rank_is_everybody_s(bad_ranks: list[int], message: str | None) -> None:
-    assert run_ranks(mistakes, 3, bad_ranks) == [message and (message, True)] * 3
+def test_a_user_error_on_one_rank_is_raised_on_all(bad_ranks: list[int], message: str | None) -> None:
+    assert run_ranks(user_errors, 3, bad_ranks) == [message and (message, True)] * 3
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_a_port_in_use_is_a_user_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -140,7 +140,7 @@ def test_a_port_in_use_is_said() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ranks_that_do_not_come_are_said() -> None:
+def test_ranks_that_do_not_come_are_a_user_error() -> None:
     environment = dict(zip(TORCHRUN_VARIABLES, ("0", "2", "0", "2", "127.0.0.1", str(free_port())), strict=True))
     done = run_command("ddp.train", "--device", "cpu", "--timeout", "3", env=environment)
     assert done.returncode == 2
@@ -165,7 +165,7 @@ def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> Non
     arguments = ("ddp.train", "--epochs", "100", "--workers", "1", "--run-dir", str(tmp_path / "run"))
     with start_command(*flags, *arguments) as process:
         _wait_for_training(tmp_path)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to everybody
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
         _, err = process.communicate(timeout=60)
         # No rank's traceback; torchrun reports its own end with one.
         assert "ddp/train.py" not in err
@@ -229,5 +229,5 @@ def gloos_threads() -> list[str]:
 
 
 def test_leaving_the_group_ends_its_threads() -> None:
-    """One that lived on could abort the process at its exit, after all was done."""
+    """A thread that lives on could abort the process at its exit."""
     assert run_ranks(threads_after_leaving, 2) == [[], []]

@@ -32,7 +32,7 @@ def talk(folder: Path) -> str:
     return console.getvalue()
 
 
-def test_the_console_hears_rank_0_and_everybody_s_warnings(tmp_path: Path) -> None:
+def test_the_console_shows_rank_0_and_the_warnings_of_all_ranks(tmp_path: Path) -> None:
     consoles = run_ranks(talk, 2, tmp_path)
     assert ["begun" in text for text in consoles] == [True, False]
     for rank, text in enumerate(consoles):

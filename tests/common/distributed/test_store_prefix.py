@@ -24,7 +24,7 @@ def server() -> TCPStore:
 def ranks(
     server: TCPStore, world_size: int, present: list[int] | None = None, timeout: datetime.timedelta = PATIENT
 ) -> list[Future[str]]:
-    """An attempt, of which these ranks come (all, when None), each with a connection of its own; when it is over."""
+    """One start of a job with these ranks (all, when None), each with a connection of its own; returns when it is over."""
 
     def rank(number: int) -> str:
         store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
@@ -40,7 +40,7 @@ def agreed(server: TCPStore, world_size: int) -> str:
     return prefixes.pop()
 
 
-def test_each_attempt_agrees_on_another_prefix_whatever_its_size(server: TCPStore) -> None:
+def test_each_start_agrees_on_another_prefix_whatever_its_size(server: TCPStore) -> None:
     sizes = (3, 3, 3, 2, 4, 1, 4)
     assert len({agreed(server, size) for size in sizes}) == len(sizes)
 
@@ -62,15 +62,17 @@ def test_rank_0_names_those_that_do_not_come(server: TCPStore) -> None:
         first.result()
 
 
-def test_what_one_attempt_writes_the_next_does_not_see(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_job_does_not_see_the_keys_of_the_start_before(
+    server: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
 
-    def attempt() -> list[Store]:
+    def start() -> list[Store]:
         with ThreadPoolExecutor(2) as threads:
             return list(threads.map(lambda rank: store_with_new_prefix(rank, 2, PATIENT), range(2)))
 
-    first, second = attempt(), attempt()
+    first, second = start(), start()
     first[0].set("address", "of the dead")
     assert first[1].get("address") == b"of the dead"
     assert not second[0].check(["address"]) and not second[1].check(["address"])

@@ -1,4 +1,4 @@
-"""common/distributed/worker_group.py: calls on ranks that stay, what is said when one fails, and that nothing is left behind."""
+"""common/distributed/worker_group.py: calls on the ranks, the errors when one fails, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_tensors_are_shared() -> None:
         assert torch.stack(ranks.call("a_tensor")).tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
-def test_what_cannot_be_passed_harms_nobody(two: WorkerGroup) -> None:
+def test_arguments_that_cannot_be_passed_do_no_harm(two: WorkerGroup) -> None:
     with pytest.raises(Exception, match="pickle"):
         two.call("total", lambda: None)
     assert two.call("total", 1.0) == [3.0, 3.0]
@@ -173,7 +173,7 @@ def test_no_process_outlives_ctrl_c_or_the_main_process(number: signal.Signals) 
             return below
 
         before = wait_for_sleep()
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to everybody
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
         after = wait_for_sleep()
         assert len(after) == len(before) == 2 + 3  # the fork server, the resource tracker, and three ranks
         assert len(set(before) & set(after)) == 2

@@ -1,4 +1,4 @@
-"""A service for standing ranks, and a command that has jobs of them, for tests of what is left when it ends."""
+"""A service for worker groups, and a command that uses them, for tests of what is left when it ends."""
 
 from __future__ import annotations
 

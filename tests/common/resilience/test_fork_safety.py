@@ -1,4 +1,4 @@
-"""common/resilience/fork_safety.py: a fork waits for threads of C++, and for nobody else."""
+"""common/resilience/fork_safety.py: a fork waits for C++ threads, and for no others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
         assert min(times for _, times in found) >= 1
 
 
-def test_without_a_process_group_nobody_is_waited_for() -> None:
+def test_without_a_process_group_a_fork_does_not_wait() -> None:
     with mock.patch.object(forking, "running_threads") as looked:
         forking.let_threads_rest()
     looked.assert_not_called()

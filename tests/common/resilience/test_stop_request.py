@@ -141,7 +141,7 @@ def has_a_worker(pipe: Connection) -> None:
         pipe.send((stop.number, worker.is_alive()))
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: bool(stop))
-    pipe.send((stop.number, worker.is_alive()))  # the worker has copies of all descriptors, and keeps nobody waiting
+    pipe.send((stop.number, worker.is_alive()))  # the worker's copies of the descriptors delay nothing
     worker.kill()
     worker.join()
 

@@ -119,8 +119,8 @@ def summed_in_subgroups() -> None:
     with process_group(timeout_s=60) as env:
         even, odd = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
         group = cast(dist.ProcessGroup, odd if env.rank % 2 else even)
-        everybody = P2P()
-        odd_ones = everybody.among([3, 1]) if env.rank % 2 else None
+        all_ranks = P2P()
+        odd_ones = all_ranks.among([3, 1]) if env.rank % 2 else None
         for build in ALGORITHMS:
             tensor = drawn((1000, torch.float64), 0)
             expected = tensor.clone()

@@ -21,11 +21,11 @@ from tests.launch import free_port, run_ranks, run_with_victim
 def talk() -> tuple[list[str], float, list[list[float]]]:
     """What each rank received from the one before it: among all ranks, and among three."""
     with process_group(timeout_s=50) as env:
-        everybody = P2P()
+        all_ranks = P2P()
         received = []
-        three = everybody.among([3, 0, 2]) if env.rank != 1 else everybody.among([1])
+        three = all_ranks.among([3, 0, 2]) if env.rank != 1 else all_ranks.among([1])
         assert [3, 0, 2][three.rank] == env.rank if env.rank != 1 else three.rank == 0
-        for p2p in (everybody, three):
+        for p2p in (all_ranks, three):
             following, preceding = (p2p.rank + 1) % p2p.size, (p2p.rank - 1) % p2p.size
             incoming = torch.zeros(2)
             if p2p.size > 1:
@@ -33,12 +33,12 @@ def talk() -> tuple[list[str], float, list[list[float]]]:
                 p2p.exchange(torch.empty(0), following, torch.empty(0), preceding)
             received.append(incoming.tolist())
         if env.rank == 0:
-            everybody.send(torch.arange(6).view(2, 3), 3)
+            all_ranks.send(torch.arange(6).view(2, 3), 3)
         elif env.rank == 3:
             whole = torch.zeros(2, 3, dtype=torch.int64)
-            everybody.receive(whole, 0)
+            all_ranks.receive(whole, 0)
             assert whole.flatten().tolist() == list(range(6))
-        return everybody.hosts, everybody.timeout_s, received
+        return all_ranks.hosts, all_ranks.timeout_s, received
 
 
 def test_messages_reach_the_rank_that_they_are_for() -> None:

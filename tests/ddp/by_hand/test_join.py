@@ -48,7 +48,7 @@ def train(engine: type[Wrapper], uneven: Uneven) -> list[dict[str, Tensor]]:
 
     def micro_step(number: int) -> None:
         loss_of(model(batch(number, torch.float64), number=number)).backward()
-        # Zeros and None count alike: once a rank has joined, torch's DDP gives zeros for what nobody uses.
+        # Zeros and None count alike: once a rank has joined, torch's DDP gives zeros for parameters that no rank uses.
         gradients = {name: p.grad if p.grad is not None else p * 0 for name, p in network.named_parameters()}
         results.append({name: gradient.detach().clone() for name, gradient in gradients.items()})
 
@@ -156,7 +156,7 @@ def not_enabled() -> None:
         for context in (contextlib.nullcontext(), model.join(enable=False)):
             network.zero_grad()
             with context:
-                if env.rank == 0:  # nobody answers a forward pass, nor has to
+                if env.rank == 0:  # a forward pass alone needs no other rank
                     model(batch(0), number=0)
                 loss_of(model(batch(1), number=1)).backward()
             gradients.append([cast(Tensor, parameter.grad).clone() for parameter in network.parameters()])

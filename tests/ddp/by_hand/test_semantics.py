@@ -1,4 +1,4 @@
-"""ddp/by_hand/wrapper.py: when gradients are averaged, and when not; what travels when; what is refused, in which words."""
+"""ddp/by_hand/wrapper.py: when gradients are averaged, what is sent when, and which errors are raised."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = list(itertools.product((True, False), WIDTHS))  # as_view, widths
 
 
 class Recorder(AllReduce):
-    """The backend's all-reduce, which writes down what happens when."""
+    """The backend's all-reduce, which records the moments at which sums start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,13 +104,13 @@ def sum_of(*numbers: int) -> Callable[[nn.Module], None]:
     return backward
 
 
-def who_synchronizes() -> None:
+def synchronized_passes() -> None:
     with process_group(timeout_s=60):
         for as_view, widths in SETTINGS:
-            who_synchronizes_with(as_view, widths)
+            synchronized_passes_with(as_view, widths)
 
 
-def who_synchronizes_with(as_view: bool, widths: tuple[int, ...]) -> None:
+def synchronized_passes_with(as_view: bool, widths: tuple[int, ...]) -> None:
     network, record = layers(*widths), Recorder()
     model = HandwrittenDistributedDataParallel(
         network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=as_view, all_reduce=record
@@ -189,7 +189,7 @@ def who_synchronizes_with(as_view: bool, widths: tuple[int, ...]) -> None:
 
 
 def test_backward_passes_whose_forward_pass_was_not_under_no_sync_are_synchronized() -> None:
-    run_ranks(who_synchronizes, 2)
+    run_ranks(synchronized_passes, 2)
 
 
 class Masked(nn.Module):
@@ -634,7 +634,7 @@ def orders(scale: int) -> None:
             kinds = "".join(event[0] for event, _ in record.events)  # s: an all-reduce starts; r: a gradient is ready
             # Backward finishes first what forward came to last.
             assert ready == ([2, 4, 1, 3] if env.rank == 0 else [3, 4, 2, 1])
-            # In the first pass, the order of definition is the guess; afterwards, rank 0's order is everybody's.
+            # In the first pass, the order of definition is a guess; afterwards, all ranks use rank 0's order.
             sent = [size // scale for size in all_ranks_have(record.starts())]
             assert sent == ([4, 3, 2, 1] if step == 0 else [2, 4, 1, 3])
             if step == 0:
@@ -675,7 +675,7 @@ def wrapped_again() -> None:
         assert len(second.starts()) == 1
         assert_same(grads(network), average(alone(network, sum_of(0))))
 
-        # A copy of the network is nobody's.
+        # A copy of the network has no wrapper.
         other = copy.deepcopy(network)
         sum_of(0)(other)
         assert second.starts() == []
@@ -765,7 +765,7 @@ def test_a_group_of_some_ranks() -> None:
 
 
 def message(kind: type[Exception], user_error: Callable[[], Any]) -> str:
-    """What all ranks are told."""
+    """The error's message, the same on all ranks."""
     with pytest.raises(kind) as caught:
         user_error()
     return cast(str, all_ranks_have(str(caught.value)))

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 Wrapper = DistributedDataParallel | HandwrittenDistributedDataParallel
-ENGINES: tuple[type[Wrapper], ...] = (DistributedDataParallel, HandwrittenDistributedDataParallel)
 BATCH = 3
 
 
@@ -142,7 +141,7 @@ class Nested(nn.Module):
 
 
 class Inside(nn.Module):
-    """Its only output hides in an object that no container is."""
+    """Its only output is inside an object that is no container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ class Large(nn.Module):
 
 
 class Branches(nn.Module):
-    """Ranks take different ways in different micro-steps: some parameters are used by few, one by nobody."""
+    """Ranks take different branches in different micro-steps: some parameters are used by few ranks, one by none."""
 
     def __init__(self, width: int = 6, inner: int = 5) -> None:
         super().__init__()
@@ -203,7 +202,7 @@ class Branches(nn.Module):
 
 
 class SameBranch(nn.Module):
-    """Each rank takes a way of its own, and always the same."""
+    """Each rank takes a branch of its own, always the same one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +271,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """In which each element has a weight of its own."""
+    """A loss in which each element has a weight of its own."""
     terms = []
     for output in tensors(outputs):
         if output.requires_grad:
