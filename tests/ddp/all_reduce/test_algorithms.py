@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -38,6 +38,11 @@ DTYPES = [torch.uint8, torch.int32, torch.int64, *TOLERANCES]
 Case = tuple[int, torch.dtype]  # numel, dtype
 LARGE: list[Case] = [(300_007, torch.float32), (200_003, torch.bfloat16)]
 cases = st.tuples(st.integers(0, 20) | st.integers(0, 5000), st.sampled_from(DTYPES))
+
+
+def lists_of_cases(number: int) -> st.SearchStrategy[list[Case]]:
+    """So many cases, all different: the simplest example alone would be one case, repeated."""
+    return st.lists(cases, min_size=number, max_size=number, unique=True)
 
 
 def drawn(case: Case, seed: int) -> Tensor:
@@ -81,22 +86,32 @@ def sum_among_the_first(size: int, examples: list[Case]) -> list[int]:
     return digests
 
 
-def summed(sizes: range, examples: list[Case]) -> list[list[int]]:
-    with process_group(timeout_s=60):
+def summed(sizes: Sequence[int], examples: list[Case]) -> list[list[int]]:
+    with process_group(timeout_s=250):
         return [sum_among_the_first(size, examples) for size in sizes]
 
 
-@settings(max_examples=2)
-@given(examples=st.lists(cases, min_size=20, max_size=20))
-def test_algorithms_sum_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
-    sizes = range(1, 7)
-    results = run_ranks(summed, max(sizes), sizes, [*examples, *LARGE])
+def assert_same_sums(sizes: Sequence[int], examples: list[Case]) -> None:
+    results = run_ranks(summed, max(sizes), sizes, [*examples, *LARGE], timeout_s=280)
     for size, first, *others in zip(sizes, *results, strict=True):
         assert others[: size - 1] == [first] * (size - 1)
 
 
+@settings(max_examples=1, phases=[Phase.generate])  # to shrink would start hundreds of jobs
+@given(examples=lists_of_cases(6))
+def test_algorithms_sum_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
+    assert_same_sums([1, 2, 3, 4, 6], examples)
+
+
+@pytest.mark.slow
+@settings(max_examples=5, phases=[Phase.generate])
+@given(examples=lists_of_cases(20))
+def test_algorithms_sum_as_torch_does_in_many_cases(examples: list[Case]) -> None:
+    assert_same_sums(range(1, 7), examples)
+
+
 def summed_at_once() -> None:
-    with process_group(timeout_s=60):
+    with process_group(timeout_s=250):
         algorithms = [build(P2P()) for build in ALGORITHMS]
         inputs = [drawn((10_000, torch.float32), seed) for seed in range(20)]
         results = {algorithm: [tensor.clone() for tensor in inputs] for algorithm in algorithms}
@@ -116,7 +131,7 @@ def test_algorithms_at_once_and_the_groups_own_collectives_do_not_disturb_each_o
 
 
 def summed_in_subgroups() -> None:
-    with process_group(timeout_s=60) as env:
+    with process_group(timeout_s=250) as env:
         even, odd = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
         group = cast(dist.ProcessGroup, odd if env.rank % 2 else even)
         all_ranks = P2P()

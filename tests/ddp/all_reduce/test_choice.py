@@ -15,7 +15,7 @@ from tests.launch import run_ranks
 
 
 def built() -> list[str]:
-    with process_group(timeout_s=60) as env:
+    with process_group(timeout_s=250) as env:
         group = cast(dist.ProcessGroup, dist.new_group([0, 2]))
         kinds = []
         for name in ALL_REDUCES:

@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from common.distributed.process_group import process_group
 from ddp.all_reduce import shared_memory
 from ddp.all_reduce.hierarchical import Hierarchical
 from ddp.all_reduce.p2p import P2P
-from tests.ddp.all_reduce.test_algorithms import Case, cases, sum_until_lost
+from tests.ddp.all_reduce.test_algorithms import Case, lists_of_cases, sum_until_lost
 from tests.ddp.all_reduce.test_shared_memory import MANY_PIECES, digests
 from tests.launch import run_ranks, run_with_victim
 
@@ -28,7 +27,7 @@ LAYOUTS = ["aabbbc", "abab", "aaab", "abc", "aa"]
 def summed(layouts: list[str], examples: list[Case]) -> list[list[int]]:
     """Digests of the sums, for each layout that has this rank."""
     found = []
-    with process_group(timeout_s=60) as env, contextlib.ExitStack() as patches:
+    with process_group(timeout_s=250) as env, contextlib.ExitStack() as patches:
         for name, value in MANY_PIECES.items():
             patches.enter_context(mock.patch.object(shared_memory, name, value))
         for hosts in layouts:
@@ -41,17 +40,28 @@ def summed(layouts: list[str], examples: list[Case]) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=2, phases=[Phase.generate])  # to shrink would start hundreds of jobs
-@given(examples=st.lists(cases, min_size=10, max_size=10))
-def test_it_sums_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
-    results = run_ranks(summed, 6, LAYOUTS, examples)
+def assert_same_sums(examples: list[Case]) -> None:
+    results = run_ranks(summed, 6, LAYOUTS, examples, timeout_s=280)
     for found in results:
         assert found == results[0][: len(found)]
     assert [len(found) for found in results] == [sum(len(hosts) > rank for hosts in LAYOUTS) for rank in range(6)]
 
 
+@settings(max_examples=1, phases=[Phase.generate])  # to shrink would start hundreds of jobs
+@given(examples=lists_of_cases(6))
+def test_it_sums_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
+    assert_same_sums(examples)
+
+
+@pytest.mark.slow
+@settings(max_examples=5, phases=[Phase.generate])
+@given(examples=lists_of_cases(10))
+def test_it_sums_as_torch_does_in_many_cases(examples: list[Case]) -> None:
+    assert_same_sums(examples)
+
+
 def summed_where_they_are() -> None:
-    with process_group(timeout_s=60) as env:
+    with process_group(timeout_s=250) as env:
         for pretended in (False, True):
             name = f"node-{env.rank % 2}" if pretended else "node"
             with mock.patch("socket.gethostname", return_value=name):
