@@ -106,7 +106,6 @@ def run_forked(
 
 
 def _main(module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    multiprocessing.set_start_method("fork", force=True)  # of loader workers: as on a command line
     sys.argv = [module, *arguments]
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -210,6 +209,9 @@ def _collect(ranks: Sequence[Rank], awaited: Iterable[int], timeout_s: float) ->
 
 def _serve(pipe: Connection) -> None:
     """A rank's life: one function after another, until the tests end."""
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # of loader workers: as on a command line, not as we were started
     fresh = False
     while not fresh:
         try:
