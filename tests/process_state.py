@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 
 OURS = ("common", "dataloading", "dataparallel", "ddp", "tests")
-PATCHED = ("os", "time", "signal", "socket", "subprocess", "torch", "torch.distributed", "torch.nn.utils")
+PATCHED = (
+    "os",
+    "time",
+    "signal",
+    "socket",
+    "subprocess",
+)  # not torch, which changes itself when more of it is imported
 WAITING = ("tqdm_monitor",)  # threads that stay, and do nothing
 END_S = 30.0  # for threads and children that are just ending
 
@@ -39,6 +45,7 @@ class ProcessState:
         self._torch = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._excepthook = sys.excepthook
+        self._loggers = {logger: (logger.level, logger.propagate, list(logger.handlers)) for logger in _loggers()}
         self._threads = set(threading.enumerate())
         self._found = _lasting()
 
@@ -58,6 +65,12 @@ class ProcessState:
         torch.set_grad_enabled(grad)
         torch.use_deterministic_algorithms(self._deterministic)
         sys.excepthook = self._excepthook  # init_process_group sets its own
+        for logger in _loggers():
+            logger.level, logger.propagate, handlers = self._loggers.get(logger, (logging.NOTSET, True, []))
+            for handler in set(logger.handlers) - set(handlers):
+                handler.close()
+            logger.handlers[:] = handlers
+        logging.root.manager._clear_cache()  # type: ignore[attr-defined]  # of which logger is enabled for which level
         left = []
         if dist.is_initialized():
             left.append("a process group")
@@ -66,7 +79,6 @@ class ProcessState:
         left += [f"a child process, {name}" for name in _children_left()]
         now = _lasting()
         left += [f"another {name}" for name, value in self._found.items() if now.get(name, value) is not value]
-        left += [f"a new {name}" for name in now if name.startswith("logging") and name not in self._found]
         return left
 
     def _threads_left(self) -> list[str]:
@@ -84,15 +96,16 @@ def _children_left() -> list[str]:
     return [" ".join(process.cmdline()) for process in alive]
 
 
+def _loggers() -> list[logging.Logger]:
+    found = [logging.root, *logging.root.manager.loggerDict.values()]
+    return [logger for logger in found if isinstance(logger, logging.Logger)]
+
+
 def _lasting() -> dict[str, Any]:
     """What lasts in a process until it is changed back: values by name. They are compared by identity."""
     found: dict[str, Any] = {f"handler of {number.name}": signal.getsignal(number) for number in signal.Signals}
     found |= {f"sys.{name}": getattr(sys, name) for name in ("stdout", "stderr", "unraisablehook")}
     found |= {f"signal mask ({number})": True for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}
-    for name, logger in [("root", logging.root), *logging.root.manager.loggerDict.items()]:
-        if isinstance(logger, logging.Logger):
-            found |= {f"logging handler of {name}: {handler}": handler for handler in logger.handlers}
-            found |= {f"level of logger {name}": logger.level, f"propagation of logger {name}": logger.propagate}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in OURS or name in PATCHED:
             found |= _attributes(name, module)

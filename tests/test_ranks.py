@@ -31,20 +31,22 @@ def test_jobs_of_several_sizes_use_the_same_processes() -> None:
     assert not {pid for pid, _ in run_ranks(own_process, 2, fresh=True)} & pool_pids()
 
 
-Settings = tuple[str | None, str, list[str], torch.dtype, int, float, float]
+Settings = tuple[str | None, str, list[str], torch.dtype, int, float, float, int, int]
 
 
 def change_settings() -> Settings:
     """What this process has, before all of it is changed."""
     found = (
         os.environ.get("LEFT_BEHIND"), os.getcwd(), list(sys.argv), torch.get_default_dtype(), torch.get_num_threads(),
-        torch.rand(()).item(), random.random(),
+        torch.rand(()).item(), random.random(), logging.root.level, len(logging.root.handlers),
     )  # fmt: skip
     os.environ["LEFT_BEHIND"] = "yes"
     os.chdir("/")
     sys.argv[:] = ["left", "behind"]
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(found[4] + 1)
+    logging.root.setLevel(logging.CRITICAL)
+    logging.root.addHandler(logging.NullHandler())
     return found
 
 
@@ -56,10 +58,6 @@ def test_settings_are_reset() -> None:
 
 def leave_a_handler() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def leave_a_logger() -> None:
-    logging.getLogger("ddp").addHandler(logging.NullHandler())
 
 
 def leave_a_patch() -> None:
@@ -74,7 +72,6 @@ def leave_a_group() -> None:
     ("leave", "words"),
     [
         (leave_a_handler, "another handler of SIGUSR1"),
-        (leave_a_logger, "a new logging handler of ddp"),
         (leave_a_patch, "another ddp.train.evaluate"),
         (leave_a_group, "a process group"),
     ],
