@@ -1,11 +1,11 @@
-"""One real run of a loader as a picture: what the main process and each worker do at every moment.
+"""A picture of a real run of a loader: what the main process and each worker do at every moment.
 
     python -m dataloading.timeline
     python -m dataloading.timeline --loader fast --decoder simplejpeg
     python -m dataloading.timeline --start-method spawn --slow-batch-ms 0
 
 By default the stock ``DataLoader`` runs twice over the same batches, with ``in_order`` and without, and one file of the
-third batch answers late. Beside the picture lies each run's trace, which opens at https://ui.perfetto.dev.
+third batch is late. The trace of each run is written beside the picture; it opens at https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.trace_events import write_trace
+from common.resilience.loader_errors import loader_errors
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler, as_batch_key
 from dataloading.dataset.storage import Reader, Storage
-from dataloading.loader.failures import explained
 from dataloading.loader.fast_loader import FastLoader
-from dataloading.loader.stock_loader import each, stock_loader
+from dataloading.loader.stock_loader import iterate, stock_loader
 from dataloading.synthetic import face_cache
 from dataloading.timeline.figure import plot_timeline
 from dataloading.timeline.tracing import (
+    LoaderTrace,
     Numbered,
-    Run,
     TracedBatches,
     TracedCollate,
     TracedFetch,
@@ -53,23 +53,23 @@ START_METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
 @dataclass(frozen=True)
-class TimelineConfig:
+class LoadingTimelineConfig:
     """Settings of ``dataloading.timeline``."""
 
-    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: faces drawn for the purpose)")
+    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
     loader: str = option(
-        "stock", "stock: DataLoader and its processes; fast: ours, and threads", choices=("stock", "fast")
+        "stock", "stock: DataLoader with processes; fast: FastLoader with threads", choices=("stock", "fast")
     )
     workers: int = option(2, "processes or threads; 0 loads in the main process", minimum=0)
     batches: int = option(16, "batches of a run", minimum=1)
     batch_size: int = option(32, "images per batch", minimum=1)
-    prefetch_factor: int = option(2, "batches that are asked for ahead, per worker", minimum=1)
+    prefetch_factor: int = option(2, "batches requested ahead, per worker", minimum=1)
     augmentation: str = option("none", "of each image", choices=AUGMENTATIONS)
-    decoder: str = option("pillow", "what decodes the JPEGs", choices=DECODERS)
+    decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     start_method: str = option(START_METHODS[0], "of the processes", choices=START_METHODS)
-    step_ms: float = option(15.0, "what the main process does with a batch: it sleeps so long", minimum=0)
-    slow_batch: int = option(2, "the batch, counted from 0, of which one file answers late", minimum=0)
-    slow_batch_ms: float = option(400.0, "how late; 0 for not at all", minimum=0)
+    step_ms: float = option(15.0, "the main process's work on a batch, as a sleep", minimum=0)
+    slow_batch: int = option(2, "number of the batch with one late file, counted from 0", minimum=0)
+    slow_batch_ms: float = option(400.0, "delay of that file; 0 for none", minimum=0)
     output: Path = option(Path("runs/timeline"), "folder of the picture and the traces")
 
     def __post_init__(self) -> None:
@@ -82,17 +82,17 @@ class TimelineConfig:
 
 @command
 def main() -> None:
-    config = parse(TimelineConfig, "dataloading.timeline", __doc__)
+    config = parse(LoadingTimelineConfig, "dataloading.timeline", __doc__)
     prepare_output(config.output)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it too leaves no worker and no temporary file
-    with explained():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
+    with loader_errors():
         runs = measure(config)
     with results_in(config.output):
         print(report(config, runs))
 
 
-def measure(config: TimelineConfig) -> list[Run]:
-    """The runs of one picture."""
+def measure(config: LoadingTimelineConfig) -> list[LoaderTrace]:
+    """Make the runs of one picture."""
     files = LFWDataset(
         config.path_to_folder or face_cache.ensure(),
         transform=course_transform("none") if config.loader == "stock" else None,
@@ -101,15 +101,15 @@ def measure(config: TimelineConfig) -> list[Run]:
         augmentation=config.augmentation,
     )
     keys = list(ShuffledSampler(len(files), length=config.batches * config.batch_size))
-    for key in keys:  # so that the second run has no warmer page cache than the first
+    for key in keys:  # otherwise only the first run would read from a cold page cache
         files.read(key.sample)
     starts = range(0, len(keys), config.batch_size)
     batches = [Numbered(i, keys[start : start + config.batch_size]) for i, start in enumerate(starts)]
     if config.loader == "fast":
-        who = "threads share each batch" if config.workers else "the main process does it all"
+        who = "threads share each batch" if config.workers else "the main process does all work"
         return [record(config, files, batches, "fast", f"the fast loader: {who}")]
     if config.workers == 0:
-        return [record(config, files, batches, "no-workers", "num_workers=0: the main process does it all")]
+        return [record(config, files, batches, "no-workers", "num_workers=0: the main process does all work")]
     return [
         record(config, files, batches, "in-order", "in_order=True (the default)", in_order=True),
         record(config, files, batches, "out-of-order", "in_order=False", in_order=False),
@@ -117,15 +117,15 @@ def measure(config: TimelineConfig) -> list[Run]:
 
 
 def record(
-    config: TimelineConfig,
+    config: LoadingTimelineConfig,
     files: LFWDataset,
     batches: Sequence[Numbered],
     name: str,
     title: str,
     *,
     in_order: bool = True,
-) -> Run:
-    """Load all batches once with every stage traced."""
+) -> LoaderTrace:
+    """Load all batches once and trace every stage."""
     late = config.slow_batch if config.slow_batch_ms else None
     with tempfile.TemporaryDirectory(prefix="raw-ddp-timeline-") as folder:
         tracer = Tracer(Path(folder))
@@ -139,17 +139,17 @@ def record(
         spans = [
             span._replace(start=span.start - began, end=span.end - began)
             for span in tracer.collect()
-            if span.start >= began  # the fast loader's data set has looked at an image before
+            if span.start >= began  # the fast loader's data set has decoded an image before
         ]
-    return Run(name, title, spans, (os.getpid(), threading.get_native_id()), late)
+    return LoaderTrace(name, title, spans, (os.getpid(), threading.get_native_id()), late)
 
 
 def _consume(
-    config: TimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer, in_order: bool
+    config: LoadingTimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer, in_order: bool
 ) -> float:
     """Take each batch and work on it.
 
-    :returns: when the loader was asked for its iterator
+    :returns: the time at which the loader's iterator was requested
     """
     if config.loader == "fast":
         began, source = _iterate_fast(config, dataset, batches, tracer)
@@ -167,8 +167,8 @@ def _consume(
             asked = time.perf_counter()
             tracer.record("consume", taken, asked, number)
     finally:
-        # Workers must be gone before the folder that they write to is; after an error, the traceback would keep the
-        # iterator and so the workers alive. DataLoader's has no public close.
+        # The workers must end before their folder is removed. After an error, the traceback would keep the iterator and
+        # so the workers alive. DataLoader's iterator has no public close.
         close = getattr(source, "_shutdown_workers", None) or getattr(source, "close", None)
         if close is not None:
             close()
@@ -176,12 +176,12 @@ def _consume(
 
 
 def _iterate_stock(
-    config: TimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer, in_order: bool
+    config: LoadingTimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer, in_order: bool
 ) -> tuple[float, Any]:
     began = time.perf_counter()
     workers: dict[str, Any] = {}
     if config.workers:
-        # The workers inherit it, and this process removes it. One that must make its own leaves it when it is terminated.
+        # The workers inherit this folder, and this process removes it. A terminated worker would leave its own behind.
         multiprocessing.util.get_temp_dir()
         workers = {
             "prefetch_factor": config.prefetch_factor,
@@ -191,28 +191,28 @@ def _iterate_stock(
         }
     traced = TracedFetch(dataset, tracer)
     loader = stock_loader(traced, config.workers, batch_sampler=batches, collate_fn=TracedCollate(tracer), **workers)
-    iterator = each(loader)
+    iterator = iterate(loader)
     if config.workers:
         tracer.record("start workers", began, time.perf_counter())
     return began, iterator
 
 
 def _iterate_fast(
-    config: TimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer
+    config: LoadingTimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer
 ) -> tuple[float, Any]:
     keys = [as_batch_key(batch.content, epoch=0) for batch in batches]
     loader = FastLoader(
         TracedBatches(dataset, tracer, keys),
         batch_sampler=keys,
         num_workers=config.workers,
-        crew="threads",
+        pool="threads",
         prefetch_batches=config.prefetch_factor * max(1, config.workers),
     )
     return time.perf_counter(), iter(loader)
 
 
 class LateFile:
-    """A storage of which one file answers late when it is opened for one batch."""
+    """A storage that delays one file when it is opened for one batch."""
 
     def __init__(self, storage: Storage, name: str, batch: int, delay_s: float, tracer: Tracer) -> None:
         self.root, self._storage = storage.root, storage
@@ -228,8 +228,11 @@ class LateFile:
         return self._storage.open(name)
 
 
-def report(config: TimelineConfig, runs: Sequence[Run]) -> str:
-    """Write the picture, the traces and the summary, and say what they say."""
+def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
+    """Write the picture, the traces and the summary.
+
+    :returns: the summary for the terminal
+    """
     names = ["timeline.png", "summary.json", *(f"trace-{run.name}.json" for run in runs)]
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
@@ -248,7 +251,7 @@ def report(config: TimelineConfig, runs: Sequence[Run]) -> str:
     )
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: LoaderTrace) -> dict[str, Any]:
     first, held_up = run.batches[0], run.held_up()
     return {
         "order": [batch.number for batch in run.batches],
@@ -263,7 +266,7 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _lines(run: Run) -> list[str]:
+def _lines(run: LoaderTrace) -> list[str]:
     facts = _summary(run)
     held_up = facts["held_up_ms"]
     longest = max(held_up, key=lambda number: held_up[number])
@@ -276,7 +279,7 @@ def _lines(run: Run) -> list[str]:
     ]
 
 
-def _title(config: TimelineConfig) -> str:
+def _title(config: LoadingTimelineConfig) -> str:
     if config.workers == 0:
         workers = "no workers"
     else:
@@ -288,11 +291,11 @@ def _title(config: TimelineConfig) -> str:
     )
 
 
-def _idle_reason(config: TimelineConfig) -> str:
-    """Why a worker that has nothing to do gets nothing to do."""
+def _idle_reason(config: LoadingTimelineConfig) -> str:
+    """Why an idle worker gets no batch."""
     ahead = config.workers * config.prefetch_factor
     return (
-        f"idle: {ahead} batches are asked for ({config.workers} workers, {config.prefetch_factor} each), "
+        f"idle: {ahead} batches are requested ({config.workers} workers, {config.prefetch_factor} each), "
         "and the next only when the main process takes one"
     )
 

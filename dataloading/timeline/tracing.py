@@ -1,11 +1,11 @@
-"""Who does what when: spans of time from every process and thread of a loader, on one clock.
+"""Tracing: spans of time from every process and thread of a loader, on one clock.
 
-The clock is ``time.perf_counter``, which on Linux is CLOCK_MONOTONIC: it counts from the machine's start, the same in all
-processes, so that spans of several need no alignment. A span costs a tuple in a list; each thread writes its list to a file
-of its own when a batch is done, since ``DataLoader`` may terminate a worker without running its exit handlers.
+The clock is ``time.perf_counter``, which on Linux is CLOCK_MONOTONIC. It counts from the machine's start in all processes, so
+spans of several processes need no alignment. A span costs a tuple in a list. Each thread writes its list to its own file when
+a batch is finished, since ``DataLoader`` may terminate a worker without running its exit handlers.
 
-The batch's number travels with its keys, its items and the batch itself (:class:`Numbered`): a worker could not know it
-otherwise, and with ``in_order=False`` nor could the main process.
+The batch's number travels with its keys, its items and the batch itself (:class:`Numbered`). Otherwise a worker could not
+know it, and with ``in_order=False`` the main process could not either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataloading.dataset.lfw import LFWDataset
 
 
 class Span(NamedTuple):
-    """What a thread did for a while; start and end in seconds."""
+    """A stage of a thread's work; start and end in seconds."""
 
     name: str
     start: float
@@ -44,9 +44,9 @@ class Span(NamedTuple):
 
 
 class Tracer:
-    """Records spans. It travels to workers by fork or by pickle, and all copies write to the same folder.
+    """Records spans. Workers get a copy by fork or by pickle, and all copies write to the same folder.
 
-    :param folder: an existing one, which must stay until :meth:`collect`; each thread makes a file there
+    :param folder: an existing folder, which must stay until :meth:`collect`; each thread makes a file there
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,20 +54,20 @@ class Tracer:
         self._local = _Thread()
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """The time in the block; as ``LFWDataset.span`` wants it."""
+        """A context manager that records its block, for ``LFWDataset.span``."""
         return _Timed(self, name)
 
     def record(self, name: str, start: float, end: float, batch: int | None = None) -> None:
-        """A span whose times are known.
+        """Record a span with known times.
 
-        :param batch: when None, the one of the surrounding :meth:`batch`, if any
+        :param batch: when None, the number of the surrounding :meth:`batch`, if any
         """
         mine = self._mine()
         mine.spans.append((name, start, end, mine.batch if batch is None else batch))
 
     @contextlib.contextmanager
     def batch(self, number: int) -> Iterator[None]:
-        """What this thread records in the block is of this batch, and is written at its end."""
+        """Assign what this thread records in the block to this batch, and write it at the end."""
         mine = self._mine()
         mine.batch = number
         try:
@@ -91,19 +91,19 @@ class Tracer:
             mine.spans = []
 
     def collect(self) -> list[Span]:
-        """The spans of all threads, an outer one before those in it. Other threads must have flushed theirs."""
+        """The spans of all threads, outer ones before inner ones. Other threads must have flushed theirs."""
         self.flush()
         found = []
         for path in self._folder.iterdir():
             with open(path, "rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
-                # the last record of a worker that was killed may be cut off
+                # The last record of a killed worker may be cut off.
                 while True:
                     lane, lane_name, spans = pickle.load(file)
                     found += [Span(name, start, end, lane, lane_name, batch) for name, start, end, batch in spans]
         return sorted(found, key=lambda span: (span.start, -span.end))
 
     def _mine(self) -> _Thread:
-        if self._local.pid != os.getpid():  # forked: what the parent has recorded is the parent's to write
+        if self._local.pid != os.getpid():  # after a fork, the parent writes its own records
             self._local.pid, self._local.spans, self._local.batch = os.getpid(), [], None
         return self._local
 
@@ -112,7 +112,7 @@ class Tracer:
 
 
 class _Thread(threading.local):
-    """What a thread has recorded and not written yet."""
+    """The records of a thread that are not written yet."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -121,7 +121,7 @@ class _Thread(threading.local):
 
 
 class _Timed(AbstractContextManager[None]):
-    """A class of its own, since a generator's context manager costs four times as much."""
+    """A context manager as a class: one made from a generator costs four times as much."""
 
     __slots__ = ("_name", "_start", "_tracer")
 
@@ -143,9 +143,10 @@ class Numbered(NamedTuple):
 
 
 class TracedFetch(Dataset[Any]):
-    """The data set of a stock ``DataLoader``, whose worker calls ``__getitems__`` once for each of its batches.
+    """The data set of a stock ``DataLoader``, whose worker calls ``__getitems__`` once per batch.
 
-    :param dataset: with its ``span`` set to the tracer's
+    :param dataset: its ``span`` is set to the tracer's
+    :param tracer: records the spans
     """
 
     def __init__(self, dataset: LFWDataset, tracer: Tracer) -> None:
@@ -169,7 +170,7 @@ class TracedCollate:
 
 @dataclass(frozen=True)
 class TracedStart:
-    """The stock loader's ``worker_init_fn``: a worker's start is the time from ``asked`` until it runs."""
+    """The stock loader's ``worker_init_fn``: records a worker's start, from ``asked`` until it runs."""
 
     tracer: Tracer
     asked: float
@@ -184,7 +185,7 @@ class TracedStart:
 class TracedBatches(LFWBatches):
     """The data set of a fast loader with threads, which call ``fill`` for one piece of a batch after the other.
 
-    :param keys: the very objects that the loader is given, since threads recognize a batch by its key's identity
+    :param keys: the same objects that the loader gets, since threads recognize a batch by its key's identity
     """
 
     def __init__(self, files: LFWDataset, tracer: Tracer, keys: Sequence[BatchKey]) -> None:
@@ -198,12 +199,13 @@ class TracedBatches(LFWBatches):
 
 
 class BatchTimes(NamedTuple):
-    """A batch's way, in seconds from the run's start.
+    """The times of a batch, in seconds from the run's start.
 
+    :param number: counts from 0
     :param lane: of the worker that finished it
-    :param began: the first of its images was asked for
-    :param finished: it was collated
-    :param taken: the main process had it
+    :param began: when its first image was opened
+    :param finished: when it was collated
+    :param taken: when the main process received it
     """
 
     number: int
@@ -214,11 +216,14 @@ class BatchTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run, as its spans tell it. Those of the main process are ``start workers``, ``wait`` and ``consume``.
+class LoaderTrace:
+    """The trace of one run. The main process's spans are ``start workers``, ``wait`` and ``consume``.
 
-    :param spans: in seconds from the moment when the main process asked for the loader's iterator
-    :param late: the batch of which a file was late, or None
+    :param name: for file names
+    :param title: for people
+    :param spans: in seconds from the moment when the main process requested the loader's iterator
+    :param main: the main process's lane
+    :param late: the number of the batch with a late file, or None
     """
 
     name: str
@@ -236,7 +241,7 @@ class Run:
 
     @cached_property
     def waits(self) -> list[Span]:
-        """When the main process waited for a batch, each with the number of that which came."""
+        """When the main process waited for a batch, each with the number of the batch that came."""
         return [span for span in self.spans if span.name == "wait"]
 
     @cached_property
@@ -245,7 +250,7 @@ class Run:
         return [self._times(wait) for wait in self.waits]
 
     def work(self, batch: int) -> list[Span]:
-        """The outermost spans of the work on a batch, in the order of their beginning."""
+        """The outermost spans of the work on a batch, in the order of their start."""
         return [span for span in self.spans if span.batch == batch and span.name in ("fetch", "collate")]
 
     def _times(self, wait: Span) -> BatchTimes:
@@ -256,16 +261,16 @@ class Run:
 
     @property
     def end(self) -> float:
-        """The main process is done with the last batch."""
+        """When the main process has finished the last batch."""
         return max(span.end for span in self.spans if span.lane == self.main)
 
     @property
     def waited(self) -> float:
-        """Seconds in which the main process had no batch to work on."""
+        """Seconds that the main process spent without a batch to work on."""
         return self.end - sum(span.end - span.start for span in self.spans if span.name == "consume")
 
     def held_up(self) -> dict[int, float]:
-        """For each batch, the seconds in which the main process waited for another although this one was finished."""
+        """For each batch, the seconds that the main process waited for another batch although this one was finished."""
         return {
             batch.number: sum(
                 max(0.0, min(batch.taken, wait.end) - max(batch.finished, wait.start))
@@ -276,7 +281,7 @@ class Run:
         }
 
     def queue(self) -> list[tuple[float, int]]:
-        """From when on there were how many batches that were finished and not yet taken."""
+        """The number of batches that are finished and not yet taken, as (time of the change, number from then on)."""
         changes = [(batch.finished, 1) for batch in self.batches] + [(batch.taken, -1) for batch in self.batches]
         steps, waiting = [(0.0, 0)], 0
         for moment, change in sorted(changes, key=lambda item: (item[0], -item[1])):
@@ -285,7 +290,7 @@ class Run:
         return steps
 
 
-def trace_events(run: Run) -> list[Event]:
+def trace_events(run: LoaderTrace) -> list[Event]:
     """The run in Chrome's trace event format, for :func:`common.reporting.trace_events.write_trace`."""
     main_pid = run.main[0]
     events: list[Event] = []
@@ -299,7 +304,7 @@ def trace_events(run: Run) -> list[Event]:
         name = "batches finished, not taken"
         events.append({**at(moment, run.main), "ph": "C", "name": name, "args": {"batches": waiting}})
     for batch in run.batches:
-        # Each end of an arrow lies in the slice that surrounds its time: the last piece of work, and the consumer's.
+        # Perfetto attaches each end of an arrow to the slice around its time: the last work, and the consumer's.
         last = max(run.work(batch.number), key=lambda span: span.end)
         flow = {"name": "hand-over", "cat": "hand-over", "id": batch.number}
         events.append({**at(last.start, last.lane), **flow, "ph": "s"})

@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.reporting.gantt import AXIS_PX, DPI, Gantt, new_gantt, save_gantt
 from common.reporting.run_figures import COLORS
 from ddp.by_hand.buckets import MIB
 from ddp.timeline.overlap import OverlapParts, sent_by_all
 from ddp.timeline.recording import Sending, Step
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-WIDTH_INCHES, DPI = 14.6, 110
-AXIS_PX = 1440  # of the width, what the time axis takes
 CHARACTER_PX = 0.9  # width, per point of the font's size
 NAME_PX = 19  # between two names of gradients
 NAME_SIZE, NAME_ANGLE, LABEL_SIZE = 7.5, 35, 9
@@ -42,30 +40,23 @@ def plot_step(
     :param parameters: in the order of :attr:`Step.ready`
     :param buckets: in the order in which they are sent: for each of its parameters, the gradient's bytes
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     origin, end = min(step.began for step in ranks), max(step.ended for step in ranks)
-    scale = 1000 * (end - origin) / AXIS_PX
-    drawings = [_Drawing(step.since(origin), parameters, buckets, scale) for step in ranks]
+    drawings = [_Drawing(step.since(origin), parameters, buckets, end - origin) for step in ranks]
     heights = [drawing.bottom - drawing.top for drawing in drawings]
-    figure = Figure(figsize=(WIDTH_INCHES, 1.2 + 0.3 * len(ranks) + ROW_INCHES * sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12)
-    axes = figure.subplots(len(ranks), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
+    height_inches = 1.2 + 0.3 * len(ranks) + ROW_INCHES * sum(heights)
+    figure, axes = new_gantt(heights, height_inches, title, sharex=True)
     moments = [moment - origin for moment in sent_by_all(ranks)]
     for rank, (plot, drawing, its) in enumerate(zip(axes, drawings, parts, strict=True)):
-        drawing.compute(plot)
-        drawing.all_reduces(plot, moments)
+        chart = Gantt(plot, end - origin, height=HEIGHT, character_px=CHARACTER_PX)
+        drawing.compute(chart)
+        drawing.all_reduces(chart, moments)
         plot.set_title(f"rank {rank}: {_summary(its)}", loc="left", fontsize=11, fontweight="bold")
         plot.set_xlim(0, 1000 * (end - origin))
     axes[-1].set_xlabel(
         "ms since the first rank began the step.  Ticks: a gradient is ready, its computation in the color of its bucket; "
         "named where there is room"
     )
-    patches = _legend(buckets)
-    figure.legend(handles=patches, loc="outside lower center", ncols=-(-len(patches) // 2), fontsize=9, frameon=False)
-    figure.savefig(path, dpi=DPI)
+    save_gantt(path, figure, _legend(buckets), rows=2, fontsize=9)
 
 
 def lanes(sent: Sequence[Sending]) -> list[int]:
@@ -82,35 +73,37 @@ def lanes(sent: Sequence[Sending]) -> list[int]:
 class _Drawing:
     """One rank's rows: 0 is what it computes, with the names of gradients above; its all-reduces are below.
 
-    :param step: in seconds from the left edge; :param parameters: and ``buckets``: see :func:`plot_step`
-    :param scale: milliseconds per pixel
+    :param step: in seconds from the left edge
+    :param parameters: see :func:`plot_step`
+    :param buckets: see :func:`plot_step`
+    :param seconds: the length of the time axis
     """
 
     def __init__(
-        self, step: Step, parameters: Sequence[str], buckets: Sequence[Mapping[str, int]], scale: float
+        self, step: Step, parameters: Sequence[str], buckets: Sequence[Mapping[str, int]], seconds: float
     ) -> None:
-        self._step, self._buckets, self._scale = step, buckets, scale
+        self._step, self._buckets, self._seconds = step, buckets, seconds
         self._ready = dict(zip(parameters, step.ready, strict=True))
         self._lanes, self._named = lanes(step.sent), self._choose_names()
         longest = CHARACTER_PX * NAME_SIZE * max(map(len, self._named))
         self.top = -0.6 - longest * math.sin(math.radians(NAME_ANGLE)) / (ROW_INCHES * DPI)
         self.bottom = 1.6 + max(self._lanes)
 
-    def compute(self, plot: Axes) -> None:
+    def compute(self, chart: Gantt) -> None:
         """Row 0, and the names."""
-        step = self._step
-        self._box(plot, 0, step.began, step.loaded, DATA)
-        self._box(plot, 0, step.loaded, step.forwarded, FORWARD, "forward")
+        step, plot = self._step, chart.plot
+        _box(chart, 0, step.began, step.loaded, DATA)
+        _box(chart, 0, step.loaded, step.forwarded, FORWARD, "forward")
         bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
         began = step.forwarded
         for (name, ready), handled in sorted(
             zip(self._ready.items(), step.handled, strict=True), key=lambda one: one[1]
         ):
-            self._box(plot, 0, began, ready, _color(bucket_of[name]), alpha=0.75)
-            self._box(plot, 0, ready, handled, COPY, linewidth=0)
+            _box(chart, 0, began, ready, _color(bucket_of[name]), alpha=0.75)
+            _box(chart, 0, ready, handled, COPY, linewidth=0)
             began = handled
-        self._box(plot, 0, began, step.returned, WAIT, "waits")
-        self._box(plot, 0, step.returned, step.ended, OPTIMIZER, "optimizer")
+        _box(chart, 0, began, step.returned, WAIT, "waits")
+        _box(chart, 0, step.returned, step.ended, OPTIMIZER, "optimizer")
         top = -HEIGHT / 2
         for moment in step.ready:
             plot.plot([1000 * moment] * 2, [top - 0.12, top], color="0.3", linewidth=0.8)
@@ -118,47 +111,42 @@ class _Drawing:
         for name in self._named:
             plot.text(1000 * self._ready[name], top - 0.16, name, color="0.25", **style)
 
-    def all_reduces(self, plot: Axes, moments: Sequence[float]) -> None:
+    def all_reduces(self, chart: Gantt, moments: Sequence[float]) -> None:
         """The other rows, and the axes.
 
         :param moments: at which each bucket is sent by all ranks
         """
-        step, top, height = self._step, 0.5, 1 + max(self._lanes)
+        step, plot, top, height = self._step, chart.plot, 0.5, 1 + max(self._lanes)
         for start, stop, color in ((step.forwarded, step.computed, HIDDEN), (step.computed, step.returned, EXPOSED)):
             box = [(1000 * start, 1000 * (stop - start))]
             plot.broken_barh(box, (top, height), color=color, linewidth=0, zorder=0.1)
         for number, (sending, moment) in enumerate(zip(step.sent, moments, strict=True)):
             x, y, color, name = 1000 * sending.started, 1 + self._lanes[number], _color(number), f"bucket {number + 1}"
             plot.plot([x, x], [HEIGHT / 2, y - HEIGHT / 2], color=color, linewidth=1.5, zorder=0.2)
-            self._box(plot, y, sending.started, moment, LATE, hatch="////", edgecolor=color)
+            _box(chart, y, sending.started, moment, LATE, hatch="////", edgecolor=color)
             sized = f"{name}: {_mib(self._buckets[number])}"
-            self._box(plot, y, moment, sending.ended, color, sized, name, str(number + 1))
+            _box(chart, y, moment, sending.ended, color, sized, name, str(number + 1))
         plot.set_yticks([0, top + height / 2], ["computes", "all-reduce"])
         plot.set_ylim(self.bottom, self.top)
-        plot.tick_params(axis="y", length=0)
-        plot.grid(axis="x", alpha=0.25)
-        plot.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            plot.spines[side].set_visible(False)
+        chart.time_axis()
 
     def _choose_names(self) -> list[str]:
         """Of the gradients: the largest, and then those that do not come too close to a larger one."""
         nbytes = {name: size for bucket in self._buckets for name, size in bucket.items()}
         named: list[str] = []
         for name in sorted(self._ready, key=lambda name: -nbytes[name]):
-            distances = (1000 * abs(self._ready[name] - self._ready[other]) for other in named)
-            if all(distance > NAME_PX * self._scale for distance in distances):
+            distances_s = (abs(self._ready[name] - self._ready[other]) for other in named)
+            if all(distance * AXIS_PX > NAME_PX * self._seconds for distance in distances_s):
                 named.append(name)
         return named
 
-    def _box(self, plot: Axes, y: float, start: float, stop: float, color: str, *labels: str, **style: Any) -> None:
-        """A box with the first of the labels that has room in it."""
-        style = {"edgecolor": "white", "linewidth": 0.5, "facecolor": color, **style}
-        plot.broken_barh([(1000 * start, 1000 * (stop - start))], (y - HEIGHT / 2, HEIGHT), **style)
-        room = 1000 * (stop - start) / self._scale
-        text = next((label for label in labels if CHARACTER_PX * LABEL_SIZE * len(label) < room), "")
-        text_color = "black" if color in (WAIT, FORWARD) else "white"
-        plot.text(500 * (start + stop), y, text, ha="center", va="center", fontsize=LABEL_SIZE, color=text_color)
+
+def _box(chart: Gantt, y: float, start: float, stop: float, color: str, *labels: str, **style: Any) -> None:
+    """A box with the first of the labels that has room in it."""
+    chart.box(y, start, stop, **{"edgecolor": "white", "linewidth": 0.5, "facecolor": color, **style})
+    room = chart.pixels(start, stop)
+    text = next((label for label in labels if chart.text_pixels(label, LABEL_SIZE) < room), "")
+    chart.write(y, start, stop, text, fontsize=LABEL_SIZE, color="black" if color in (WAIT, FORWARD) else "white")
 
 
 def _summary(its: OverlapParts) -> str:
