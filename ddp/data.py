@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
+from common.data.loaders import stock_loader
 from common.distributed.process_group import DistEnv
-from common.resilience.loader_workers import poll_for_deaths, start_worker
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
 from ddp.config import FROM_FILES, WITHOUT_WORKERS, Loading, TrainConfig
@@ -73,13 +72,11 @@ def open_loader(images: Images, batch_sampler: Iterable[BatchKey], device: torch
             persistent_workers=loading.persistent,
             pin_memory=pin_memory,
         )
-    poll_for_deaths()
-    return DataLoader(
-        images,  # type: ignore[arg-type]  # of torch's Dataset it needs nothing
-        batch_sampler=batch_sampler,  # type: ignore[arg-type]  # torch expects lists of indices, but passes on what it gets
-        collate_fn=keep_batch,  # type: ignore[arg-type]
-        num_workers=loading.workers,
-        worker_init_fn=start_worker,
+    return stock_loader(
+        images,
+        loading.workers,
+        batch_sampler=batch_sampler,
+        collate_fn=keep_batch,
         persistent_workers=loading.persistent and loading.workers > 0,
         pin_memory=pin_memory,
     )

@@ -1,4 +1,4 @@
-"""torch's own ``DataLoader``, as all commands here make it."""
+"""torch's own ``DataLoader`` for images in files: it checks shared memory first and does not warn of many workers."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from common.resilience.loader_workers import poll_for_deaths, start_worker
+from common.data import loaders
 from dataloading.loader.buffers import require_shared_memory
 
 FLOAT_BYTES = 4
-PREFETCH_FACTOR = 2  # DataLoader's own
+PREFETCH_FACTOR = 2  # DataLoader's own default
 
 
 def stock_loader(dataset: Any, workers: int, *, image_bytes: int = 0, **settings: Any) -> DataLoader[Any]:
-    """A ``DataLoader``; that there are more workers than cores is no news, since it may be the question.
+    """Construct a ``DataLoader``, without its warning of more workers than cores, which a benchmark may try.
 
-    :param image_bytes: what an image takes in a batch, if it is to be seen to that all on their way find room
-    :param settings: its other arguments
-    :raises UsageError: when they do not
+    :param workers: loader processes; 0 loads in the main process
+    :param image_bytes: bytes per image. If given, check that /dev/shm holds all prefetched batches
+    :param settings: other arguments of ``DataLoader``
+    :raises UsageError: if /dev/shm is too small
     """
-    on_their_way = workers * settings.get("prefetch_factor", PREFETCH_FACTOR) * settings.get("batch_size", 1)
-    require_shared_memory(image_bytes * on_their_way)
-    poll_for_deaths()
-    with _expected_warning():
-        return DataLoader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})
+    prefetched_images = workers * settings.get("prefetch_factor", PREFETCH_FACTOR) * settings.get("batch_size", 1)
+    require_shared_memory(image_bytes * prefetched_images)
+    with _no_warning_of_many_workers():
+        return loaders.stock_loader(dataset, workers, **settings)
 
 
-def each(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's iterator, without that warning."""
-    with _expected_warning():
+def iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's iterator, without the same warning."""
+    with _no_warning_of_many_workers():
         return iter(loader)
 
 
 @contextlib.contextmanager
-def _expected_warning() -> Iterator[None]:
+def _no_warning_of_many_workers() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
