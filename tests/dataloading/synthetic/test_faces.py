@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from common.errors import UsageError
-from dataloading.synthetic import face_cache
+from dataloading.synthetic import face_cache, faces
 from dataloading.synthetic.drawing import SIDE
 from dataloading.synthetic.face_cache import default_folder, ensure
 from dataloading.synthetic.faces import QUALITY, draw, encode
@@ -59,8 +59,8 @@ def test_another_process_and_another_order_draw_identical_pixels() -> None:
 
 
 def test_every_identity_image_and_seed_gives_a_different_picture() -> None:
-    faces = [draw(identity, image, seed) for identity in range(5) for image in range(3) for seed in range(2)]
-    assert len({face.tobytes() for face in faces}) == len(faces)
+    pictures = [draw(identity, image, seed) for identity in range(5) for image in range(3) for seed in range(2)]
+    assert len({face.tobytes() for face in pictures}) == len(pictures)
 
 
 def test_people_are_learnt_from_few_images_but_not_from_the_background() -> None:
@@ -143,7 +143,7 @@ def test_the_folder_has_lfws_layout_and_the_faces(folder: Path) -> None:
 
 
 def test_a_folder_that_is_there_is_used_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(face_cache, "draw", None)
+    monkeypatch.setattr(faces, "draw", None)
     assert ensure(folder, people=2) == folder
 
 
@@ -163,7 +163,7 @@ def test_the_default_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: p
 def test_two_processes_at_once_leave_one_complete_folder(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "cache" / "faces"
     program = (
-        "import sys; from pathlib import Path; from dataloading import face_cache\n"
+        "import sys; from pathlib import Path; from dataloading.synthetic import face_cache\n"
         "write = face_cache._write\n"
         "def write_when_told(*arguments):\n"
         "    print('absent', flush=True); sys.stdin.readline(); write(*arguments)\n"
@@ -203,7 +203,7 @@ def test_whoever_comes_second_uses_the_firsts_folder(tmp_path: Path, monkeypatch
         (target / "theirs").touch()
         return draw(identity, image)
 
-    monkeypatch.setattr(face_cache, "draw", draw_while_another_finishes)
+    monkeypatch.setattr(faces, "draw", draw_while_another_finishes)
     monkeypatch.setattr(face_cache, "images_of", lambda identity: 1)
     assert ensure(target, people=2) == target
     assert os.listdir(tmp_path) == ["faces"]
@@ -236,7 +236,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     # this also holds for root, whom permissions do not stop
     for target in (tmp_path / "file", tmp_path / "file" / "faces", Path("/proc/faces/faces")):
-        with pytest.raises(UsageError, match=f"cannot write the embedded faces to {target}: .* MB"):
+        with pytest.raises(UsageError, match=f"cannot write the drawn faces to {target}: .* MB"):
             ensure(target, people=2)
     assert os.listdir(tmp_path) == ["file"]
 
@@ -259,7 +259,7 @@ def test_an_interruption_leaves_nothing_half_done(
             raise interruption
         return draw(identity, image)
 
-    monkeypatch.setattr(face_cache, "draw", interrupted)
+    monkeypatch.setattr(faces, "draw", interrupted)
     with pytest.raises(interruption):
         ensure(tmp_path / "faces", people=2)
     assert os.listdir(tmp_path) == []
