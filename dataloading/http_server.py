@@ -1,9 +1,9 @@
-"""An HTTP server on the loopback whose files take as long to arrive as an object store's.
+"""An HTTP server on the loopback that delays files as an object store does.
 
     python -m dataloading.http_server ~/lfw --latency-ms 20
 
-:func:`serve` runs it beside a benchmark, in a process of its own, so that it shares no GIL with the loader. It ends when its
-standard input does, which is when the process that started it is gone, however that went.
+:func:`serve` runs it beside a benchmark in its own process, so that it shares no GIL with the loader. It ends when its standard
+input is closed, which also happens when the process that started it is killed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dataloading.dataset.storage import is_image
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # one connection for many requests
-    disable_nagle_algorithm = True  # or headers and body would wait for each other
-    wbufsize = 1 << 16  # both in one packet
+    disable_nagle_algorithm = True  # otherwise the body would wait for the headers' acknowledgement
+    wbufsize = 1 << 16  # headers and body in one packet
 
     def __init__(self, *arguments: object, latency_ms: float, seed: int, directory: str) -> None:
         self._latency_ms, self._seed = latency_ms, seed
@@ -39,7 +39,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = urllib.parse.unquote(self.path).lstrip("/")
-        if self._latency_ms and is_image(name):  # a listing is not what is measured
+        if self._latency_ms and is_image(name):  # listings are not measured
             time.sleep(delay_s(self._latency_ms, self._seed, name))
         super().do_GET()
 
@@ -52,15 +52,15 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = socket.SOMAXCONN
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves in the middle is nobody's concern."""
+        """Ignore clients that disconnect early."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
     """Settings of ``dataloading.http_server``; the folder comes first, without a flag."""
 
-    latency_ms: float = option(0.0, "median time that each file waits, log-normal", minimum=0)
-    seed: int = option(0, "of the waits", minimum=0)
+    latency_ms: float = option(0.0, "median delay of each file, log-normal", minimum=0)
+    seed: int = option(0, "of the delays", minimum=0)
     port: int = option(0, "on the loopback; 0 takes a free one", minimum=0, maximum=65535)
 
 
@@ -86,9 +86,12 @@ def main() -> None:
 
 @contextlib.contextmanager
 def serve(folder: str | Path, latency_ms: float = 0.0, seed: int = 0) -> Iterator[str]:
-    """A server's URL, for the length of the block.
+    """Run a server for the length of the block, and yield its URL.
 
-    :param folder: a local one
+    :param folder: a local folder
+    :param latency_ms: median delay of each file
+    :param seed: of the delays
+    :raises UsageError: when the server does not start
     """
     command = [sys.executable, "-m", "dataloading.http_server", os.fspath(folder)]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""How the fast loader got there: from the pipeline that courses teach, one change at a time.
+"""From the pipeline that courses teach to the fast loader, one change at a time.
 
     python -m dataloading.ladder
     python -m dataloading.ladder --augmentation affine
@@ -27,15 +27,15 @@ from common.reporting.benchmark_figures import plot_bars
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratio
+from common.resilience.loader_errors import loader_errors
 from dataloading.bench.ceiling import Ceiling, fastest_decoder
 from dataloading.bench.settings import Listed
-from dataloading.bench.sweep import Run
+from dataloading.bench.sweep import LoaderRun
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import Storage, open_storage
-from dataloading.loader.failures import explained
 from dataloading.loader.fast_loader import FastLoader
 from dataloading.loader.stock_loader import stock_loader
 from dataloading.synthetic import face_cache
@@ -62,7 +62,7 @@ class LadderConfig:
 def main() -> None:
     config = parse(LadderConfig, "dataloading.ladder", __doc__)
     env = DistEnv.alone(torch.device("cpu"))
-    with rank_logging(env), explained(), contextlib.ExitStack() as stack:
+    with rank_logging(env), loader_errors(), contextlib.ExitStack() as stack:
         prepare_output(config.output)
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
@@ -74,7 +74,7 @@ def main() -> None:
         workers = config.workers or usable_cores()
         rungs = _rungs(config, storage, workers, decoder)
         runs = {
-            name: Run(make, count, 2 * count, config.batches, torch.device("cpu"))
+            name: LoaderRun(make, count, 2 * count, config.batches, torch.device("cpu"))
             for name, (count, make) in rungs.items()
         }
         for run in runs.values():
@@ -90,16 +90,16 @@ def main() -> None:
 
 
 def _readable(files: LFWDataset, sample: int) -> bytes:
-    """A file's content, which has been decoded once: the ladder is no place to meet a broken file.
+    """A file's content, decoded once to check it before anything is timed.
 
-    :raises BadFile: when it is one
+    :raises BadFile: for a damaged file
     """
     files.image(sample)
     return files.read(sample)
 
 
 def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -> dict[str, tuple[int, Make]]:
-    """Each rung's name, number of workers, and loader of so many batches. The first is there with several numbers."""
+    """For each rung, its name, number of workers and loader factory. The first rung is tried with several numbers."""
     from torchvision.transforms import PILToTensor
 
     def files(decoder: str, **settings: Any) -> LFWDataset:
@@ -120,12 +120,12 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
             collate_fn=keep_batch,
         )
 
-    def fast(dataset: LFWDataset, crew: str) -> Make:
+    def fast(dataset: LFWDataset, pool: str) -> Make:
         return lambda batches: FastLoader(
             LFWBatches(dataset),
             batch_sampler=ShuffledBatches(sampler(dataset, batches), config.batch_size),
             num_workers=workers,
-            crew=crew,
+            pool=pool,
             prefetch_batches=2 * workers,
         )
 
@@ -137,9 +137,9 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
-    crews = ("threads", "processes") if config.augmentation != "none" or config.image_size else ("processes", "threads")
-    for crew in crews:
-        rungs[f"fast loader: memory used again, {crew}"] = workers, fast(files(decoder, **augmented), crew)
+    pools = ("threads", "processes") if config.augmentation != "none" or config.image_size else ("processes", "threads")
+    for pool in pools:
+        rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
     return rungs
 
 
@@ -147,7 +147,10 @@ COURSE = "the course's pipeline"
 
 
 def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:
-    """Write the JSON and the PNG, and say what they say."""
+    """Write the JSON and the PNG.
+
+    :returns: the table for the terminal
+    """
     images = dict.fromkeys(seconds, config.batches * config.batch_size) | {"ceiling": ceiling_images}
     rates = {name: [images[name] / s for s in runs] for name, runs in seconds.items()}
     folder = config.path_to_folder or face_cache.TITLE

@@ -1,4 +1,4 @@
-"""``python -m dataloading.lfw_dataset``: what a folder holds, what a batch of it looks like, and how long batches take."""
+"""``python -m dataloading.lfw_dataset``: the content of a folder, a picture of a batch, and the time that batches take."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from common.cli import command, option, parse
 from common.errors import UsageError
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_grid
+from common.resilience.loader_errors import loader_errors
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
-from dataloading.loader.failures import explained
-from dataloading.loader.stock_loader import FLOAT_BYTES, each, stock_loader
+from dataloading.loader.stock_loader import FLOAT_BYTES, iterate, stock_loader
 from dataloading.synthetic import face_cache
 
 PASSES = 5
@@ -34,14 +34,14 @@ SHOWN = 32
 class LFWConfig:
     """Settings of ``dataloading.lfw_dataset``, each also in the style of ``-num_workers 4``."""
 
-    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: faces drawn for the purpose)")
+    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
     batch_size: int = option(32, "images per batch", minimum=1)
     num_workers: int = option(0, "loader processes; 0 loads in the main process", minimum=0)
     visualize_batch: bool = option(False, "draw a batch, with the people's names")
     get_timing: bool = option(False, f"time {PASSES} passes over --batches-to-check batches")
     batches_to_check: int = option(100, "batches of each pass of --get-timing", minimum=1)
     augmentation: str = option("none", "affine is RandomAffine(5, (0.1, 0.1), (0.5, 2.0))", choices=AUGMENTATIONS)
-    decoder: str = option("pillow", "what decodes the JPEGs", choices=DECODERS)
+    decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     seed: int = option(0, "of the order", minimum=0)
@@ -67,8 +67,8 @@ def main() -> None:
     print(
         f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.people):,} people, the first {width}x{height}"
     )
-    with explained():
-        batch = next(each(_loader(config, dataset, batches=1)))
+    with loader_errors():
+        batch = next(iterate(_loader(config, dataset, batches=1)))
         if not batch:
             raise UsageError(f"{dataset.storage.root}: no file of the first batch of {config.batch_size} can be read")
         images, labels = batch
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-    """The stock loader as courses use it; it goes over the files more than once where they are too few."""
+    """The stock loader as courses use it; it repeats the files if there are too few."""
     length = batches * config.batch_size
     sampler = ShuffledSampler(len(dataset), seed=config.seed, length=length)
     return stock_loader(
@@ -116,14 +116,14 @@ def _time(config: LFWConfig, dataset: LFWDataset) -> None:
     seconds = []
     for _ in range(PASSES):
         began = time.perf_counter()
-        for _ in each(_loader(config, dataset, config.batches_to_check)):
+        for _ in iterate(_loader(config, dataset, config.batches_to_check)):
             pass
         seconds.append(time.perf_counter() - began)
     images = config.batches_to_check * config.batch_size
     mean = statistics.mean(seconds)
     print(
         f"{config.batches_to_check} batches of {config.batch_size} with {config.num_workers} workers: "
-        f"{mean:.2f} ± {statistics.stdev(seconds):.2f} s over {PASSES} passes, the workers' start included; "
+        f"{mean:.2f} ± {statistics.stdev(seconds):.2f} s over {PASSES} passes, including the start of the workers; "
         f"{images / mean:,.0f} images/s (python -m dataloading.bench finds the best setting)"
     )
 

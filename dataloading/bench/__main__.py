@@ -1,12 +1,12 @@
-"""What loading costs on this machine, where the time goes, and which setting to use.
+"""The cost of loading on this machine, stage by stage, and the setting to use.
 
     python -m dataloading.bench --workers 4
     python -m dataloading.bench --workers 0,2,4 --loader stock,fast --augmentation none,affine
     python -m dataloading.bench --path-to-folder ~/photos --image-size 224 --model resnet18
 
-Each axis takes a list, and all combinations are tried. A round runs every setting once, so that all meet the same weather;
-the start of the workers is timed apart from the steady run. Without a folder, drawn faces are used that cost what those of
-Labeled Faces in the Wild do.
+Each axis takes a list, and all combinations are tried. A round runs every setting once, so that a slow moment of the machine
+affects all settings. The start of the workers is timed apart from the steady run. Without a folder, the benchmark uses drawn
+faces, which cost as much as those of Labeled Faces in the Wild.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from common.reporting.atomic_files import write_json
 from common.reporting.benchmark_figures import plot_sweep
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare_output, results_in
+from common.resilience.loader_errors import loader_errors
 from common.training.models import MODELS
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
 from dataloading.bench.stages import StageCosts, measure_stages
 from dataloading.bench.step_time import measure_step
-from dataloading.bench.sweep import Measured, measure, median_memory
+from dataloading.bench.sweep import LoadingMeasurement, measure, median_memory
 from dataloading.bench.verdict import Recommendation, confidence, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
 from dataloading.dataset.decoders import DECODERS, get_decoder
 from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT
 from dataloading.dataset.storage import HttpFolder, Storage
 from dataloading.http_server import serve
-from dataloading.loader.failures import explained
-from dataloading.loader.fast_loader import choose_crew
+from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 
 START_METHODS = tuple(multiprocessing.get_all_start_methods())  # the system's own first
@@ -53,7 +53,7 @@ STORAGES = ("files", "http")
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class LoadingBenchConfig:
     """Settings of ``dataloading.bench``. A field that is a list is an axis of the sweep."""
 
     path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
@@ -61,26 +61,26 @@ class BenchConfig:
     batch_size: tuple[int, ...] = option((32,), "images per batch", minimum=1)
     loader: tuple[str, ...] = option(
         ("stock",),
-        "torch's DataLoader, or the fast one, with the crew it chooses, or this one",
+        "torch's DataLoader, or FastLoader with the worker pool that it chooses, or with this one",
         choices=("fast", *LOADERS),
     )
     augmentation: tuple[str, ...] = option(("none",), "of each image", choices=AUGMENTATIONS)
-    decoder: tuple[str, ...] = option(("pillow",), "what decodes the JPEGs", choices=DECODERS)
-    prefetch_factor: tuple[int, ...] = option((2,), "batches on their way per worker", minimum=1)
+    decoder: tuple[str, ...] = option(("pillow",), "decoder of the JPEGs", choices=DECODERS)
+    prefetch_factor: tuple[int, ...] = option((2,), "batches requested ahead, per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
     start_method: tuple[str, ...] = option(
         START_METHODS[:1], "how workers start", choices=("fork", "spawn", "forkserver")
     )
     in_order: tuple[str, ...] = option(("yes",), "whether batches wait for those before them", choices=YES_NO)
     pin_memory: tuple[str, ...] = option(("no",), "page-locked batches, copied to the GPU", choices=YES_NO)
-    latency_ms: tuple[float, ...] = option((0.0,), "median wait injected into each open", minimum=0)
-    fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches at a time", minimum=1)
+    latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
+    fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     storage: str = option("files", "http serves the folder from a server on this machine", choices=STORAGES)
     image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
-    step_ms: float | None = option(None, "a training step's length, to say whether it would wait", above=0)
+    step_ms: float | None = option(None, "length of a training step, to predict whether it waits for data", above=0)
     model: str | None = option(None, "measure a training step of this model instead", choices=MODELS)
     seed: int = option(0, "of the order and the augmentation", minimum=0)
     output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
@@ -108,9 +108,9 @@ class BenchConfig:
             raise UsageError(f"--storage http serves a local folder, not {self.path_to_folder}: give one of the two")
 
     def worker_counts(self) -> list[int]:
-        """What ``--workers`` means.
+        """The numbers of workers that ``--workers`` selects.
 
-        :raises UsageError: when it means nothing
+        :raises UsageError: for a value that is no number and no list
         """
         if self.workers == "auto":
             most = usable_cores() + 2
@@ -125,7 +125,7 @@ class BenchConfig:
         return list(dict.fromkeys(counts)) if len(parts) > 1 else list(range(counts[0] + 1))
 
     def settings(self) -> list[Setting]:
-        """All combinations of the axes; those that mean the same once."""
+        """All combinations of the axes, without equivalent ones."""
         axes: dict[str, Any] = {"loader": self.loader, "workers": self.worker_counts()}
         for field in dataclasses.fields(Setting):
             if field.name not in axes:
@@ -135,22 +135,22 @@ class BenchConfig:
         return list(dict.fromkeys(self._setting(combination).canonical() for combination in combinations))
 
     def _setting(self, combination: dict[str, Any]) -> Setting:
-        """One combination, with the crew that ``--loader fast`` would choose."""
+        """One combination, with the worker pool that ``--loader fast`` chooses."""
         if combination["loader"] == "fast":
             per_image = combination["augmentation"] != "none" or self.image_size is not None
-            crew = choose_crew(per_image, combination["pin_memory"])
-            combination["loader"] = "fast-threads" if combination["fetch_threads"] > 1 else f"fast-{crew}"
+            pool = choose_pool(per_image, combination["pin_memory"])
+            combination["loader"] = "fast-threads" if combination["fetch_threads"] > 1 else f"fast-{pool}"
         return Setting(**combination)
 
 
 @command
 def main() -> None:
-    config = parse(BenchConfig, "dataloading.bench", __doc__)
+    config = parse(LoadingBenchConfig, "dataloading.bench", __doc__)
     env = DistEnv.alone(torch.device("cpu"))
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     with rank_logging(env):
         prepare_output(config.output)
-        with explained(), contextlib.ExitStack() as stack:
+        with loader_errors(), contextlib.ExitStack() as stack:
             library = _library(config, stack)
             settings = config.settings()
             progress = stack.enter_context(Progress(env, "bench", config.repeats + 1))
@@ -168,14 +168,14 @@ def main() -> None:
             print(report(config, library, sweep, verdicts))
 
 
-def _library(config: BenchConfig, stack: contextlib.ExitStack) -> Library:
-    """The folder to read from; for ``--storage http``, a server per latency, which ends with the stack."""
+def _library(config: LoadingBenchConfig, stack: contextlib.ExitStack) -> Library:
+    """The folder to read from. For ``--storage http`` it starts a server per latency, which ends with the stack."""
     root = config.path_to_folder or os.fspath(face_cache.ensure())
 
     def served(latency_ms: float) -> Storage:
         return HttpFolder(stack.enter_context(serve(root, latency_ms, config.seed)))
 
-    here = with_latency(root, config.seed)  # a folder that is not there is better missed before a server is
+    here = with_latency(root, config.seed)  # a missing folder is reported before a server starts
     return Library(
         here if config.storage == "files" else served,
         image_size=config.image_size,
@@ -184,40 +184,42 @@ def _library(config: BenchConfig, stack: contextlib.ExitStack) -> Library:
     )
 
 
-def tasks(sweep: list[Measured]) -> list[list[Measured]]:
-    """The sweep in parts whose settings do the same work: how images are augmented and how late the storage answers are
-    no choices between which a benchmark could decide."""
-    parts: dict[tuple[str, float], list[Measured]] = {}
+def tasks(sweep: list[LoadingMeasurement]) -> list[list[LoadingMeasurement]]:
+    """Group the settings that do the same work: a benchmark cannot choose the augmentation or the storage's latency."""
+    parts: dict[tuple[str, float], list[LoadingMeasurement]] = {}
     for measured in sweep:
         parts.setdefault((measured.setting.augmentation, measured.setting.latency_ms), []).append(measured)
     return list(parts.values())
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What there is to say of the settings of one task.
+class LoadingVerdict:
+    """The result for the settings of one task.
 
-    :param explained: the setting to which the stage costs belong: the best with workers, if there is one, since where the
-        main process alone is faster, it is they that are puzzling
+    :param recommendation: the setting to use
+    :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
+        where the main process alone is faster
+    :param costs: of each stage
+    :param lines: the verdict in words
     """
 
     recommendation: Recommendation
-    explained: Measured
+    explained: LoadingMeasurement
     costs: StageCosts
     lines: list[str]
 
 
-def step_times(config: BenchConfig, image_shape: tuple[int, int, int], device: torch.device) -> dict[int, float]:
-    """Seconds of a training step for each batch size, as given or measured; empty when nobody asks."""
+def step_times(config: LoadingBenchConfig, image_shape: tuple[int, int, int], device: torch.device) -> dict[int, float]:
+    """Seconds of a training step for each batch size, as given or measured; empty when not requested."""
     if config.model is not None:
         return {size: measure_step(config.model, size, image_shape, device) for size in config.batch_size}
     return {} if config.step_ms is None else {config.batch_size[0]: config.step_ms / 1000}
 
 
-def judge(library: Library, task: list[Measured], steps: Mapping[int, float]) -> Verdict:
-    """Choose a setting, and measure why it is as fast as it is.
+def judge(library: Library, task: list[LoadingMeasurement], steps: Mapping[int, float]) -> LoadingVerdict:
+    """Choose a setting, and measure its stages to explain its speed.
 
-    :param steps: seconds of a training step by batch size, to say whether it would wait
+    :param steps: seconds of a training step by batch size, to predict whether it waits
     """
     axes = varying([measured.setting for measured in task])
     recommendation = recommend(task)
@@ -239,11 +241,16 @@ def judge(library: Library, task: list[Measured], steps: Mapping[int, float]) ->
         lines.append(waiting_for([m for m in task if m.setting.batch_size == batch_size], step_s, axes))
     if steps and not torch.cuda.is_available():
         lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
-    return Verdict(recommendation, with_workers, costs, lines)
+    return LoadingVerdict(recommendation, with_workers, costs, lines)
 
 
-def report(config: BenchConfig, library: Library, sweep: list[Measured], verdicts: list[Verdict]) -> str:
-    """Write the JSON and the PNG, and say what they say."""
+def report(
+    config: LoadingBenchConfig, library: Library, sweep: list[LoadingMeasurement], verdicts: list[LoadingVerdict]
+) -> str:
+    """Write the JSON and the PNG.
+
+    :returns: the tables and the verdicts for the terminal
+    """
     axes = varying([measured.setting for measured in sweep])
     write_json(
         config.output / "sweep.json",
@@ -270,10 +277,8 @@ def report(config: BenchConfig, library: Library, sweep: list[Measured], verdict
         lines += ["", f"an image costs one worker, with {verdict.explained.setting.label(axes)}:"]
         lines += [*_stage_table(verdict.costs), "", *verdict.lines]
     if library.skipped:
-        lines.append(f"files skipped, since they could not be read: {library.skipped}")
-    lines.append(
-        "(files that were read before come from memory: a folder larger than that, or cold, takes longer to read)"
-    )
+        lines.append(f"files skipped because they cannot be read: {library.skipped}")
+    lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")
     return "\n".join([*lines, f"results in {config.output}: sweep.png, sweep.json"])
 
 
@@ -284,10 +289,12 @@ def varying(settings: list[Setting]) -> list[str]:
 
 
 def _curves(
-    sweep: list[Measured], axes: list[str]
+    sweep: list[LoadingMeasurement], axes: list[str]
 ) -> tuple[str, list[Any], dict[str, dict[int, tuple[list[float], int]]]]:
-    """The sweep as a figure's curves: the x axis (the workers, where they vary), its values, and for each combination of the
-    others, by position, the seconds of each run and its images."""
+    """The sweep as curves: the x axis (the workers, if they vary), its values, and a curve for each combination of the others.
+
+    A curve maps a position on the x axis to the seconds of each run and the number of images in one.
+    """
     numbers = [axis for axis in axes if not isinstance(getattr(sweep[0].setting, axis), str | bool)]
     x_axis = next((axis for axis in ("workers", *numbers) if axis in axes), axes[0] if axes else "workers")
     others = [axis for axis in axes if axis != x_axis]
@@ -300,7 +307,7 @@ def _curves(
     return x_axis, values, curves
 
 
-def _table(sweep: list[Measured], axes: list[str]) -> list[str]:
+def _table(sweep: list[LoadingMeasurement], axes: list[str]) -> list[str]:
     width = max(len(measured.setting.label(axes)) for measured in sweep)
     lines = [
         f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory (with its share)"
@@ -323,7 +330,7 @@ def _stage_table(costs: StageCosts) -> list[str]:
         for name, stage in costs.stages.items()
     ]
     lines.append(
-        f"{'fail_together':>12}: {1e6 * costs.wall:7.0f} µs, and the main process {1e6 * costs.receiving:.0f} µs to receive it"
+        f"{'together':>12}: {1e6 * costs.wall:7.0f} µs, and the main process {1e6 * costs.receiving:.0f} µs to receive it"
     )
     return lines
 

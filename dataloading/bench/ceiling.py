@@ -1,6 +1,6 @@
-"""The most that loading could reach here: the fastest installed decoder alone, on all usable cores at once.
+"""The upper limit of loading on this machine: the fastest installed decoder alone, on all usable cores at once.
 
-From bytes that lie in memory, into a buffer that is used again: no files, no batches, nobody who waits for them.
+It decodes from memory into a buffer that is reused: no files, no batches, no consumer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRIED = 200
 
 
 def fastest_decoder(images: Sequence[bytes]) -> str:
-    """The installed decoder that takes the least time for these JPEG files, on one core."""
+    """The installed decoder that is fastest for these JPEG files on one core."""
     seconds = {}
     out = decode_pillow(images[0]).copy()
     for name in installed():
@@ -37,9 +37,11 @@ def fastest_decoder(images: Sequence[bytes]) -> str:
 
 
 class Ceiling:
-    """A process per core that decodes when told to; calling it gives the seconds until all have done their share.
+    """A process per core that decodes on request; a call returns the seconds of the slowest process.
 
-    :param images: JPEG files, each decoded once per call by some process
+    :param images: JPEG files; each call decodes each of them once
+    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param cores: number of processes
     """
 
     def __init__(self, images: Sequence[bytes], decoder: str, cores: int) -> None:
@@ -72,9 +74,9 @@ class Ceiling:
 
 
 def _decode(pipe: Connection, images: Sequence[bytes], decoder: str) -> None:
-    """A process's life; it ends with the one that made it, whose end of the pipe our siblings also hold."""
+    """The main loop of a process. It checks for its parent, since sibling processes also hold the parent's pipe open."""
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent that decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     decode = get_decoder(decoder)
     out = np.empty_like(decode_pillow(images[0])) if images else np.empty(0, np.uint8)
     while os.getppid() == parent:

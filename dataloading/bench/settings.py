@@ -1,4 +1,4 @@
-"""One way to load, and the loader that it means."""
+"""A setting of the benchmark, and the loader that it stands for."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LOADERS = ("stock", "fast-threads", "fast-processes")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a person may choose.
+    """The choices of a user.
 
     :param loader: ``stock``: ``DataLoader`` over images that become float tensors one by one and are collated, as courses
-        have it; ``fast-threads`` and ``fast-processes``: ours, with this crew
-    :param workers: processes, or threads; 0 loads in the main process
-    :param fetch_threads: that fetch a batch's files at the same time, inside each worker
-    :param latency_ms: median of the wait that each open is made to take; 0 for none
+        teach it; ``fast-threads`` and ``fast-processes``: ``FastLoader`` with this worker pool
+    :param workers: processes or threads; 0 loads in the main process
+    :param fetch_threads: threads inside each worker that fetch a batch's files in parallel
+    :param latency_ms: median delay added to each open; 0 for none
     """
 
     loader: str = "stock"
@@ -48,13 +48,13 @@ class Setting:
     fetch_threads: int = 1
 
     def canonical(self) -> Setting:
-        """The same with what has no meaning here at its default, so that two settings that mean the same are equal."""
+        """The same with meaningless fields at their defaults, so that equivalent settings are equal."""
         meaningless = self.meaningless()
         defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in meaningless}
         return dataclasses.replace(self, **defaults)
 
     def meaningless(self) -> set[str]:
-        """The fields that change nothing here."""
+        """The fields that have no effect in this setting."""
         names: set[str] = set()
         if self.workers == 0:
             names |= {"prefetch_factor", "persistent_workers", "start_method", "in_order"}
@@ -73,7 +73,7 @@ class Setting:
         return self.workers > 0 and self.loader in ("stock", "fast-processes")
 
     def label(self, axes: Iterable[str]) -> str:
-        """What is particular to it, among settings that differ in these fields only."""
+        """Its values of these fields, in words."""
         meaningful = [axis for axis in axes if axis not in self.meaningless()]
         return ", ".join(_phrase(axis, getattr(self, axis)) for axis in meaningful) or "this setting"
 
@@ -91,8 +91,10 @@ def _phrase(axis: str, value: Any) -> str:
 class Library:
     """Data sets over one folder, one for each way to read it; the folder is listed once.
 
-    :param storage: gives what to read from, for a latency in ms
-    :param image_size: :param on_error: of :class:`LFWDataset`
+    :param storage: returns the storage for a latency in ms
+    :param image_size: see :class:`LFWDataset`
+    :param on_error: see :class:`LFWDataset`
+    :param seed: of the order and the augmentation
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class Library:
         self._datasets: dict[tuple[str, str, float, bool], LFWDataset] = {}
 
     def dataset(self, setting: Setting) -> LFWDataset:
-        """The files as the setting reads them: with the course's ``ToTensor`` for the stock loader."""
+        """The files as the setting reads them; for the stock loader with the course's ``ToTensor``."""
         stock = setting.loader == "stock"
         key = setting.decoder, setting.augmentation, setting.latency_ms, stock
         if key not in self._datasets:
@@ -126,22 +128,24 @@ class Library:
 
     @property
     def skipped(self) -> int:
-        """Files skipped by all of them."""
+        """Number of files skipped by all data sets."""
         return sum(dataset.skipped for dataset in self._datasets.values())
 
     def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
-        """A loader of so many batches, over the files again and again where they are too few. Each iterates over
-        ``(images, labels)``; what it starts ends with its iterator, or for persistent workers with itself."""
+        """A loader of this many batches, which repeats the files if there are too few.
+
+        It iterates over ``(images, labels)``. Its workers end with the iterator, persistent ones with the loader.
+        """
         dataset = self.dataset(setting)
         sampler = ShuffledSampler(len(dataset), seed=self._seed, length=batches * setting.batch_size)
         if setting.loader == "stock":
             return _stock(setting, dataset, sampler)
-        crew = "processes" if setting.uses_processes else "threads"
+        pool = "processes" if setting.uses_processes else "threads"
         return FastLoader(
             LFWBatches(dataset),
             batch_sampler=ShuffledBatches(sampler, setting.batch_size),
-            num_workers=setting.workers * (1 if crew == "processes" else setting.fetch_threads),
-            crew=crew,
+            num_workers=setting.workers * (1 if pool == "processes" else setting.fetch_threads),
+            pool=pool,
             prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
             persistent_workers=setting.persistent_workers,
             pin_memory=setting.pin_memory,
@@ -171,7 +175,7 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> D
 
 
 def with_latency(root: str, seed: int) -> Callable[[float], Storage]:
-    """For a :class:`Library`: a folder or URL, whose files wait here before they are opened."""
+    """For a :class:`Library`: a folder or URL, with delays in this process before its files are opened."""
     listed = Listed(open_storage(root))
     return lambda latency_ms: DelayedStorage(listed, latency_ms, seed) if latency_ms else listed
 
@@ -187,4 +191,4 @@ class Listed:
         return self._names
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": []}  # a worker reads files, and a list of all names would be its own
+        return {**self.__dict__, "_names": []}  # a worker only reads files, and would get its own copy of the list

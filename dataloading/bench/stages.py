@@ -1,7 +1,7 @@
-"""What one image costs, stage by stage, and what a batch costs on its way to the main process.
+"""The cost of one image, stage by stage, and of sending a batch to the main process.
 
-The stages are timed where they happen, in the data set itself (``LFWDataset.span``), in one process that has nothing else
-to do. Next to the wall time stands the time that the CPU worked: a stage that only waits costs no core.
+The data set itself times the stages (``LFWDataset.span``), in one process without other work. CPU time is measured beside
+wall time: a stage that only waits occupies no core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataloading.bench.settings import Setting
 from dataloading.dataset.batches import LFWBatches, collate
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey
-from dataloading.loader.stock_loader import each, stock_loader
+from dataloading.loader.stock_loader import iterate, stock_loader
 
 STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "hand-over")
 SAMPLES = 256
@@ -32,7 +32,7 @@ SENT_BATCHES = 60
 
 @dataclass(frozen=True)
 class Stage:
-    """Seconds per image: of the clock, and of the CPU."""
+    """Seconds per image: wall time and CPU time."""
 
     wall: float
     cpu: float
@@ -40,10 +40,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What an image costs on its way into a batch.
+    """The cost of an image.
 
-    :param stages: by the names of :data:`STAGES`, those that the setting has
-    :param receiving: of the ``hand-over``, the main process's own part: CPU seconds per image
+    :param stages: the stages that the setting has, by the names of :data:`STAGES`
+    :param receiving: the main process's part of the ``hand-over``: CPU seconds per image
     """
 
     stages: dict[str, Stage]
@@ -61,17 +61,17 @@ class StageCosts:
 
     @property
     def waiting(self) -> float:
-        """The share of it in which the CPU had nothing to do."""
+        """The share of the wall time in which the CPU was idle."""
         return max(0.0, 1 - self.cpu / self.wall)
 
     @property
     def largest(self) -> str:
-        """The stage that takes most of the CPU."""
+        """The stage with the most CPU time."""
         return max(self.stages, key=lambda name: self.stages[name].cpu)
 
 
 class _Stopwatch:
-    """Adds up the time of spans by their name."""
+    """Sums the time of spans by name."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
@@ -90,14 +90,16 @@ class _Stopwatch:
 
 
 def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
-    """Load some images in this process with a stopwatch, and send batches of them over from a worker.
+    """Load some images in this process with a stopwatch, and send batches of them from a worker.
 
-    :param dataset: as ``Library.dataset`` gives it for the setting
+    :param dataset: from ``Library.dataset`` for the setting
     """
     rng = np.random.default_rng(0)
-    batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # whole ones
+    batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # only full batches
     samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
-    whole = None if setting.loader == "stock" else LFWBatches(dataset)  # which decodes a file, to know the shape
+    whole = (
+        None if setting.loader == "stock" else LFWBatches(dataset)
+    )  # it decodes a file for the shape, before the stopwatch runs
     stopwatch, before, threads = _Stopwatch(), dataset.span, torch.get_num_threads()
     dataset.span = stopwatch
     torch.set_num_threads(1)  # as in a worker
@@ -129,7 +131,7 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
 
 
 class _Ready(Dataset[Any]):
-    """Items that lie ready: a worker has nothing to do but collate them and hand them over."""
+    """Prepared items: a worker only collates and sends them."""
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
@@ -139,10 +141,10 @@ class _Ready(Dataset[Any]):
 
 
 def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
-    """Seconds per image of one worker that only collates and sends, and of these the main process's CPU seconds.
+    """Seconds per image of one worker that only collates and sends, and the main process's CPU seconds per image.
 
-    In a worker, ``default_collate`` writes into shared memory, whose pages are made as it does; so it is timed there, and
-    the part that it takes anyway is known.
+    In a worker, ``default_collate`` writes into shared memory, whose pages the kernel makes then. So it is timed there, and the
+    caller subtracts the cost of collating in private memory.
     """
     count = SENT_BATCHES * len(items)
     loader = stock_loader(
@@ -153,7 +155,7 @@ def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
         collate_fn=collate,
         multiprocessing_context=setting.start_method,
     )
-    iterator = each(loader)
+    iterator = iterate(loader)
     for _ in range(SENT_BATCHES // 4):
         next(iterator)
     wall, cpu = time.perf_counter(), time.thread_time()

@@ -1,4 +1,4 @@
-"""How long a training step takes, to compare with how long its batch takes to load."""
+"""The time of a training step, to compare with the time that its batch takes to load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 5
 
 
 def measure_step(model: str, batch_size: int, image_shape: tuple[int, int, int], device: torch.device) -> float:
-    """Seconds of a forward pass, a backward pass and an SGD step on a batch that lies ready; the median of a few, in fp32.
+    """Seconds of a forward pass, a backward pass and an SGD step on a batch in memory, in fp32; the median of a few steps.
 
     :param image_shape: height, width, channels
     """

@@ -1,4 +1,4 @@
-"""From a sweep's numbers to advice: which setting, how sure, what limits it, and whether training would wait."""
+"""From a sweep's numbers to advice: the best setting, its confidence, its limit, and whether training would wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.reporting.timing import Spread, paired_ratio
 from dataloading.bench.stages import StageCosts
-from dataloading.bench.sweep import Measured
+from dataloading.bench.sweep import LoadingMeasurement
 from dataloading.dataset.decoders import installed
 
 _ADVICE = {
@@ -16,29 +16,29 @@ _ADVICE = {
     "resize": "resizing; keep smaller images on the disk",
     "transform": "making float tensors; leave the pixels uint8 for the device to convert, as --loader fast does",
 }
-NOISE = 0.03  # settings are not told apart if they differ by less, or if a quarter of the rounds had the other order
+NOISE = 0.03  # settings count as equal if they differ by less, or if a quarter of the rounds had the other order
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to choose.
+    """The setting to choose.
 
     :param best: the fastest by its median
-    :param chosen: the cheapest of those that cannot be told from the best
-    :param equals: these others
+    :param chosen: the cheapest of those that are as fast as the best within noise
+    :param equals: the others of those
     :param ratios: each setting's time per image as a multiple of the best's, paired round by round
     """
 
-    best: Measured
-    chosen: Measured
-    equals: list[Measured]
+    best: LoadingMeasurement
+    chosen: LoadingMeasurement
+    equals: list[LoadingMeasurement]
     ratios: list[Spread]
 
 
-def recommend(sweep: list[Measured]) -> Recommendation:
+def recommend(sweep: list[LoadingMeasurement]) -> Recommendation:
     """Choose among settings that were measured in the same rounds.
 
-    Cheapest means: fewest workers, then fewest fetch threads, then the smallest batch on its way.
+    Cheapest means: fewest workers, then fewest fetch threads, then the fewest prefetched images.
     """
     best = max(sweep, key=lambda measured: measured.images_per_s)
     ratios = [paired_ratio(measured.per_image, best.per_image) for measured in sweep]
@@ -47,21 +47,23 @@ def recommend(sweep: list[Measured]) -> Recommendation:
     return Recommendation(best, chosen, [measured for measured in alike if measured is not chosen], ratios)
 
 
-def _cost(measured: Measured) -> tuple[float, ...]:
+def _cost(measured: LoadingMeasurement) -> tuple[float, ...]:
     setting = measured.setting
     memory = setting.batch_size * setting.prefetch_factor * max(1, setting.workers)
     return setting.workers, setting.fetch_threads, memory, -measured.images_per_s
 
 
-def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> str:
+def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: int) -> str:
     """What limits a setting, in words.
 
-    :param samples: in the data set, so that its epoch's length is known
-    :param cores: that may be used
+    :param chosen: the setting's runs
+    :param costs: its stages
+    :param samples: number of samples in the data set, for the length of an epoch
+    :param cores: number of usable cores
     """
     setting = chosen.setting
     epoch_s = samples / chosen.images_per_s
-    # The stock loader's first batch is one worker's work, the fast loader's that of all.
+    # One worker loads the stock loader's first batch; all workers share the fast loader's.
     first_s = costs.wall * setting.batch_size if setting.loader == "stock" else setting.batch_size / chosen.images_per_s
     start_s = max(0.0, statistics.median(chosen.first_batch) - first_s)
     if setting.uses_processes and start_s > epoch_s:
@@ -101,12 +103,14 @@ def explain(chosen: Measured, costs: StageCosts, samples: int, cores: int) -> st
     return f"{hidden}decode-bound: {share} goes into decoding, {saturated}{faster}"
 
 
-def waiting_for(sweep: list[Measured], step_s: float, axes: list[str]) -> str:
-    """Whether training with steps of this length would wait for its data, and which setting cures it.
+def waiting_for(sweep: list[LoadingMeasurement], step_s: float, axes: list[str]) -> str:
+    """Whether training with steps of this length would wait for its data, and which setting avoids that.
 
-    It supposes that the step leaves the workers their cores, as a GPU's does.
+    It assumes that the step leaves all cores to the workers, as a step on a GPU does.
 
     :param sweep: settings of one batch size
+    :param step_s: seconds of a step
+    :param axes: the fields by which the settings differ
     """
     enough = [measured for measured in sweep if wait_share(measured, step_s) < 0.01]
     step = f"a training step of {_ms(step_s)}"
@@ -120,16 +124,16 @@ def waiting_for(sweep: list[Measured], step_s: float, axes: list[str]) -> str:
     )
 
 
-def wait_share(measured: Measured, step_s: float) -> float:
-    """The share of training's time that it would wait for data."""
+def wait_share(measured: LoadingMeasurement, step_s: float) -> float:
+    """The share of the training time spent waiting for data."""
     batch_s = statistics.median(measured.per_image) * measured.setting.batch_size
-    if measured.setting.workers == 0:  # the main process loads, and computes nothing meanwhile
+    if measured.setting.workers == 0:  # the main process either loads or computes
         return batch_s / (batch_s + step_s)
     return max(0.0, 1 - step_s / batch_s)
 
 
 def confidence(recommendation: Recommendation, axes: list[str]) -> str:
-    """How sure the choice is: who cannot be told from it, or by how much the next is slower."""
+    """The confidence of the choice: the settings that are equal within noise, or the lead over the next one."""
     if recommendation.equals:
         names = "; ".join(measured.setting.label(axes) for measured in recommendation.equals)
         return f"within noise of it, and no cheaper: {names}"

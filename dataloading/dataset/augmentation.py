@@ -1,6 +1,6 @@
 """Augmentation of one image at a time, as a pure function of (seed, epoch, sample).
 
-The draws are made for a whole batch at once, since numpy's cost is per call; what they do to an image is Pillow's work. A
+The random numbers are drawn for a whole batch at once, since numpy's cost is per call. Pillow applies them to each image. A
 sample thus looks the same in the same epoch, whichever loader, thread or worker fetches it.
 """
 
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageEnhance, ImageFilter
 
 from common.training.randomness import uniform
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 AUGMENTATIONS = ("none", "affine", "heavy")
 
@@ -27,7 +29,7 @@ Draws = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class ImageAugmentation:
-    """What happens to an image.
+    """The augmentation of one image.
 
     :param name: ``none``; ``affine``: a small rotation and shift and a large change of scale; ``heavy``: the same with
         bilinear interpolation, a mirror image half of the time, changed brightness, contrast and saturation, and a blur
@@ -39,11 +41,13 @@ class ImageAugmentation:
         return self.name != "none"
 
     def draw(self, seed: int, epoch: int, samples: npt.NDArray[np.int64]) -> Draws:
-        """What chance decides for each sample: float32 ``[n, draws]`` in [0, 1)."""
+        """The random numbers of each sample: float32 ``[n, draws]`` in [0, 1)."""
         return uniform(_DRAWS[self.name], seed, "image-augmentation", epoch, samples)
 
     def __call__(self, image: Image.Image, draws: Draws) -> Image.Image:
-        """The image as one row of :meth:`draw` wants it; of the same size and mode."""
+        """Apply one row of :meth:`draw` to an image; size and mode stay."""
+        from PIL import Image
+
         if self.name == "none":
             return image
         heavy = self.name == "heavy"
@@ -54,11 +58,12 @@ class ImageAugmentation:
 
 
 def affine_matrix(size: tuple[int, int], draws: list[float]) -> tuple[float, ...]:
-    """The way back from a pixel of the result to one of the source, for ``Image.transform``: as
-    ``torchvision.transforms.functional.affine`` has it for the same angle, shift and scale, about the image's centre.
+    """The map from a pixel of the result to one of the source, as ``Image.transform`` takes it.
+
+    It follows ``torchvision.transforms.functional.affine`` for the same angle, shift and scale about the image's centre.
 
     :param size: width and height
-    :param draws: four from [0, 1): angle, shift to the right, shift down, scale
+    :param draws: four numbers in [0, 1): angle, shift to the right, shift down, scale
     """
     width, height = size
     angle = math.radians(_between(-DEGREES, DEGREES, draws[0]))
@@ -74,7 +79,8 @@ def affine_matrix(size: tuple[int, int], draws: list[float]) -> tuple[float, ...
 def course_transform(name: str) -> Any:
     """The pipeline that courses teach, with torchvision's own random numbers: augmentation, then ``ToTensor``.
 
-    Its ``affine`` has the distribution of ours, not its draws: those depend on the worker and on what it drew before.
+    ``affine`` has the same distribution here as in :class:`ImageAugmentation`, but its numbers depend on the worker and on
+    its earlier draws.
     """
     from torchvision import transforms
 
@@ -92,6 +98,8 @@ def course_transform(name: str) -> Any:
 
 
 def _recolor(image: Image.Image, draws: list[float]) -> Image.Image:
+    from PIL import Image, ImageEnhance, ImageFilter
+
     mirrored, brightness, contrast, saturation, blur = draws
     if mirrored < 0.5:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -1,7 +1,7 @@
-"""Whole batches: the hook that ``DataLoader`` offers for them, and three ways to fill one.
+"""Whole batches: the hook that ``DataLoader`` has for them, and three ways to fill one.
 
-A loader worker gets all of a batch's indices at once. If the data set has ``__getitems__``, it is called with them and
-decides itself how the batch comes about; otherwise the worker calls ``__getitem__`` for one after the other.
+A loader worker gets all indices of a batch at once. If the data set has ``__getitems__``, the worker calls it with them all,
+and the data set decides how to load the batch. Otherwise the worker calls ``__getitem__`` for one index after the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataloading.dataset.storage import BadFile, Unskippable
 
 
 def collate(items: list[Any]) -> Any:
-    """torch's ``default_collate`` without the samples that were skipped; an empty list if all were.
+    """torch's ``default_collate`` without skipped samples; an empty list if all were skipped.
 
     :raises BadFile: for images of several sizes
     """
@@ -38,13 +38,13 @@ def collate(items: list[Any]) -> Any:
 
 
 class ThreadedFetch(Dataset[Any]):
-    """Fetches the samples of a batch at the same time, by a pool of threads inside each loader worker.
+    """Fetches the samples of a batch in parallel, with a thread pool inside each loader worker.
 
-    What arXiv 2211.04908 does for storage that answers late: while one file is waited for, the others are too. The
-    order of the samples is kept, and of the errors the first in this order is raised.
+    It follows arXiv 2211.04908 for storage with high latency: the waits for several files overlap. The order of the samples
+    is kept. Of several errors, the one of the first sample is raised.
 
     :param dataset: of samples, with ``__getitem__``
-    :param threads: in the pool, which each process makes once, when it first needs it
+    :param threads: size of the pool, which each process starts when it first needs it
     """
 
     def __init__(self, dataset: Dataset[Any], threads: int) -> None:
@@ -63,7 +63,7 @@ class ThreadedFetch(Dataset[Any]):
         try:
             return [future.result() for future in futures]
         finally:
-            for future in futures:  # after an error, those that have not begun
+            for future in futures:  # after an error, cancel those that have not begun
                 future.cancel()
 
     def close(self) -> None:
@@ -85,9 +85,10 @@ class ThreadedFetch(Dataset[Any]):
 class LFWBatches(Dataset[Batch]):
     """An :class:`LFWDataset` that fills a batch's buffer in place: no tensor per image, no collate, no float.
 
-    For the stock ``DataLoader``, with a batch sampler that yields :class:`BatchKey` and ``collate_fn=keep_batch``; and what
-    the fast loader fills its buffers with.
+    For the fast loader, and for the stock ``DataLoader`` with a batch sampler that yields :class:`BatchKey` and
+    ``collate_fn=keep_batch``.
 
+    :param files: the images
     :param augmentation: of the whole batch, after that of each image; see :mod:`common.data.augmentation`
     """
 
@@ -100,13 +101,13 @@ class LFWBatches(Dataset[Batch]):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width, as a batch has them."""
+        """Channels, height and width of a batch's images."""
         height, width, channels = self.image_shape
         return channels, height, width
 
     @property
     def works_per_image(self) -> bool:
-        """Whether more is done to an image than decoding it: work that holds the GIL for a good part."""
+        """Whether images are augmented or resized one by one: work that partly holds the GIL."""
         return bool(self.files.augmentation) or self.files.image_size is not None
 
     @property
@@ -126,11 +127,12 @@ class LFWBatches(Dataset[Batch]):
         stop: int | None = None,
         wanted: Callable[[], bool] = lambda: True,
     ) -> list[int]:
-        """Write the samples ``start`` to ``stop`` of a batch to their places in its buffer.
+        """Write the samples ``start`` to ``stop`` of a batch to their positions in its buffer.
 
-        :param buffer: uint8 ``[n, height, width, 3]``
-        :param wanted: asked before each; from the first no on, nothing is read any more
-        :returns: the places of those that were skipped
+        :param buffer: uint8 ``[n, height, width, 3]``, of the whole batch
+        :param key: the epoch and the samples of the whole batch
+        :param wanted: checked before each sample; when False, the rest is not loaded
+        :returns: the positions of skipped samples
         :raises BadFile: for a file that cannot be read or decoded, unless such are skipped
         """
         samples = key.samples[start:stop]
@@ -148,12 +150,15 @@ class LFWBatches(Dataset[Batch]):
         return skipped
 
     def assemble(self, key: BatchKey, buffer: Pixels, skipped: list[int], memory: Tensor | None = None) -> Batch:
-        """The batch in a buffer that is filled: a view of it, unless samples were skipped.
+        """The batch of a filled buffer: a view of it, unless samples were skipped.
 
-        :param memory: the tensor that the buffer is a view of, if there is one. A pinned one must be handed out itself, since
-            torch's allocator knows of copies that are under way by the tensor's storage
-        :returns: images uint8 ``[n, 3, height, width]``, in channels-last memory as they were decoded: a copy into another
-            order costs a third of what decoding does, and convolutions like this one
+        :param key: the epoch and the samples
+        :param buffer: uint8 ``[n, height, width, 3]``
+        :param skipped: positions to leave out
+        :param memory: the tensor whose view the buffer is, if any. The batch must share the storage of a pinned tensor, since
+            torch's allocator tracks unfinished copies by storage
+        :returns: images uint8 ``[n, 3, height, width]`` in channels-last memory, as decoded: reordering costs a third of the
+            decoding time, and convolutions are fast in this order
         """
         samples = key.samples
         if skipped:

@@ -1,8 +1,8 @@
 """From a JPEG file's bytes to pixels: Pillow, and two faster ones where they are installed (extra ``fast``).
 
-All three rest on libjpeg-turbo and give the same pixels. Pillow pays for an image object and a four-byte pixel format of
-its own on the way; simplejpeg writes RGB where it is told to, torchcodec where it likes, to be copied. All release the GIL
-while they decode.
+All three use libjpeg-turbo and give the same pixels. Pillow makes an image object with four bytes per pixel on the way.
+simplejpeg writes RGB into a given buffer; torchcodec allocates its own, which is copied. All release the GIL while they
+decode. They are imported on first use, so that ``--help`` stays quick.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import functools
 import io
 from collections.abc import Callable
 from importlib import util
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
 
 from common.errors import UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Pixels = npt.NDArray[np.uint8]
 Decoder = Callable[[bytes, Pixels | None], Pixels]
@@ -27,7 +30,7 @@ METADATA = b"\xff\xe1"  # the marker of a segment with EXIF data; never in an im
 
 
 class NotDecodable(Exception):
-    """The bytes are no JPEG image, or not all of one."""
+    """The bytes are not a complete JPEG image."""
 
 
 def installed() -> tuple[str, ...]:
@@ -47,14 +50,14 @@ def _is_installed(name: str) -> bool:
 
 
 def get_decoder(name: str) -> Decoder:
-    """The function that decodes with ``name`` of :data:`DECODERS`: ``decode(data, out)``.
+    """The function ``decode(data, out)`` of a decoder.
 
-    :param data: (of the function) a JPEG file's content: RGB, grey or CMYK
-    :param out: (of the function) uint8 ``[height, width, 3]``, C-contiguous, to decode into if the image has this size
-    :returns: (of the function) uint8 ``[height, width, 3]``, RGB: ``out`` itself, unless it is None or the image's size
-        differs
-    :raises NotDecodable: (the function) for what is no JPEG file, or a part of one
-    :raises UsageError: when it is not installed
+    ``data`` is the content of a JPEG file: RGB, grey or CMYK. ``out`` is None, or uint8 ``[height, width, 3]``, C-contiguous,
+    to decode into if the image has this size. ``decode`` returns uint8 ``[height, width, 3]``, RGB: ``out`` itself, or a new
+    array if ``out`` is None or of another size. It raises :class:`NotDecodable` for an incomplete or other file.
+
+    :param name: one of :data:`DECODERS`
+    :raises UsageError: when the decoder is not installed
     """
     if name not in installed():
         raise UsageError(f"--decoder {name} is not installed: pip install {name}, or use {' or '.join(installed())}")
@@ -67,6 +70,8 @@ def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Ima
     :param formats: those of Pillow that are accepted; all when None
     :raises NotDecodable: for other files, and damaged ones
     """
+    from PIL import Image, UnidentifiedImageError
+
     try:
         return Image.open(io.BytesIO(data), formats=formats).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -84,7 +89,7 @@ def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
 
     try:
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
-        if colors in ("CMYK", "YCCK"):  # which it takes for uninverted
+        if colors in ("CMYK", "YCCK"):  # simplejpeg would return inverted colors
             return decode_pillow(data, out)
         if out is not None and (height, width) == out.shape[:2]:
             simplejpeg.decode_jpeg(data, buffer=out)
@@ -92,7 +97,7 @@ def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
         pixels: Pixels = simplejpeg.decode_jpeg(data)
         return pixels
     except ValueError:
-        # It is stricter than Pillow about what libjpeg warns of. Pillow's word counts, so that all accept the same files.
+        # simplejpeg refuses what libjpeg only warns of. Pillow decides, so that all decoders accept the same files.
         return decode_pillow(data, out)
 
 
@@ -100,11 +105,11 @@ def _decode_torchcodec(data: bytes, out: Pixels | None = None) -> Pixels:
     import torch
     from torchcodec.decoders import decode_jpeg
 
-    # It would look for an image further on, and would turn one as its EXIF data say; the others do neither.
+    # torchcodec skips leading garbage and rotates by EXIF data; the other decoders do neither.
     if not data.startswith(START) or METADATA in data:
         return decode_pillow(data, out)
     try:
-        # frombuffer wants memory that may be written to
+        # torch.frombuffer needs writable memory
         pixels: Pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0).numpy()
         return _place(pixels, out)
     except RuntimeError:
@@ -112,7 +117,7 @@ def _decode_torchcodec(data: bytes, out: Pixels | None = None) -> Pixels:
 
 
 def _place(pixels: Pixels, out: Pixels | None) -> Pixels:
-    """Copy to ``out``, where there is one of the right size."""
+    """Copy the pixels to ``out`` if it has their size."""
     if out is None or out.shape != pixels.shape:
         return pixels
     out[:] = pixels

@@ -1,8 +1,8 @@
 """The list of a data set's files, as two arrays instead of a Python list.
 
 A forked loader worker shares its parent's memory page by page until either writes to a page. Reading a Python string
-*is* a write: it counts a reference in the object's header. So a list of a million strings is copied into every worker, page
-by page, as the epoch goes over it (pytorch#13246). Here the names are one array of bytes, which no reader writes to.
+*is* a write: it changes the reference count in the object's header. So each worker copies a list of a million strings, page
+by page, during an epoch (pytorch#13246). Here the names are one array of bytes, which no reader writes to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 class FileList:
-    """A sequence of names that costs its bytes and eight more each, and is shared with forked workers for good.
+    """A sequence of names that takes their bytes and eight more per name, and stays shared with forked workers.
 
     :param names: relative to the data set's root, with ``/`` between folder and file
     """

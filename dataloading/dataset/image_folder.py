@@ -13,7 +13,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.data.datasets import ImageData, first_samples
@@ -126,6 +125,8 @@ def _first(files: LFWDataset, count: int) -> LFWDataset:
 
 def _readable_extensions() -> set[str]:
     """With their dots, in lower case."""
+    from PIL import Image
+
     known = Image.registered_extensions()  # which imports Pillow's plugins
     return {extension for extension, image_format in known.items() if image_format in Image.OPEN}
 

@@ -1,7 +1,7 @@
 """Slow storage on a fast disk: every open waits, for a time that is a pure function of (seed, file name).
 
-Object stores and network file systems answer in tens of milliseconds, some requests much later than most. The waits are
-log-normal around the wanted median, as such a store's are.
+Object stores and network file systems answer in tens of milliseconds, and a few requests take much longer. Their latencies
+are about log-normal, and so are the waits here, around the given median.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIGMA = 0.3  # of the wait's logarithm: one in twenty takes 1.6 times the median
 
 
 def delay_s(latency_ms: float, seed: int, name: str) -> float:
-    """Seconds that the file's request waits; ``latency_ms`` is the median over all names."""
+    """Seconds that the request for a file waits; ``latency_ms`` is the median over all names."""
     share = (int(hash64(seed, "latency", name)) >> 11) * 2.0**-53
     normal = statistics.NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
     return latency_ms / 1000 * math.exp(SIGMA * normal)

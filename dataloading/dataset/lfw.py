@@ -1,11 +1,11 @@
-"""A folder of JPEG files in the layout of Labeled Faces in the Wild, opened and decoded as they are asked for.
+"""A folder of JPEG files in the layout of Labeled Faces in the Wild. Each file is opened and decoded on request.
 
     python -m dataloading.lfw_dataset
     python -m dataloading.lfw_dataset --path-to-folder ~/lfw --visualize-batch
     python -m dataloading.lfw_dataset -get_timing -num_workers 1 -batches_to_check 100 -batch_size 512
 
-``<root>/<Person_Name>/<Person_Name>_<NNNN>.jpg``, or files directly in the folder. Nothing is held in memory but the
-list of names, so the set may be of any size. Without a folder, faces drawn for the purpose are used (dataloading/synthetic/faces.py).
+``<root>/<Person_Name>/<Person_Name>_<NNNN>.jpg``, or files directly in the folder. Only the list of names is held in memory,
+so the set may be of any size. Without a folder, the commands use drawn faces (dataloading/synthetic/faces.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 from common.errors import UsageError
@@ -31,36 +30,40 @@ from dataloading.dataset.file_list import FileList
 from dataloading.dataset.sampler import SampleKey
 from dataloading.dataset.storage import BadFile, Storage, Unskippable, open_storage
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 logger = logging.getLogger(__name__)
 
 ON_ERROR: tuple[str, ...] = ("raise", "skip")
 SKIP_LIMIT = 100
-Span = Callable[[str], AbstractContextManager[None]]
+StageTimer = Callable[[str], AbstractContextManager[None]]
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def no_span(stage: str) -> AbstractContextManager[None]:
-    """Takes no time of a stage; :mod:`dataloading.timeline.tracing` has one that does."""
+    """Record nothing; the tracer of :mod:`dataloading.timeline.tracing` records the stage's time."""
     return _NOTHING
 
 
 class Skipped:
-    """What stands for a sample that could not be read, until its batch is put together without it."""
+    """Stands for a sample that could not be read; ``collate`` leaves it out of the batch."""
 
 
 class LFWDataset(Dataset[Any]):
     """Images from files.
 
-    :param root: a folder, or a URL: ``file://``, ``http://``, or of any protocol that fsspec has a plugin for
-    :param transform: from a Pillow image (RGB) to whatever is wanted; None gives the image itself
-    :param with_label: give ``(image, person)`` pairs, the person as an index into :attr:`people`
+    :param root: a folder, or a URL: ``file://``, ``http://``, or any protocol that fsspec has a plugin for
+    :param transform: called with each Pillow image (RGB); None returns the image itself
+    :param with_label: return ``(image, person)`` pairs, the person as an index into :attr:`people`
     :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
-    :param augmentation: done before ``transform``, a pure function of (``seed``, epoch, sample)
-    :param image_size: make every image a square of so many pixels; None leaves them as they are
-    :param on_error: ``"skip"`` gives :class:`Skipped` for a file that cannot be read or decoded, and warns with its name;
-        :func:`dataloading.dataset.batches.collate` leaves it out
-    :param skip_limit: so many files may be skipped, over all workers and epochs, until that too is an error
+    :param augmentation: applied before ``transform``; a pure function of (``seed``, epoch, sample)
+    :param seed: of the augmentation
+    :param image_size: resize every image to a square of this many pixels; None keeps the size
+    :param on_error: ``"raise"``, or ``"skip"``: return :class:`Skipped` for a file that cannot be read or decoded, and warn
+        with its name; :func:`dataloading.dataset.batches.collate` leaves it out
+    :param skip_limit: the number of files that may be skipped, over all workers and epochs, before that is an error
     :raises UsageError: when there is no such folder, or no JPEG in it
     """
 
@@ -81,8 +84,8 @@ class LFWDataset(Dataset[Any]):
         self.transform, self.with_label = transform, with_label
         self.decoder, self.augmentation, self.seed = decoder, ImageAugmentation(augmentation), seed
         self.image_size, self.on_error, self.skip_limit = image_size, on_error, skip_limit
-        self.span: Span = no_span
-        self._decode = get_decoder(decoder)  # if it is missing, say so now and not in a worker
+        self.span: StageTimer = no_span
+        self._decode = get_decoder(decoder)  # a missing decoder fails here, not in a worker
 
         names = sorted(self.storage.names())
         if not names:
@@ -90,14 +93,14 @@ class LFWDataset(Dataset[Any]):
                 f"{self.storage.root} holds no JPEG file, nor do the folders in it: "
                 "a data set is <folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg, or <folder>/<name>.jpg"
             )
-        # A file that lies in no folder is of the person whose name comes before its number.
+        # The person of a file outside any folder is its name up to the number.
         folders = [name.split("/")[0] if "/" in name else name.rsplit(".", 1)[0].rsplit("_", 1)[0] for name in names]
         people, labels = np.unique(np.array(folders), return_inverse=True)
         self.formats: tuple[str, ...] | None = ("JPEG",)  # of Pillow
         self.files = FileList(names)
         self.people: tuple[str, ...] = tuple(people.tolist())
         self.labels: npt.NDArray[np.int64] = labels.astype(np.int64)
-        # A mark for each file, so that one that is met again counts once; shared, so that every worker can add up all.
+        # One mark per file counts each file once; shared memory lets each worker see the total.
         self._skipped = torch.zeros(len(names), dtype=torch.uint8).share_memory_() if on_error == "skip" else None
 
     def __len__(self) -> int:
@@ -120,9 +123,10 @@ class LFWDataset(Dataset[Any]):
         return (result, int(self.labels[sample])) if self.with_label else result
 
     def subset(self, samples: npt.NDArray[np.int64], people: npt.NDArray[np.int64]) -> LFWDataset:
-        """A data set of some of the files, in the order of ``samples``; all else is as it is here.
+        """A data set of some of the files, in the order of ``samples``, with the same settings.
 
-        :param people: to whom these files belong, as ascending indices into :attr:`people`: its people, labelled from 0 on
+        :param samples: int64 indices of files
+        :param people: the people of these files, as ascending int64 indices into :attr:`people`; their labels count from 0
         """
         part = copy.copy(self)
         part.files = self.files.subset(samples)
@@ -133,11 +137,14 @@ class LFWDataset(Dataset[Any]):
         return part
 
     def path(self, sample: int) -> str:
-        """Where a sample's file lies."""
+        """The path or URL of a sample's file."""
         return f"{self.storage.root.rstrip('/')}/{self.files[sample]}"
 
     def read(self, sample: int) -> bytes:
-        """A sample's file as it is."""
+        """The content of a sample's file.
+
+        :raises BadFile: when it cannot be read
+        """
         with self.span("open"):
             reader = self.storage.open(self.files[sample])
         try:
@@ -147,7 +154,13 @@ class LFWDataset(Dataset[Any]):
             reader.close()
 
     def image(self, sample: int, draws: Draws | None = None) -> Image.Image:
-        """A sample as a Pillow image in RGB: decoded, resized, augmented."""
+        """A sample as a Pillow image in RGB: decoded, resized, augmented.
+
+        :param draws: the sample's row of ``augmentation.draw``; None without an augmentation
+        :raises BadFile: when it cannot be read or decoded
+        """
+        from PIL import Image
+
         image = self._decoded(sample)
         if self.image_size is not None and image.size != (self.image_size, self.image_size):
             with self.span("resize"):
@@ -159,11 +172,11 @@ class LFWDataset(Dataset[Any]):
         return image
 
     def pixels_into(self, out: Pixels, sample: int, draws: Draws | None = None) -> None:
-        """Write a sample's pixels where the batch wants them, by the shortest way.
+        """Write a sample's pixels into the batch's memory, decoding there directly where possible.
 
         :param out: uint8 ``[height, width, 3]``, C-contiguous
-        :param draws: the sample's row of ``augmentation.draw``; None when there is no augmentation
-        :raises BadFile: when it cannot be read or decoded, or is of another size
+        :param draws: the sample's row of ``augmentation.draw``; None without an augmentation
+        :raises BadFile: when it cannot be read or decoded, or has another size
         """
         if self.augmentation or self.image_size is not None:
             pixels = np.asarray(self.image(sample, draws))
@@ -184,27 +197,27 @@ class LFWDataset(Dataset[Any]):
             )
 
     def image_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of every image: what ``image_size`` says, or what the first readable file has."""
+        """Height, width and channels of every image: from ``image_size``, or from the first readable file."""
         if self.image_size is not None:
             return self.image_size, self.image_size, 3
         for sample in range(len(self)):
             try:
                 width, height = self._decoded(sample).size
                 return height, width, 3
-            except BadFile:  # to be counted when a batch wants it
+            except BadFile:  # it is counted when a batch needs it
                 if self._skipped is None:
                     raise
         raise UsageError(f"{self.storage.root}: none of its {len(self)} files can be decoded")
 
     @property
     def skipped(self) -> int:
-        """Files skipped so far, by all workers."""
+        """Number of files skipped so far, by all workers."""
         return 0 if self._skipped is None else int(self._skipped.count_nonzero())
 
     def skip_or_raise(self, sample: int, error: BadFile) -> None:
-        """Mark a file as skipped, and say so the first time.
+        """Mark a file as skipped, and warn the first time.
 
-        :raises BadFile: the error itself if files are not to be skipped, or too many were
+        :raises BadFile: the error itself without ``on_error="skip"``, or when more than ``skip_limit`` files were skipped
         """
         if self._skipped is None or isinstance(error, Unskippable):
             raise error
@@ -216,6 +229,8 @@ class LFWDataset(Dataset[Any]):
         logger.warning("skipped: %s", error)
 
     def _decoded(self, sample: int) -> Image.Image:
+        from PIL import Image
+
         data = self.read(sample)
         try:
             with self.span("decode"):

@@ -1,7 +1,7 @@
 """The order of the samples: a shuffle that is a pure function of (seed, epoch).
 
-A sampler for the stock ``DataLoader`` yields one :class:`SampleKey` at a time, a batch sampler one :class:`BatchKey`. The
-epoch travels with each, since a worker's copy of the data set never sees a ``set_epoch``.
+A sampler for the stock ``DataLoader`` yields one :class:`SampleKey` at a time, a batch sampler one :class:`BatchKey`. Each
+key contains the epoch, since a worker's copy of the data set never sees a ``set_epoch``.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from common.training.randomness import derive_seed
 
 
 class SampleKey(NamedTuple):
-    """This sample, as it looks in this epoch."""
+    """A sample with the augmentation of an epoch."""
 
     epoch: int
     sample: int
 
 
 class ShuffledSampler:
-    """Yields every sample once per epoch, as ``DataLoader(sampler=...)`` wants it.
+    """Yields every sample once per epoch, for ``DataLoader(sampler=...)``.
 
-    :param samples: in the data set
-    :param shuffle: otherwise they come in their order
-    :param length: yield so many instead, in one order after the other, all as of this epoch (a benchmark's run is as long
-        as it says)
+    :param samples: number of samples in the data set
+    :param seed: of the order
+    :param shuffle: if False, the samples come in ascending order
+    :param length: yield this many keys of the epoch instead, from one order after the other, for runs of a fixed length
     """
 
     def __init__(self, samples: int, *, seed: int = 0, shuffle: bool = True, length: int | None = None) -> None:
@@ -37,7 +37,7 @@ class ShuffledSampler:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """To be called before each epoch: another order, and other augmentations."""
+        """Select the epoch's order and augmentations. Call it before each epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[SampleKey]:
@@ -49,7 +49,7 @@ class ShuffledSampler:
         return self._samples if self._length is None else self._length
 
     def order(self, epoch: int) -> list[int]:
-        """The samples as they come in an epoch."""
+        """The samples in the order of an epoch."""
         if not self._shuffle:
             return list(range(self._samples))
         order: list[int] = (
@@ -59,10 +59,11 @@ class ShuffledSampler:
 
 
 class ShuffledBatches:
-    """A sampler's samples in whole batches, for ``DataLoader(batch_sampler=...)`` over a data set that fetches these.
+    """A sampler's samples in batches, for ``DataLoader(batch_sampler=...)`` over a data set with ``__getitems__``.
 
-    :param sampler: yields :class:`SampleKey`, or indices, which are taken to be of this epoch
-    :param drop_last: leave out the last batch when it is not full
+    :param sampler: yields :class:`SampleKey`, or indices for the current epoch
+    :param batch_size: samples per batch
+    :param drop_last: leave out the last batch if it is not full
     """
 
     def __init__(self, sampler: Iterable[int | SampleKey], batch_size: int, *, drop_last: bool = False) -> None:
@@ -86,7 +87,7 @@ class ShuffledBatches:
 
 
 def as_batch_key(batch: BatchKey | Sequence[int | SampleKey], epoch: int) -> BatchKey:
-    """What any batch sampler yields, as a :class:`BatchKey`; plain indices are taken to be of ``epoch``."""
+    """Convert an element of any batch sampler to a :class:`BatchKey`; plain indices belong to ``epoch``."""
     if isinstance(batch, BatchKey):
         return batch
     keys = [key if isinstance(key, SampleKey) else SampleKey(epoch, int(key)) for key in batch]

@@ -1,7 +1,7 @@
-"""Where a data set's bytes come from: a local folder, an HTTP server, or whatever fsspec has a plugin for.
+"""Where a data set's bytes come from: a local folder, an HTTP server, or any storage that fsspec has a plugin for.
 
-A loader's threads and processes all read through one of these, so they hold nothing that a fork would break: an HTTP
-connection belongs to the thread (and the process) that opened it.
+All threads and processes of a loader read through one storage object, so it holds nothing that a fork would break: an HTTP
+connection belongs to the thread and the process that opened it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LISTING_THREADS = 32
 class BadFile(UsageError):
     """A file of the data set that cannot be read or decoded. The message names it.
 
-    When a loader worker raises it, ``DataLoader`` makes a new one whose text is the worker's traceback; the message is
-    its last line.
+    When a loader worker raises it, ``DataLoader`` raises a new one whose text is the worker's traceback. Its last line is
+    the message.
     """
 
     def __init__(self, message: str) -> None:
@@ -40,7 +40,7 @@ class BadFile(UsageError):
 
 
 class Unskippable(BadFile):
-    """Not this file is bad but the machine, the server, or the way in which files are asked for: others would fail too."""
+    """The cause is not this file but the machine, the server or a setting, so other files would fail too."""
 
 
 class Reader(Protocol):
@@ -57,16 +57,16 @@ class Storage(Protocol):
     root: str
 
     def names(self) -> list[str]:
-        """The image files in the folder and in the folders in it, in no order, with ``/`` between folder and file."""
+        """The image files in the folder and its direct subfolders, unordered, with ``/`` between folder and file."""
 
     def open(self, name: str) -> Reader:
-        """:raises BadFile: when it is not there, or cannot be opened"""
+        """:raises BadFile: when the file is missing or cannot be opened"""
 
 
 def open_storage(root: str | Path) -> Storage:
     """The storage for a folder's path or URL.
 
-    :raises UsageError: when it is not there, is a file, or has a protocol that nothing here knows
+    :raises UsageError: when it is missing, is a file, or has an unknown protocol
     """
     text = os.fspath(root)
     protocol = text.split("://", 1)[0] if "://" in text else "file"
@@ -117,7 +117,7 @@ class LocalFolder:
 
 
 class _Descriptor:
-    """An open file, read whole by two system calls; Python's own file object takes twice as long to make."""
+    """An open file, read whole by two system calls. Creating Python's own file object takes twice as long."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor, self._path = descriptor, path
@@ -139,23 +139,28 @@ class _Descriptor:
 class HttpFolder:
     """A folder that an HTTP server lists as links, as ``python -m http.server``, nginx and Apache do.
 
-    The standard library's client, since fsspec's needs aiohttp and sends everything through one thread. Each thread keeps
-    its connection. A request that fails is tried again, :data:`TRIES` times in all.
+    It uses the standard library, since fsspec's HTTP needs aiohttp, which torch does not bring, and sends all requests
+    through one thread. Each thread here keeps its own connection. A request that fails is repeated: :data:`TRIES` in all.
+
+    :raises UsageError: when the URL is malformed
     """
 
     def __init__(self, root: str, timeout_s: float = TIMEOUT_S) -> None:
         self.root = root.rstrip("/")
         try:
             self._url = urllib.parse.urlsplit(self.root)
-            self._host, self._port = self._url.hostname, self._url.port
-            (self._host or "").encode("idna")
+            self._host, self._port = self._url.hostname or "", self._url.port
+            self._host.encode("idna")
         except ValueError as error:
             raise UsageError(f"{root} is no URL: {error}") from error
         if not self._host:
             raise UsageError(f"{root} names no host")
         self._path = urllib.parse.quote(self._url.path, safe="/%")
         self._timeout_s = timeout_s
-        self._local = _Connections()
+        self._local = threading.local()
+
+    def __reduce__(self) -> tuple[type[HttpFolder], tuple[str, float]]:
+        return HttpFolder, (self.root, self._timeout_s)  # without the connections
 
     def names(self) -> list[str]:
         top = self._links("")
@@ -190,57 +195,43 @@ class HttpFolder:
                 body = response.read()
             except (OSError, http.client.HTTPException) as error:
                 reason = f"{type(error).__name__}: {error}"
-                self._local.drop()
+                connection.close()  # the next request opens it again
                 continue
             if response.status == 200:
                 return body
             reason = f"the server says {response.status} {response.reason}"
-            if response.status < 500 and response.status != 429:  # it means it
+            if response.status < 500 and response.status != 429:  # these statuses are final
                 raise BadFile(f"{self.root}/{name} cannot be read: {reason}")
-        raise Unskippable(f"{self.root}/{name} cannot be read in {TRIES} tries: {reason}; is the server well?")
+        raise Unskippable(f"{self.root}/{name} cannot be read in {TRIES} tries: {reason}; check the server")
 
     def _connection(self) -> http.client.HTTPConnection:
-        connection = self._local.get()
-        if connection is None:
-            secure = self._url.scheme == "https"
-            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-            connection = kind(self._host or "", self._port, timeout=self._timeout_s)
-            self._local.put(connection)
+        """The connection of this thread, in this process: a socket inherited through fork must not be shared."""
+        if getattr(self._local, "process", None) != os.getpid():
+            kind = _HttpsConnection if self._url.scheme == "https" else _HttpConnection
+            self._local.connection = kind(self._host, self._port, timeout=self._timeout_s)
+            self._local.process = os.getpid()
+        connection: http.client.HTTPConnection = self._local.connection
         return connection
 
 
-class _Connections:
-    """One connection per thread; none travels to another process, by fork or by pickle."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def get(self) -> http.client.HTTPConnection | None:
-        held: _Held | None = getattr(self._local, "held", None)
-        return held.connection if held and held.process == os.getpid() else None
-
-    def put(self, connection: http.client.HTTPConnection) -> None:
-        self._local.held = _Held(os.getpid(), connection)
-
-    def drop(self) -> None:
-        del self._local.held
-
-    def __reduce__(self) -> tuple[type[_Connections], tuple[()]]:
-        return _Connections, ()
-
-
-class _Held:
-    """A connection of this process, which is closed when its thread ends, or the storage."""
-
-    def __init__(self, process: int, connection: http.client.HTTPConnection) -> None:
-        self.process, self.connection = process, connection
+class _ClosedWhenFreed:
+    """Closes the socket when the thread that owns it, or the storage, ends; Python would warn of an open socket."""
 
     def __del__(self) -> None:
-        self.connection.close()
+        self.close()  # type: ignore[attr-defined]
+
+
+class _HttpConnection(_ClosedWhenFreed, http.client.HTTPConnection): ...
+
+
+class _HttpsConnection(_ClosedWhenFreed, http.client.HTTPSConnection): ...
 
 
 class FsspecFolder:
-    """Whatever fsspec knows: ``s3://``, ``gs://``, ``memory://`` and so on, with the user's own plugins and settings."""
+    """A folder of fsspec: ``s3://``, ``gs://``, ``memory://`` and so on, with the user's own plugins and settings.
+
+    :raises UsageError: when fsspec cannot open it
+    """
 
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
@@ -252,7 +243,7 @@ class FsspecFolder:
             raise UsageError(f"{root} cannot be opened by fsspec: {error}") from error
         except UsageError:
             raise
-        except Exception as error:  # each plugin has its own
+        except Exception as error:  # each plugin has its own types of errors
             raise UsageError(f"{root} cannot be read: {type(error).__name__}: {error}") from error
 
     def names(self) -> list[str]:
@@ -266,12 +257,14 @@ class FsspecFolder:
     def open(self, name: str) -> Reader:
         try:
             return io.BytesIO(self._connect()[0].cat_file(f"{self._path.rstrip('/')}/{name}"))
-        except Exception as error:  # each plugin has its own
+        except Exception as error:  # each plugin has its own types of errors
             raise BadFile(f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}") from error
 
     def _connect(self) -> tuple[Any, str]:
-        """The plugin's file system and the path in it. fsspec keeps one for each process, since most do not survive a fork;
-        so it is asked each time."""
+        """The plugin's file system and the path in it.
+
+        fsspec caches one file system per process, since most do not survive a fork. So this asks fsspec each time.
+        """
         import fsspec
 
         found: tuple[Any, str] = fsspec.core.url_to_fs(self.root)
@@ -279,5 +272,5 @@ class FsspecFolder:
 
 
 def is_image(name: str) -> bool:
-    """Whether the name is that of a JPEG file; those that begin with a dot are some system's own."""
+    """Whether the name is that of a JPEG file; hidden files are left out."""
     return name.lower().endswith(SUFFIXES) and not name.rsplit("/", 1)[-1].startswith(".")

@@ -1,9 +1,9 @@
-"""A folder of faces as something to learn: whose face is it?
+"""A folder of faces as a classification task: whose face is it?
 
     torchrun --nproc_per_node=2 -m ddp.train --dataset lfw
 
-The people with enough images are the classes. A fifth of each person's images is for testing: which, follows from their
-names alone, so that it is the same on every machine and stays as it is when other people join the folder.
+The people with enough images are the classes. A fifth of each person's images is for testing. The file names alone decide
+which, so the split is the same on every machine and does not change when other people are added.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataloading.loader.fast_loader import FastLoader
 from dataloading.synthetic import face_cache
 
 NAME = "lfw"
-TEST_SHARE = 5  # of a person's images, one in so many is for testing, and one at least
+TEST_SHARE = 5  # one in five images of a person is for testing, at least one
 STATISTICS_SAMPLES = 512
-STATISTICS_THREADS = 8  # more than cores, should the files come from far away
+STATISTICS_THREADS = 8  # more than cores, for files on storage with high latency
 
 Indices = npt.NDArray[np.int64]
 
@@ -43,15 +43,16 @@ def load_lfw(
     test_samples: int | None = None,
     decoder: str = "pillow",
 ) -> ImageData:
-    """The people of a folder as classes, in the order of their names; their images stay files until they are asked for.
+    """The people of a folder as classes, in the order of their names. Files are read when a batch needs them.
 
-    :param folder: or URL, in LFW's layout; the embedded faces when None (see :mod:`dataloading.synthetic.face_cache`)
+    :param folder: or URL, in LFW's layout; the drawn faces when None (see :mod:`dataloading.synthetic.face_cache`)
     :param min_images_per_person: people with fewer are left out; at least 2, for a training and a test image
-    :param image_size: height and width of the images, which are resized
-    :param augmentation: of a training batch; what it uncovers becomes the training images' mean grey
+    :param image_size: height and width to which images are resized, in pixels
+    :param augmentation: of a training batch; uncovered borders get the training images' mean grey
     :param seed: of the augmentation; the data itself is the same for every seed
-    :param train_samples: :param test_samples: take only so many, the first in an order that mixes the people
-    :param decoder: of ``dataloading.dataset.decoders.DECODERS``
+    :param train_samples: take only the first so many, in an order that mixes the people; all when None
+    :param test_samples: the same for the test images
+    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
     :returns: mean, standard deviation and fingerprint (beside names and labels) are those of the first
         :data:`STATISTICS_SAMPLES` training images
     :raises UsageError: when there is no such folder, it holds fewer than two people with so many images, or too few
@@ -88,7 +89,7 @@ def image_data(name: str, train: LFWDataset, test: LFWDataset, augmentation: Aug
 
 
 def _people(files: LFWDataset, min_images: int) -> Indices:
-    """Those with enough images, as ascending indices into ``files.people``."""
+    """The people with enough images, as ascending indices into ``files.people``."""
     images = np.bincount(files.labels)
     people = np.flatnonzero(images >= min_images)
     if len(people) < 2:
@@ -115,6 +116,6 @@ def split(files: LFWDataset, people: Indices) -> tuple[Indices, Indices]:
 def _first_images(train: LFWDataset) -> npt.NDArray[np.uint8]:
     """uint8 ``[n, 3, height, width]``."""
     key = BatchKey(0, np.arange(min(len(train), STATISTICS_SAMPLES)))
-    loader = FastLoader(LFWBatches(train), batch_sampler=[key], num_workers=STATISTICS_THREADS, crew="threads")
+    loader = FastLoader(LFWBatches(train), batch_sampler=[key], num_workers=STATISTICS_THREADS, pool="threads")
     (batch,) = loader
     return batch.images.numpy()

@@ -1,8 +1,7 @@
-"""Who fills the fast loader's batches: a crew of threads, or a crew of processes.
+"""The pools of workers that fill the fast loader's batches: threads, or processes.
 
-Both are given each batch at once and cut it into pieces, so that the first batch is the work of all. Threads cost nothing
-to start and take the next piece whenever they are free; processes each have a GIL of their own, which pays where a good
-part of the work on an image holds it.
+Both split each batch into parts, so that all workers fill the first batch together. Threads start at no cost and take the
+next part whenever they are free. Processes have a GIL each, which pays if much of the work on an image holds the GIL.
 """
 
 from __future__ import annotations
@@ -28,25 +27,27 @@ import torch
 
 from common.data.datasets import BatchKey
 from common.errors import UsageError
+from common.resilience.loader_errors import KILLED_BY
 from dataloading.dataset.batches import LFWBatches
-from dataloading.loader.buffers import Lease
-from dataloading.loader.failures import KILLED_BY
+from dataloading.loader.buffers import BufferHandle
 
-CHUNK = 8  # images that a thread takes at a time, at most
+CHUNK = 8  # maximum number of images that a thread takes at a time
 PARENT_CHECK_S = 5.0
 
 
 @dataclass(eq=False)
-class Assembly:
+class PendingBatch:
     """A batch that is being filled.
 
-    :param missing: images that are neither there nor known to be bad
-    :param skipped: places in the batch without an image
-    :param errors: what went wrong, each with the first place that it concerns
+    :param key: the epoch and the samples
+    :param handle: the memory to fill
+    :param missing: number of images that are not finished
+    :param skipped: positions in the batch without an image
+    :param errors: each with the first position of the part that failed
     """
 
     key: BatchKey
-    lease: Lease
+    handle: BufferHandle
     missing: int
     skipped: list[int] = field(default_factory=list)
     errors: list[tuple[int, BaseException]] = field(default_factory=list)
@@ -57,25 +58,25 @@ class Assembly:
             raise min(self.errors, key=lambda item: item[0])[1]
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Fills batches in the background."""
 
-    def submit(self, assembly: Assembly) -> None:
-        """Begin with a batch; those submitted before come first."""
+    def submit(self, pending: PendingBatch) -> None:
+        """Queue a batch; batches are filled in the order of their submission."""
 
-    def wait(self, assembly: Assembly) -> None:
-        """Until it is filled, or has failed."""
+    def wait(self, pending: PendingBatch) -> None:
+        """Block until the batch is filled or has failed."""
 
     def close(self) -> None:
-        """End it; what is being filled is given up."""
+        """End the workers; batches that are not finished are abandoned."""
 
 
-class Threads:
-    """A crew of threads, which decode at the same time because decoders release the GIL."""
+class ThreadPool:
+    """A pool of threads, which decode in parallel because decoders release the GIL."""
 
     def __init__(self, dataset: LFWBatches, workers: int) -> None:
         self._dataset, self._workers = dataset, workers
-        self._chunks: queue.SimpleQueue[tuple[Assembly, int, int] | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[PendingBatch, int, int] | None] = queue.SimpleQueue()
         self._stopping = False
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -88,15 +89,15 @@ class Threads:
             self.close()
             raise UsageError(f"thread {len(self._threads) + 1} of {workers} cannot be started: {error}") from error
 
-    def submit(self, assembly: Assembly) -> None:
-        n = len(assembly.key.samples)
+    def submit(self, pending: PendingBatch) -> None:
+        n = len(pending.key.samples)
         size = max(1, min(CHUNK, n // (4 * self._workers)))
         for start in range(0, n, size):
-            self._chunks.put((assembly, start, min(start + size, n)))
+            self._chunks.put((pending, start, min(start + size, n)))
 
-    def wait(self, assembly: Assembly) -> None:
+    def wait(self, pending: PendingBatch) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not assembly.missing)
+            self._changed.wait_for(lambda: not pending.missing)
 
     def close(self) -> None:
         self._stopping = True
@@ -104,21 +105,21 @@ class Threads:
             self._chunks.put(None)
         for thread in self._threads:
             thread.join()
-        self._chunks = queue.SimpleQueue()  # what is left of it refers to batches' memory
+        self._chunks = queue.SimpleQueue()  # the rest of the old queue refers to batches' memory
 
     def _work(self) -> None:
         while (chunk := self._chunks.get()) is not None and not self._stopping:
-            assembly, start, stop = chunk
+            pending, start, stop = chunk
             skipped, error = _fill(
-                self._dataset, assembly.lease.pixels, assembly.key, start, stop, lambda: not self._stopping
+                self._dataset, pending.handle.pixels, pending.key, start, stop, lambda: not self._stopping
             )
             with self._changed:
-                assembly.skipped += skipped
-                assembly.errors += [] if error is None else [(start, error)]
-                assembly.missing -= stop - start
-                if not assembly.missing:
+                pending.skipped += skipped
+                pending.errors += [] if error is None else [(start, error)]
+                pending.missing -= stop - start
+                if not pending.missing:
                     self._changed.notify_all()
-            del chunk, assembly  # a thread that waits for work must not keep a batch's memory in use
+            del chunk, pending  # an idle thread must not keep a batch's memory in use
 
 
 def _fill(
@@ -135,21 +136,21 @@ def _fill(
         return [], error
 
 
-class Processes:
-    """A crew of processes, which write into memory that they share with this one.
+class ProcessPool:
+    """A pool of processes, which write into memory that they share with the main process.
 
-    Each gets its part of every batch by a pipe of its own and answers by it when that is done. No lock and no queue is
-    shared, so that one that is killed takes nothing with it.
+    Each process receives its part of every batch through its own pipe and reports there when the part is filled. They share
+    no lock and no queue, so a process that is killed cannot block the others.
 
     :raises UsageError: (by ``wait`` and ``submit``) when a process has died
     """
 
     def __init__(self, dataset: LFWBatches, workers: int, start_method: str | None) -> None:
         context: Any = multiprocessing.get_context(start_method)
-        self._pending: dict[int, Assembly] = {}
+        self._pending: dict[int, PendingBatch] = {}
         self._submitted = 0
         self._workers: list[tuple[Any, Any]] = []  # process, pipe
-        # Buffers that the workers have mapped: those that they were given and that still exist.
+        # Buffers that the workers have mapped: those that were sent to them and still exist.
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         try:
             for number in range(workers):
@@ -164,29 +165,31 @@ class Processes:
             self.close()
             raise
 
-    def submit(self, assembly: Assembly) -> None:
-        key, lease = assembly.key, assembly.lease
-        if not assembly.missing:
+    def submit(self, pending: PendingBatch) -> None:
+        key, handle = pending.key, pending.handle
+        if not pending.missing:
             return
         number, self._submitted = self._submitted, self._submitted + 1
-        self._pending[number] = assembly
-        shape = None if lease.number in self._known else tuple(lease.memory.shape)
-        self._known[lease.number] = lease.memory
+        self._pending[number] = pending
+        shape = None if handle.number in self._known else tuple(handle.memory.shape)
+        self._known[handle.number] = handle.memory
         known = set(self._known)
         parts = np.array_split(np.arange(len(key.samples)), len(self._workers))
-        # The first parts are the larger ones, and should not always be the same worker's.
+        # array_split makes the first parts larger; rotating them shares this work evenly.
         first = number % len(self._workers)
         for (process, pipe), part in zip(self._workers[first:] + self._workers[:first], parts, strict=True):
             part_key = BatchKey(key.epoch, key.samples[part])
             try:
-                pipe.send((number, lease.number, shape, known, part_key, int(part[0]) if len(part) else 0))
-                if shape is not None:  # by the pipe too: what is never received is closed with it
-                    send_handle(pipe, lease.memory.untyped_storage()._share_fd_cpu_()[0], process.pid)
+                pipe.send((number, handle.number, shape, known, part_key, int(part[0]) if len(part) else 0))
+                if (
+                    shape is not None
+                ):  # sent through the pipe, so a descriptor that is never received is closed with the pipe
+                    send_handle(pipe, handle.memory.untyped_storage()._share_fd_cpu_()[0], process.pid)
             except OSError as error:
                 raise _death(process) from error
 
-    def wait(self, assembly: Assembly) -> None:
-        while assembly.missing:
+    def wait(self, pending: PendingBatch) -> None:
+        while pending.missing:
             pipes: dict[Any, Any] = {pipe: process for process, pipe in self._workers}
             ready: Any
             for ready in multiprocessing.connection.wait(list(pipes)):
@@ -203,7 +206,7 @@ class Processes:
 
     def close(self) -> None:
         for process, _ in self._workers:
-            process.kill()  # SIGTERM might still meet a handler that came over with the fork
+            process.kill()  # SIGTERM might still be caught by a handler inherited through fork
         for process, pipe in self._workers:
             process.join()
             process.close()
@@ -213,19 +216,19 @@ class Processes:
 
 
 def _serve(pipe: Any, dataset: LFWBatches) -> None:
-    """A process's life: fill the parts of batches that come through the pipe."""
-    parent = os.getppid()  # the one that made us, or its fork server, which ends with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us too, but it is the parent that decides
+    """The main loop of a process: fill the parts of batches that come through the pipe."""
+    parent = os.getppid()  # the main process, or its fork server, which ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but only the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     buffers: dict[int, npt.NDArray[np.uint8]] = {}
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has ended
         while True:
             while not pipe.poll(PARENT_CHECK_S):
                 if os.getppid() != parent:
                     return
             number, buffer, shape, known, key, start = pipe.recv()
-            for gone in buffers.keys() - known:
+            for gone in buffers.keys() - known:  # the main process has freed them
                 del buffers[gone]
             if shape is not None:
                 buffers[buffer] = _map(recv_handle(pipe), shape)
@@ -234,13 +237,13 @@ def _serve(pipe: Any, dataset: LFWBatches) -> None:
                 continue
             skipped, error = _fill(dataset, buffers[buffer][start : start + n], key, 0, n)
             if error is not None and not isinstance(error, UsageError):
-                # the program's own: with the place where it was
+                # A program error keeps its traceback, which a pickled exception would lose.
                 error = RuntimeError(f"in a loader process:\n{''.join(traceback.format_exception(error))}")
             pipe.send((number, n, start, [start + place for place in skipped], error))
 
 
 def _map(descriptor: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """The shared memory behind a file descriptor, which this closes."""
+    """Map the shared memory of a file descriptor, and close the descriptor."""
     with open(descriptor, "r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), math.prod(shape)), np.uint8).reshape(shape)
 

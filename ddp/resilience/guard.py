@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
+from common.resilience.loader_errors import loader_errors
 from common.training.precision import autocast
-from dataloading.loader.failures import explained as loader_errors  # TODO
 from ddp.batchnorm import SavedStatistics
 from ddp.job import Job
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags

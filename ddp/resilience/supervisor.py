@@ -17,11 +17,11 @@ import torch.distributed as dist
 from common.data.datasets import Batch
 from common.distributed.rank_logging import Progress
 from common.reporting.profiling import profile_steps
+from common.resilience.loader_errors import loader_errors
 from common.resilience.stop_request import StopRequest, exit_status, signal_name
 from common.training.evaluation import Evaluation
 from common.training.metrics import MetricsWriter
 from common.training.window import WindowTotals
-from dataloading.loader.failures import explained as loader_errors  # TODO
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.manifest import name_of
 from ddp.job import Job

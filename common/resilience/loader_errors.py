@@ -1,7 +1,7 @@
-"""What loaders die of, in words.
+"""Errors of loaders as one line with advice.
 
-``DataLoader`` reports a worker that was killed, a full ``/dev/shm`` and too many open files as ``RuntimeError`` or
-``OSError`` from wherever they happened to surface.
+``DataLoader`` reports a killed worker, a full ``/dev/shm`` and too many open files as a ``RuntimeError`` or ``OSError`` from
+the place where it noticed them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import signal
 import traceback
 from collections.abc import Iterator
-from multiprocessing import resource_sharer
 
 from common.errors import UsageError
 
@@ -20,20 +19,20 @@ MORE_SHARED_MEMORY = (
     "make it larger (in a container, --shm-size or --ipc=host), or use a smaller --batch-size, a smaller "
     "--prefetch-factor, fewer --workers, or a loader of threads"
 )
-# What a loader process died of, and what to do.
+# The likely reason for each signal that ends a loader process, and the advice.
 KILLED_BY = {
     signal.SIGKILL: "the kernel does this when memory runs out (see dmesg); use fewer workers or smaller batches",
     signal.SIGBUS: f"shared memory ran out (df /dev/shm); {MORE_SHARED_MEMORY}",
-    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGTERM: "another process asked it to end",
     signal.SIGSEGV: "a library in it crashed; try another --decoder",
 }
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Turn such errors into a line that says what to do.
+def loader_errors() -> Iterator[None]:
+    """Replace a loader's errors by one line that says what to do.
 
-    :raises UsageError: in their place; other errors pass as they are
+    :raises UsageError: in place of an error that :func:`explain` knows; other errors pass unchanged
     """
     try:
         yield
@@ -47,7 +46,7 @@ def explained() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """The line for an error; None for one that is not of this kind."""
+    """The line for an error; None for an error of another kind."""
     text = str(error)
     worker = re.search(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly", text)
     if worker:
@@ -56,7 +55,7 @@ def explain(error: BaseException) -> str | None:
         return f"a loader worker was killed while it handed over a batch: most often, {KILLED_BY[signal.SIGKILL]}"
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
-            "too many open files: each batch on its way holds some; raise the limit (ulimit -n 65536), or use fewer "
+            "too many open files: each prefetched batch holds some; raise the limit (ulimit -n 65536), or use fewer "
             "workers or a smaller --prefetch-factor"
         )
     if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
@@ -65,7 +64,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What ended the worker: ``DataLoader`` knew its process when it raised the error, but names only its number."""
+    """Why the worker ended, from its exit code in ``DataLoader``'s frame; the error itself has only the process id."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     dead = [worker for frame in frames for worker in frame.f_locals.get("failed_workers", [])]
     known = (KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in KILLED_BY)
@@ -73,7 +72,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _in_hand_over(error: BaseException) -> bool:
-    """Whether it came from asking a worker for the file descriptor of a batch."""
+    """Whether the error comes from requesting a batch's file descriptor from a worker."""
+    from multiprocessing import resource_sharer
+
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code.co_filename == resource_sharer.__file__ for frame, _ in frames)
 
