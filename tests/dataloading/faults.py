@@ -40,7 +40,7 @@ from dataloading.dataset.latency import DelayedStorage
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import BadFile, LocalFolder
-from dataloading.loader import worker_pool as crews
+from dataloading.loader import worker_pool
 from dataloading.loader.fast_loader import FastLoader
 
 WIDTH, HEIGHT = 24, 20
@@ -115,16 +115,16 @@ LOADERS: dict[str, Load] = {
     "whole-batches": whole_batches,
     "whole-batches-2": functools.partial(whole_batches, workers=2),
     "fast": fast,
-    "fast-1-thread": functools.partial(fast, workers=1, crew="threads"),
-    "fast-3-threads": functools.partial(fast, workers=3, crew="threads"),
-    "fast-3-kept-threads": functools.partial(fast, workers=3, crew="threads", persistent_workers=True),
-    "fast-1-process": functools.partial(fast, workers=1, crew="processes"),
-    "fast-2-processes": functools.partial(fast, workers=2, crew="processes"),
-    "fast-3-kept-processes": functools.partial(fast, workers=3, crew="processes", persistent_workers=True),
+    "fast-1-thread": functools.partial(fast, workers=1, pool="threads"),
+    "fast-3-threads": functools.partial(fast, workers=3, pool="threads"),
+    "fast-3-kept-threads": functools.partial(fast, workers=3, pool="threads", persistent_workers=True),
+    "fast-1-process": functools.partial(fast, workers=1, pool="processes"),
+    "fast-2-processes": functools.partial(fast, workers=2, pool="processes"),
+    "fast-3-kept-processes": functools.partial(fast, workers=3, pool="processes", persistent_workers=True),
 }
 # Starting these takes seconds.
 SPAWNED: dict[str, Load] = {
-    "fast-2-spawned-processes": functools.partial(fast, workers=2, crew="processes", multiprocessing_context="spawn")
+    "fast-2-spawned-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context="spawn")
 }
 EVERY_LOADER = LOADERS | SPAWNED
 
@@ -303,7 +303,7 @@ def _shared_maps() -> list[str]:
 def main() -> None:
     loader, folder = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
-    crews.PARENT_CHECK_S = 0.5
+    worker_pool.PARENT_CHECK_S = 0.5
     files = LFWDataset(DelayedStorage(LocalFolder(folder), latency_ms=150))
     for epoch in range(1_000_000):
         for _ in load(loader, files, epoch):

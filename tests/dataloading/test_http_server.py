@@ -6,6 +6,7 @@ import http.client
 from pathlib import Path
 
 import psutil
+import pytest
 
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.http_server import serve
@@ -37,7 +38,8 @@ def test_one_connection_serves_many_requests(pictures: Path) -> None:
         connection.close()
 
 
-def test_it_ends_when_whoever_started_it_is_killed(pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.faults
+def test_it_ends_when_its_parent_is_killed(pictures: Path, tmp_path: Path) -> None:
     arguments = ("--path-to-folder", str(pictures), "--storage", "http", "--batches", "100000", "--workers", "0,")
     with start_command("dataloading.bench", *arguments, "--output", str(tmp_path)) as process:
         children: list[psutil.Process] = []

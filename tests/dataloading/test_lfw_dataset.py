@@ -1,4 +1,4 @@
-"""``python -m dataloading.lfw_dataset``: the course's script, and mistakes that are one line."""
+"""``python -m dataloading.lfw_dataset``: the course's script, and user errors in one line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.launch import run_command
 
 PROGRAM = "dataloading.lfw_dataset"
 UserError = Callable[..., str]
+RunHere = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,30 @@ def few(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """As on a machine without a display."""
-    without = {"DISPLAY": "", "WAYLAND_DISPLAY": ""}
-    return run_command(PROGRAM, *map(str, arguments), env=without | environment)
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command as on a machine without a display."""
+    return run_command(PROGRAM, *map(str, arguments), env={"DISPLAY": "", "WAYLAND_DISPLAY": ""})
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
+    """Runs the command in this process, without a display, and returns the lines of its output."""
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def lines_of(*arguments: str | Path) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
+        main()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out.splitlines()
+
+    return lines_of
 
 
 @pytest.fixture
 def user_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> UserError:
-    """Runs the command in this process, and gives the one line in which it refuses."""
+    """Runs the command in this process, and returns the one line of its error."""
 
     def run_here(*arguments: str | Path) -> str:
         monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
@@ -52,11 +68,12 @@ def user_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     return run_here
 
 
-def test_without_arguments_it_looks_at_the_embedded_faces(few: Path, tmp_path: Path) -> None:
+def test_without_arguments_it_reads_the_drawn_faces(
+    run_here: RunHere, monkeypatch: pytest.MonkeyPatch, few: Path, tmp_path: Path
+) -> None:
     prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v1")
-    result = run(XDG_CACHE_HOME=str(tmp_path))
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == [
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run_here() == [
         f"{prepared}: 14 images of 2 people, the first 24x20",
         "a batch: images torch.float32 [32, 3, 20, 24], labels torch.int64 [32]",
     ]
@@ -67,10 +84,8 @@ OUR_STYLE = "--visualize-batch --get-timing --num-workers 1 --batches-to-check 2
 
 
 @pytest.mark.parametrize("flags", [COURSE_STYLE, OUR_STYLE])
-def test_it_draws_a_batch_and_times_some(few: Path, tmp_path: Path, flags: str) -> None:
-    result = run(*flags.split(), few, "--output", tmp_path / "made" / "here")
-    assert (result.returncode, result.stderr) == (0, "")
-    first, batch, drawn, timed = result.stdout.splitlines()
+def test_it_draws_a_batch_and_times_some(run_here: RunHere, few: Path, tmp_path: Path, flags: str) -> None:
+    first, batch, drawn, timed = run_here(*flags.split(), few, "--output", tmp_path / "made" / "here")
     assert first == f"{few}: 14 images of 2 people, the first 24x20"
     assert batch == "a batch: images torch.float32 [4, 3, 20, 24], labels torch.int64 [4]"
     assert drawn == f"the batch is drawn in {tmp_path}/made/here/batch.png"
@@ -129,8 +144,7 @@ def test_a_truncated_file_is_one_line_also_from_a_worker(user_error: UserError, 
     line = user_error("-path_to_folder", folder, "-batch_size", "14")
     assert line.startswith(f"{last} is damaged: image file is truncated")
     assert line.endswith("fetch it again, or remove it")
-    result = run("-path_to_folder", folder, "-batch_size", "14", "-num_workers", "1")
-    assert (result.returncode, result.stderr) == (2, f"error: {line}\n")
+    assert user_error("-path_to_folder", folder, "-batch_size", "14", "-num_workers", "1") == line
 
 
 def test_images_of_several_sizes_are_one_line(user_error: UserError, few: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loader benchmark, the ladder, and what they are made of."""
+"""The loader benchmark and the ladder, and their parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -15,21 +16,24 @@ import torch
 from common.cli import parse
 from common.errors import UsageError
 from common.reporting.machine import usable_cores
-from dataloading.bench.__main__ import BenchConfig, tasks, varying
+from dataloading import ladder
+from dataloading.bench import __main__ as bench
+from dataloading.bench.__main__ import LoadingBenchConfig, tasks, varying
 from dataloading.bench.ceiling import Ceiling, fastest_decoder
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
 from dataloading.bench.stages import STAGES, measure_stages
-from dataloading.bench.sweep import Measured, measure, median_memory
+from dataloading.bench.sweep import LoadingMeasurement, measure, median_memory
 from dataloading.dataset.decoders import installed
 from tests.dataloading.faults import Traces
 from tests.launch import error_lines, ranks_below, run_command, start_command
+from tests.user_errors import UserError
 
 
-def config(*arguments: str) -> BenchConfig:
-    return parse(BenchConfig, "dataloading.bench", None, arguments)
+def config(*arguments: str) -> LoadingBenchConfig:
+    return parse(LoadingBenchConfig, "dataloading.bench", None, arguments)
 
 
-def test_a_number_of_workers_is_swept_up_to_and_a_list_is_taken_as_it_is() -> None:
+def test_workers_are_swept_up_to_a_number_or_given_as_a_list() -> None:
     assert config("--workers", "4").worker_counts() == [0, 1, 2, 3, 4]
     assert config("--workers", "0").worker_counts() == [0]
     assert config("--workers", "4,0").worker_counts() == [4, 0]
@@ -43,7 +47,7 @@ def test_workers_that_are_no_numbers_are_refused(text: str) -> None:
         config("--workers", text)
 
 
-def test_all_combinations_are_tried_and_those_that_mean_the_same_once() -> None:
+def test_all_combinations_are_tried_without_equivalent_ones() -> None:
     axes = ("--workers", "1", "--prefetch-factor", "2,4", "--persistent-workers", "yes,no")
     settings = config(*axes).settings()
     assert len(settings) == 1 + 4  # without workers there is nothing to prefetch or to keep
@@ -64,25 +68,25 @@ def test_all_combinations_are_tried_and_those_that_mean_the_same_once() -> None:
         (("--storage", "http", "--path-to-folder", "http://host/lfw"), "--storage http serves a local folder"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], words: str) -> None:
+def test_bad_settings_are_refused(arguments: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match="--") as refusal:
         config(*arguments)
     assert words in str(refusal.value)
 
 
-def test_the_fast_loader_s_crew_is_the_one_that_training_would_have() -> None:
-    def crews(*arguments: str) -> list[str]:
+def test_the_fast_loaders_worker_pool_is_the_same_as_in_training() -> None:
+    def pools(*arguments: str) -> list[str]:
         return [setting.loader for setting in config("--loader", "fast", "--workers", "1,", *arguments).settings()]
 
-    assert crews() == ["fast-threads"]
-    assert crews("--augmentation", "affine") == ["fast-processes"]
-    assert crews("--image-size", "64") == ["fast-processes"]
-    assert crews("--augmentation", "affine", "--fetch-threads", "4") == ["fast-threads"]
+    assert pools() == ["fast-threads"]
+    assert pools("--augmentation", "affine") == ["fast-processes"]
+    assert pools("--image-size", "64") == ["fast-processes"]
+    assert pools("--augmentation", "affine", "--fetch-threads", "4") == ["fast-threads"]
 
 
 def test_settings_of_different_tasks_are_not_compared() -> None:
-    def measured(**setting: Any) -> Measured:
-        return Measured(Setting(**setting), 1, [1.0], [1.0], [])
+    def measured(**setting: Any) -> LoadingMeasurement:
+        return LoadingMeasurement(Setting(**setting), 1, [1.0], [1.0], [])
 
     plain, late = measured(), measured(latency_ms=20.0)
     affine = [measured(augmentation="affine", workers=workers) for workers in (1, 2)]
@@ -169,6 +173,7 @@ def test_the_command_ends_with_a_verdict_and_leaves_its_results(pictures: Path, 
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_folder_can_be_served_with_latency(pictures: Path, tmp_path: Path) -> None:
     done = run_command(
         *("dataloading.bench", "--path-to-folder", str(pictures), "--workers", "1,", "--fetch-threads", "1,4"),
@@ -190,14 +195,14 @@ def test_the_ladder_ends_with_a_picture(pictures: Path, tmp_path: Path) -> None:
     rungs = [line for line in done.stdout.splitlines() if "[" in line]
     assert "the course's pipeline" in rungs[1]
     assert rungs[-1].split()[0] == "ceiling"
-    # the last rung is the crew that the fast loader chooses itself, given an --image-size as here
+    # the last rung is the pool that the fast loader chooses itself, given an --image-size as here
     assert "processes" in rungs[-2]
     assert (tmp_path / f"ladder-{augmentation}.png").is_file()
     assert json.loads((tmp_path / f"ladder-{augmentation}.json").read_text())["images_per_s"]["ceiling"]
 
 
-@pytest.mark.parametrize("command", ["dataloading.bench", "dataloading.ladder"])
-def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", [bench, ladder], ids=["bench", "ladder"])
+def test_user_errors_are_one_line(user_error: UserError, pictures: Path, tmp_path: Path, command: ModuleType) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "one.jpg").write_bytes(next(pictures.glob("*/*.jpg")).read_bytes()[:300])
@@ -206,13 +211,10 @@ def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, command: str) -> 
         (("--path-to-folder", str(tmp_path / "broken"), "--output", str(tmp_path / "o")), "one.jpg is damaged"),
         (("--path-to-folder", str(pictures), "--output", str(tmp_path / "file")), "--output"),
     ):
-        done = run_command(command, *arguments)
-        assert done.returncode == 2
-        assert len(error_lines(done.stderr)) == 1, done.stderr
-        assert words in error_lines(done.stderr)[0]
-        assert "Traceback" not in done.stderr
+        assert words in user_error(command.main, *arguments)
 
 
+@pytest.mark.faults
 def test_a_worker_that_is_killed_is_one_line(pictures: Path, tmp_path: Path) -> None:
     arguments = ("--path-to-folder", str(pictures), "--workers", "2,", "--batch-size", "4", "--batches", "100000")
     with start_command("dataloading.bench", *arguments, "--output", str(tmp_path)) as process:

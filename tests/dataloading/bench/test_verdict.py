@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from dataloading.bench.settings import Setting
 from dataloading.bench.stages import Stage, StageCosts
-from dataloading.bench.sweep import Measured
+from dataloading.bench.sweep import LoadingMeasurement
 from dataloading.bench.verdict import NOISE, confidence, explain, recommend, wait_share, waiting_for
 
 BATCHES = 10
 
 
-def measured(seconds: list[float], first_batch: float = 0.01, **setting: object) -> Measured:
-    return Measured(Setting(**setting), BATCHES, [first_batch] * len(seconds), seconds, [])  # type: ignore[arg-type]
+def measured(seconds: list[float], first_batch: float = 0.01, **setting: object) -> LoadingMeasurement:
+    return LoadingMeasurement(Setting(**setting), BATCHES, [first_batch] * len(seconds), seconds, [])  # type: ignore[arg-type]
 
 
 def costs(**stages: tuple[float, float]) -> StageCosts:

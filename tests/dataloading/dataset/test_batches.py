@@ -39,6 +39,12 @@ from tests.dataloading.faults import (
 )
 
 IN_FIRST_EPOCH = [name for name in LOADERS if "kept" not in name]
+# By default one loader meets every damage, and each other loader one damage in turn; the other pairs are slow.
+LOADERS_AND_DAMAGE = [
+    pytest.param(loader, damage, marks=() if loader == "fast" or i % len(DAMAGE) == j else pytest.mark.slow)
+    for i, loader in enumerate(IN_FIRST_EPOCH)
+    for j, damage in enumerate(DAMAGE)
+]
 
 
 def expected_samples(files: LFWDataset, epoch: int = 0) -> list[tuple[torch.Tensor, int]]:
@@ -82,6 +88,7 @@ def test_every_loader_gives_the_same_images_and_labels_in_the_same_order(
         assert_batches(list(load(loader, files, epoch)), expected_samples(files, epoch), BATCH_SIZE)
 
 
+@pytest.mark.slow  # a spawned process imports torch
 @pytest.mark.parametrize("loader", SPAWNED)
 def test_spawned_processes_give_the_same_too(pictures: Path, loader: str) -> None:
     files = LFWDataset(pictures, augmentation="heavy", seed=7)
@@ -145,8 +152,7 @@ def test_a_batch_lies_in_memory_as_it_was_decoded(pictures: Path) -> None:
 # Files that cannot be read
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("loader", IN_FIRST_EPOCH)
+@pytest.mark.parametrize(("loader", "damage"), LOADERS_AND_DAMAGE)
 def test_a_bad_file_is_one_line_in_the_place_of_its_batch(own_pictures: Path, loader: str, damage: str) -> None:
     files = LFWDataset(own_pictures)
     order = order_of(files)
@@ -237,10 +243,10 @@ def test_what_else_goes_wrong_in_collate_stays_what_it_is() -> None:
 
 
 class Meeting(Dataset[Any]):
-    """Gives a sample only when ``fail_together`` of them are being fetched at the same time."""
+    """Gives a sample only when ``together`` of them are being fetched at the same time."""
 
-    def __init__(self, fail_together: int) -> None:
-        self._together = threading.Barrier(fail_together)
+    def __init__(self, together: int) -> None:
+        self._together = threading.Barrier(together)
 
     def __len__(self) -> int:
         return 12

@@ -203,7 +203,7 @@ def test_a_server_that_goes_on_failing_is_given_up_after_some_tries(
         open_storage(server.url).open("some.jpg")
     message = str(bad.value)
     assert message.startswith(f"{server.url}/some.jpg cannot be read in {TRIES} tries: {reason}")
-    assert message.endswith("; is the server well?")
+    assert message.endswith("; check the server")
     assert len(server.requests) == TRIES
 
 

@@ -164,8 +164,8 @@ def test_every_loader_brings_the_same_batches(folder: Path) -> None:
     loaders: list[Any] = [
         DataLoader(dataset, batch_sampler=keys, collate_fn=keep_batch, num_workers=2),  # type: ignore[arg-type]
         FastLoader(dataset, batch_sampler=keys, num_workers=0),
-        FastLoader(dataset, batch_sampler=keys, num_workers=2, crew="threads"),
-        FastLoader(dataset, batch_sampler=keys, num_workers=2, crew="processes"),
+        FastLoader(dataset, batch_sampler=keys, num_workers=2, pool="threads"),
+        FastLoader(dataset, batch_sampler=keys, num_workers=2, pool="processes"),
     ]
     for loader in loaders:
         for (images, labels), batch in zip(expected, loader, strict=True):

@@ -30,20 +30,20 @@ def tensor(buffers: BufferPool, images: int = 8) -> torch.Tensor:
 
 def test_memory_that_is_dropped_is_used_again() -> None:
     buffers = pool()
-    lease = buffers.take(8)
-    assert lease.pixels.shape == (8, *SHAPE)
-    assert lease.pixels.dtype == np.uint8
-    address, number = lease.pixels.ctypes.data, lease.number
-    del lease
+    handle = buffers.take(8)
+    assert handle.pixels.shape == (8, *SHAPE)
+    assert handle.pixels.dtype == np.uint8
+    address, number = handle.pixels.ctypes.data, handle.number
+    del handle
     again = buffers.take(8)
     assert (again.pixels.ctypes.data, again.number) == (address, number)
 
 
 def test_memory_that_is_in_use_is_nobody_elses() -> None:
     buffers = pool()
-    leases = [buffers.take(8) for _ in range(20)]
-    assert len({lease.pixels.ctypes.data for lease in leases}) == 20
-    assert len({lease.number for lease in leases}) == 20
+    handles = [buffers.take(8) for _ in range(20)]
+    assert len({handle.pixels.ctypes.data for handle in handles}) == 20
+    assert len({handle.number for handle in handles}) == 20
 
 
 @pytest.mark.parametrize(
@@ -87,17 +87,17 @@ def test_larger_batches_take_the_place_of_smaller_memory() -> None:
     small = [buffers.take(1), buffers.take(1)]
     del small
     large = [buffers.take(8), buffers.take(8)]
-    numbers = {lease.number for lease in large}
+    numbers = {handle.number for handle in large}
     del large
-    assert {lease.number for lease in [buffers.take(8), buffers.take(8)]} == numbers
+    assert {handle.number for handle in [buffers.take(8), buffers.take(8)]} == numbers
 
 
 def test_only_so_much_unused_memory_is_kept() -> None:
     buffers = pool(keep=2)
-    leases = [buffers.take(8) for _ in range(5)]
-    numbers = {lease.number for lease in leases}
-    leases.clear()
-    again = [buffers.take(8).number, *(lease.number for lease in [buffers.take(8) for _ in range(5)])]
+    handles = [buffers.take(8) for _ in range(5)]
+    numbers = {handle.number for handle in handles}
+    handles.clear()
+    again = [buffers.take(8).number, *(handle.number for handle in [buffers.take(8) for _ in range(5)])]
     assert len(numbers & set(again)) == 2
 
 
@@ -161,9 +161,9 @@ def test_shared_memory_does_not_depend_on_the_sharing_strategy(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_pinned_memory_is_page_locked() -> None:
-    lease = PinnedMemory(SHAPE).take(8)
-    batch = torch.from_numpy(lease.pixels)
-    assert lease.pixels.shape == (8, *SHAPE)
+    handle = PinnedMemory(SHAPE).take(8)
+    batch = torch.from_numpy(handle.pixels)
+    assert handle.pixels.shape == (8, *SHAPE)
     assert batch.is_pinned()
     batch.fill_(3)
     assert (batch.to("cuda", non_blocking=True).cpu() == 3).all()

@@ -1,6 +1,6 @@
-"""``dataloading.loader.fast_loader`` and its crews: a loader's interface, whose memory a batch is, and what stays behind: nothing.
+"""``FastLoader`` and its worker pools: the interface, the ownership of batches' memory, and that nothing is left behind.
 
-That it gives the same batches as the stock loader is in test_batches.py.
+test_batches.py tests that it gives the same batches as the stock loader.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import BadFile
-from dataloading.loader import buffers
-from dataloading.loader import worker_pool as crews
+from dataloading.loader import buffers, worker_pool
 from dataloading.loader.fast_loader import FastLoader
 from tests.dataloading.conftest import PICTURES
 from tests.dataloading.faults import BATCH_SIZE, HEIGHT, WIDTH, Traces
 from tests.launch import start_command
 
-CREWS: dict[str, dict[str, Any]] = {
+POOLS: dict[str, dict[str, Any]] = {
     "none": {"num_workers": 0},
-    "threads": {"num_workers": 3, "crew": "threads"},
-    "kept threads": {"num_workers": 3, "crew": "threads", "persistent_workers": True},
-    "processes": {"num_workers": 2, "crew": "processes"},
-    "kept processes": {"num_workers": 2, "crew": "processes", "persistent_workers": True},
+    "threads": {"num_workers": 3, "pool": "threads"},
+    "kept threads": {"num_workers": 3, "pool": "threads", "persistent_workers": True},
+    "processes": {"num_workers": 2, "pool": "processes"},
+    "kept processes": {"num_workers": 2, "pool": "processes", "persistent_workers": True},
 }
-every_crew = pytest.mark.parametrize("crew", CREWS)
-processes_only = pytest.mark.parametrize("crew", ["processes", "kept processes"])
+every_pool = pytest.mark.parametrize("pool", POOLS)
+processes_only = pytest.mark.parametrize("pool", ["processes", "kept processes"])
 
 
 @pytest.fixture
@@ -55,12 +54,12 @@ def dataset(pictures: Path) -> LFWBatches:
     return LFWBatches(LFWDataset(pictures, seed=2))
 
 
-def make(dataset: LFWBatches, crew: str, batch_size: int = BATCH_SIZE, **settings: Any) -> FastLoader:
-    return FastLoader(dataset, batch_size, **(CREWS[crew] | settings))
+def make(dataset: LFWBatches, pool: str, batch_size: int = BATCH_SIZE, **settings: Any) -> FastLoader:
+    return FastLoader(dataset, batch_size, **(POOLS[pool] | settings))
 
 
 def fresh(dataset: LFWBatches, samples: list[int], epoch: int = 0) -> Batch:
-    """A batch decoded anew, into memory of its own."""
+    """A batch decoded again, into its own memory."""
     return dataset.__getitems__(BatchKey(epoch, np.array(samples, np.int64)))
 
 
@@ -70,7 +69,7 @@ def assert_equal(batch: Batch, expected: Batch) -> None:
 
 
 def loader_processes() -> list[int]:
-    """Their process numbers; this process may have other children, which are multiprocessing's own."""
+    """The process ids of loader processes; other children of this process belong to multiprocessing."""
     children = sorted(multiprocessing.active_children(), key=lambda child: child.name)
     return [child.pid for child in children if child.name.startswith("fast-loader") and child.pid is not None]
 
@@ -78,10 +77,10 @@ def loader_processes() -> list[int]:
 # The interface
 
 
-@every_crew
+@every_pool
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_it_has_as_many_batches_as_it_says(dataset: LFWBatches, crew: str, drop_last: bool) -> None:
-    loader = make(dataset, crew, drop_last=drop_last)
+def test_it_has_as_many_batches_as_it_says(dataset: LFWBatches, pool: str, drop_last: bool) -> None:
+    loader = make(dataset, pool, drop_last=drop_last)
     sizes = [len(batch.labels) for batch in loader]
     assert len(loader) == len(sizes) == 26 // 4 + (not drop_last)
     assert set(sizes[:-1]) == {BATCH_SIZE}
@@ -89,19 +88,19 @@ def test_it_has_as_many_batches_as_it_says(dataset: LFWBatches, crew: str, drop_
     loader.close()
 
 
-@every_crew
-def test_without_shuffling_the_samples_come_in_their_order(dataset: LFWBatches, crew: str) -> None:
-    loader = make(dataset, crew)
+@every_pool
+def test_without_shuffling_the_samples_come_in_their_order(dataset: LFWBatches, pool: str) -> None:
+    loader = make(dataset, pool)
     for start, batch in enumerate(loader):
         stop = min((start + 1) * BATCH_SIZE, PICTURES)
         assert_equal(batch, fresh(dataset, list(range(start * BATCH_SIZE, stop))))
     loader.close()
 
 
-@every_crew
-def test_every_epoch_has_its_own_order_and_augmentation(pictures: Path, crew: str) -> None:
+@every_pool
+def test_every_epoch_has_its_own_order_and_augmentation(pictures: Path, pool: str) -> None:
     dataset = LFWBatches(LFWDataset(pictures, augmentation="affine", seed=4))
-    loader = make(dataset, crew, PICTURES, shuffle=True)
+    loader = make(dataset, pool, PICTURES, shuffle=True)
     for epoch in (0, 1, 5, 0):
         loader.set_epoch(epoch)
         (batch,) = loader
@@ -112,16 +111,16 @@ def test_every_epoch_has_its_own_order_and_augmentation(pictures: Path, crew: st
 SAMPLES = [[5, 3], [], [7], [1, 1, 2, 0]]
 
 
-@every_crew
+@every_pool
 @pytest.mark.parametrize("kind", ["indices", "sample keys", "batch keys", "tensors"])
-def test_a_batch_sampler_may_yield_lists_of_any_length_and_kind(dataset: LFWBatches, crew: str, kind: str) -> None:
+def test_a_batch_sampler_may_yield_lists_of_any_length_and_kind(dataset: LFWBatches, pool: str, kind: str) -> None:
     kinds: dict[str, Callable[[list[int]], Any]] = {
         "indices": list,
         "sample keys": lambda batch: [SampleKey(0, sample) for sample in batch],
         "batch keys": lambda batch: BatchKey(0, np.array(batch, np.int64)),
         "tensors": lambda batch: torch.tensor(batch, dtype=torch.int64),
     }
-    loader = make(dataset, crew, 1, batch_sampler=[kinds[kind](batch) for batch in SAMPLES])
+    loader = make(dataset, pool, 1, batch_sampler=[kinds[kind](batch) for batch in SAMPLES])
     assert len(loader) == len(SAMPLES)
     for _ in range(2):
         batches = list(loader)
@@ -136,7 +135,7 @@ def test_the_epoch_of_a_key_counts_and_plain_indices_are_of_the_loaders_epoch(pi
     dataset = LFWBatches(LFWDataset(pictures, augmentation="affine"))
     samplers: list[Any] = [[[3, 4]], [[SampleKey(6, 3), SampleKey(6, 4)]], [BatchKey(6, np.array([3, 4]))]]
     for batch_sampler, epoch in zip(samplers, (2, 6, 6), strict=True):
-        loader = FastLoader(dataset, batch_sampler=batch_sampler, num_workers=2, crew="threads")
+        loader = FastLoader(dataset, batch_sampler=batch_sampler, num_workers=2, pool="threads")
         loader.set_epoch(2)
         (batch,) = loader
         assert_equal(batch, fresh(dataset, [3, 4], epoch))
@@ -148,7 +147,7 @@ def test_torchs_own_samplers_can_be_used(dataset: LFWBatches) -> None:
         {"batch_sampler": BatchSampler(SequentialSampler(range(PICTURES)), 5, drop_last=False)},
         {"batch_sampler": ShuffledBatches(SequentialSampler(range(PICTURES)), 5)},
     ):
-        loader = FastLoader(dataset, num_workers=2, crew="threads", **settings)
+        loader = FastLoader(dataset, num_workers=2, pool="threads", **settings)
         assert len(loader) == 6
         assert torch.equal(torch.cat([batch.labels for batch in loader]), torch.from_numpy(dataset.labels))
     generator = torch.Generator().manual_seed(0)
@@ -159,12 +158,12 @@ def test_torchs_own_samplers_can_be_used(dataset: LFWBatches) -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler decides alone"),
-        ({"batch_sampler": [[0]], "shuffle": True}, "batch_sampler decides alone"),
-        ({"batch_sampler": [[0]], "sampler": [0]}, "batch_sampler decides alone"),
-        ({"batch_sampler": [[0]], "drop_last": True}, "batch_sampler decides alone"),
+        ({"batch_sampler": [[0]], "batch_size": 2}, "batch_sampler excludes batch_size"),
+        ({"batch_sampler": [[0]], "shuffle": True}, "batch_sampler excludes batch_size"),
+        ({"batch_sampler": [[0]], "sampler": [0]}, "batch_sampler excludes batch_size"),
+        ({"batch_sampler": [[0]], "drop_last": True}, "batch_sampler excludes batch_size"),
         ({"sampler": [0], "shuffle": True}, "the sampler decides the order"),
-        ({"crew": "robots"}, "there is no crew 'robots': auto, threads, processes"),
+        ({"pool": "robots"}, "there is no worker pool 'robots': auto, threads, processes"),
         ({"batch_size": 0}, "batch_size 0 is less than 1"),
         ({"num_workers": -1}, "num_workers -1 is less than 0"),
     ],
@@ -177,13 +176,15 @@ def test_arguments_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize(
-    "settings, crew",
+    "settings, pool",
     [({}, "threads"), ({"augmentation": "affine"}, "processes"), ({"image_size": 16}, "processes")],
 )
-def test_where_much_holds_the_gil_the_crew_is_processes(pictures: Path, settings: dict[str, Any], crew: str) -> None:
+def test_processes_are_the_default_where_much_work_holds_the_gil(
+    pictures: Path, settings: dict[str, Any], pool: str
+) -> None:
     dataset = LFWBatches(LFWDataset(pictures, **settings))
-    assert FastLoader(dataset).crew == crew
-    assert FastLoader(dataset, crew="threads").crew == "threads"
+    assert FastLoader(dataset).pool == pool
+    assert FastLoader(dataset, pool="threads").pool == "threads"
 
 
 def test_by_default_it_has_as_many_workers_as_there_are_cores(
@@ -193,7 +194,7 @@ def test_by_default_it_has_as_many_workers_as_there_are_cores(
     assert FastLoader(dataset).num_workers == 5
 
 
-def test_no_more_batches_are_begun_than_are_wanted_ahead(dataset: LFWBatches) -> None:
+def test_no_more_than_prefetch_batches_are_requested_ahead(dataset: LFWBatches) -> None:
     begun: list[int] = []
 
     def batches() -> Iterator[list[int]]:
@@ -203,17 +204,17 @@ def test_no_more_batches_are_begun_than_are_wanted_ahead(dataset: LFWBatches) ->
 
     for ahead in (1, 4):
         begun.clear()
-        loader = FastLoader(dataset, batch_sampler=batches(), num_workers=2, crew="threads", prefetch_batches=ahead)
+        loader = FastLoader(dataset, batch_sampler=batches(), num_workers=2, pool="threads", prefetch_batches=ahead)
         for number, _ in enumerate(loader):
             assert len(begun) == min(20, number + ahead)
 
 
-# Whose memory a batch is
+# The memory of batches
 
 
-@every_crew
-def test_a_batch_that_is_kept_is_never_overwritten(dataset: LFWBatches, crew: str) -> None:
-    loader = make(dataset, crew, shuffle=True)
+@every_pool
+def test_a_batch_that_is_kept_is_never_overwritten(dataset: LFWBatches, pool: str) -> None:
+    loader = make(dataset, pool, shuffle=True)
     kept = []
     for epoch in range(4):
         loader.set_epoch(epoch)
@@ -234,9 +235,9 @@ VIEWS: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
-@every_crew
-def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, crew: str) -> None:
-    loader = make(dataset, crew)
+@every_pool
+def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, pool: str) -> None:
+    loader = make(dataset, pool)
     seen = []
     for _ in range(3):
         for number, batch in enumerate(loader):
@@ -247,33 +248,31 @@ def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, crew
     loader.close()
 
 
-@every_crew
-def test_the_memory_of_batches_that_are_dropped_is_used_again(dataset: LFWBatches, crew: str) -> None:
-    loader = make(dataset, crew, prefetch_batches=2)
+@every_pool
+def test_the_memory_of_dropped_batches_is_reused(dataset: LFWBatches, pool: str) -> None:
+    loader = make(dataset, pool, prefetch_batches=2)
     addresses = []
     for _ in range(5):
         for batch in loader:
             addresses.append(batch.images.data_ptr())
             del batch
     assert len(addresses) == 5 * len(loader)
-    assert len(set(addresses)) <= 2 + 2  # those ahead, the user's, and one that a thread is about to let go
+    assert len(set(addresses)) <= 2 + 2  # the prefetched ones, the user's, and one that a thread is about to release
     loader.close()
 
 
 @processes_only
-def test_memory_that_a_consumer_held_for_a_while_is_given_up_by_the_processes_too(
-    dataset: LFWBatches, crew: str
-) -> None:
-    loader = make(dataset, crew, 2)
+def test_processes_unmap_memory_that_the_pool_no_longer_keeps(dataset: LFWBatches, pool: str) -> None:
+    loader = make(dataset, pool, 2)
     for _ in range(3):
         held = list(loader)
         del held
     gc.collect()
     for number, _ in enumerate(loader):
         if number == len(loader) - 3:
-            pool = loader._pool
-            assert isinstance(pool, buffers.BufferPool)
-            assert pool._made > 2 * len(loader)
+            memory = loader._buffers
+            assert isinstance(memory, buffers.BufferPool)
+            assert memory._made > 2 * len(loader)
             for process in loader_processes():
                 maps = Path(f"/proc/{process}/maps").read_text().count("/dev/shm/")
                 assert maps <= 2 * (loader.prefetch_batches + 2)
@@ -295,7 +294,7 @@ def test_full_shared_memory_is_one_line_and_leaves_nothing(
     assert Traces() == before
 
 
-# What stays behind
+# Nothing is left behind
 
 
 def _to_the_end(batches: Iterator[Any]) -> None:
@@ -326,34 +325,29 @@ def _meet_a_bad_file(batches: Iterator[Any]) -> None:
 
 
 ENDS: list[Callable[[Iterator[Any]], None]] = [_to_the_end, _break_early, _never_begin, _raise]
-every_end = pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_"))
 
 
-@every_crew
-@every_end
-def test_nothing_is_left_however_an_epoch_ends(
-    dataset: LFWBatches, crew: str, end: Callable[[Iterator[Any]], None]
-) -> None:
+@every_pool
+def test_nothing_is_left_however_an_epoch_ends(dataset: LFWBatches, pool: str) -> None:
     before = Traces()
-    for _ in range(3):
-        loader = make(dataset, crew)
+    for end in ENDS:
+        loader = make(dataset, pool)
         end(iter(loader))
         end(iter(loader))
-        if "kept" in crew:
+        if "kept" in pool:
             loader.close()
-        else:
-            during = Traces()
-            assert (during.threads, during.children) == (before.threads, before.children)
+        during = Traces()
+        assert (during.threads, during.children) == (before.threads, before.children), end
         del loader
     assert Traces() == before
 
 
-@every_crew
-def test_nothing_is_left_after_a_bad_file(own_pictures: Path, crew: str) -> None:
+@every_pool
+def test_nothing_is_left_after_a_bad_file(own_pictures: Path, pool: str) -> None:
     dataset = LFWBatches(LFWDataset(own_pictures))
     Path(dataset.files.path(6)).unlink()
     before = Traces()
-    loader = make(dataset, crew)
+    loader = make(dataset, pool)
     _meet_a_bad_file(iter(loader))
     during = Traces()
     assert (during.threads, during.children) == (before.threads, before.children)
@@ -361,45 +355,42 @@ def test_nothing_is_left_after_a_bad_file(own_pictures: Path, crew: str) -> None
     assert Traces() == before
 
 
+@pytest.mark.slow  # a spawned process imports torch
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_nothing_is_left_of_processes_that_were_started_otherwise(dataset: LFWBatches, start_method: str) -> None:
+def test_nothing_is_left_of_processes_that_were_not_forked(dataset: LFWBatches, start_method: str) -> None:
     def load() -> None:
         _break_early(iter(make(dataset, "processes", multiprocessing_context=start_method)))
 
-    load()  # once before, for multiprocessing's own helpers stay
+    load()  # once before, since multiprocessing's own helpers stay
     before = Traces()
     load()
     assert Traces() == before
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@every_end
-def test_nothing_is_left_of_the_stock_loader_with_threads_inside(
-    pictures: Path, workers: int, end: Callable[[Iterator[Any]], None]
-) -> None:
-    def load() -> None:
+def test_nothing_is_left_of_the_stock_loader_with_threads_inside(pictures: Path, workers: int) -> None:
+    def load(end: Callable[[Iterator[Any]], None]) -> None:
         fetch = ThreadedFetch(LFWDataset(pictures, PILToTensor()), threads=3)
         end(iter(DataLoader(fetch, BATCH_SIZE, num_workers=workers, collate_fn=collate)))
         fetch.close()
         for thread in threading.enumerate():
-            if (
-                thread.name == "QueueFeederThread"
-            ):  # multiprocessing's, which nobody waits for; it closes a pipe at its end
+            if thread.name == "QueueFeederThread":  # multiprocessing's; it closes a pipe at its end
                 thread.join()
 
-    load()
+    load(_to_the_end)
     before = Traces()
-    load()
-    assert Traces() == before
+    for end in ENDS:
+        load(end)
+        assert Traces() == before, end
 
 
-@pytest.mark.parametrize("crew", ["kept threads", "kept processes"])
+@pytest.mark.parametrize("pool", ["kept threads", "kept processes"])
 @pytest.mark.parametrize("close", [True, False])
-def test_a_persistent_crew_stays_until_it_is_closed_or_its_loader_is_gone(
-    dataset: LFWBatches, crew: str, close: bool
+def test_a_persistent_pool_stays_until_it_is_closed_or_its_loader_is_freed(
+    dataset: LFWBatches, pool: str, close: bool
 ) -> None:
     before = Traces()
-    loader = make(dataset, crew)
+    loader = make(dataset, pool)
     assert Traces() == before
     _to_the_end(iter(loader))
     between = Traces()
@@ -418,10 +409,10 @@ def test_a_persistent_crew_stays_until_it_is_closed_or_its_loader_is_gone(
     assert Traces() == before
 
 
-@pytest.mark.parametrize("crew", CREWS)
-def test_two_epochs_at_once_do_not_disturb_each_other(dataset: LFWBatches, crew: str) -> None:
+@pytest.mark.parametrize("pool", POOLS)
+def test_two_epochs_at_once_do_not_disturb_each_other(dataset: LFWBatches, pool: str) -> None:
     before = Traces()
-    loader = make(dataset, crew)
+    loader = make(dataset, pool)
     first, second = iter(loader), iter(loader)
     next(first)
     next(second)
@@ -439,7 +430,7 @@ def test_two_epochs_at_once_do_not_disturb_each_other(dataset: LFWBatches, crew:
 
 
 def kill(process: int, number: signal.Signals) -> int:
-    """Until it is dead, and without taking its exit status from the one that made it."""
+    """Kill a process and wait for its end, but leave its exit status to its parent."""
     os.kill(process, number)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     return process
@@ -454,11 +445,12 @@ def error_of(batches: Iterator[Any]) -> str:
     raise AssertionError("the epoch came to its end")
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(60)
 @processes_only
-def test_a_loader_process_that_is_killed_is_named_with_the_likely_reason(dataset: LFWBatches, crew: str) -> None:
+def test_a_loader_process_that_is_killed_is_named_with_the_likely_reason(dataset: LFWBatches, pool: str) -> None:
     before = Traces()
-    loader = make(dataset, crew, 1)
+    loader = make(dataset, pool, 1)
     batches = iter(loader)
     next(batches)
     victim = kill(loader_processes()[-1], signal.SIGKILL)
@@ -466,7 +458,7 @@ def test_a_loader_process_that_is_killed_is_named_with_the_likely_reason(dataset
     assert f"(pid {victim}) died of SIGKILL: the kernel does this when memory runs out (see dmesg)" in message
     assert "\n" not in message
     del batches
-    _to_the_end(iter(loader))  # and the next epoch has a new crew
+    _to_the_end(iter(loader))  # and the next epoch has a new pool
     loader.close()
     del loader
     assert Traces() == before
@@ -488,10 +480,10 @@ def _end_by(number: signal.Signals) -> None:
         (signal.SIGTERM, "SIGTERM"),
     ],
 )
-def test_the_likely_reason_of_a_death_is_told(number: signal.Signals, reason: str) -> None:
+def test_the_likely_reason_of_a_processs_end_is_reported(number: signal.Signals, reason: str) -> None:
     process = multiprocessing.get_context("fork").Process(target=_end_by, args=(number,), name="fast-loader-3")
     process.start()
-    message = str(crews._death(process))
+    message = str(worker_pool._death(process))
     assert message.startswith(f"loader process fast-loader-3 (pid {process.pid}) died of {reason}")
 
 
@@ -499,14 +491,12 @@ def _break_down(*arguments: Any) -> None:
     raise ZeroDivisionError("inside")
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
-def test_the_programs_own_mistake_keeps_its_traceback(
-    dataset: LFWBatches, crew: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("pool", ["threads", "processes"])
+def test_a_program_error_keeps_its_traceback(dataset: LFWBatches, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LFWDataset, "pixels_into", _break_down)
     with pytest.raises((ZeroDivisionError, RuntimeError)) as error:
-        next(iter(make(dataset, crew)))
-    if crew == "processes":
+        next(iter(make(dataset, pool)))
+    if pool == "processes":
         assert "in a loader process:\nTraceback" in str(error.value)
         assert "in _break_down" in str(error.value)
         assert "ZeroDivisionError: inside" in str(error.value)
@@ -514,18 +504,19 @@ def test_the_programs_own_mistake_keeps_its_traceback(
         assert error.traceback[-1].name == "_break_down"
 
 
-def test_processes_end_though_the_fork_brought_a_handler_of_sigterm(dataset: LFWBatches) -> None:
-    """As a training job has one, to save a checkpoint first."""
+def test_processes_end_in_spite_of_an_inherited_handler_of_sigterm(dataset: LFWBatches) -> None:
+    """A training job has one, to save a checkpoint first."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         for _ in range(5):
-            crew = crews.Processes(dataset, 2, "fork")
-            crew.close()  # perhaps before they have put it off
+            pool = worker_pool.ProcessPool(dataset, 2, "fork")
+            pool.close()  # possibly before they reset the handler
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert loader_processes() == []
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "loader, processes",
@@ -551,11 +542,10 @@ def test_after_ctrl_c_nothing_is_left(pictures: Path, loader: str, processes: in
         assert not alive
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    "loader", ["fast-3-kept-processes", pytest.param("fast-2-spawned-processes", marks=pytest.mark.slow)]
-)
-def test_processes_end_when_the_one_that_they_load_for_is_killed(pictures: Path, loader: str) -> None:
+@pytest.mark.parametrize("loader", ["fast-3-kept-processes", "fast-2-spawned-processes"])
+def test_processes_end_when_their_parent_is_killed(pictures: Path, loader: str) -> None:
     with start_command("tests.dataloading.faults", loader, str(pictures)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "a batch\n"
@@ -567,20 +557,22 @@ def test_processes_end_when_the_one_that_they_load_for_is_killed(pictures: Path,
 
 
 def _serve_and_check_often(pipe: Any, checked: Any, dataset: LFWBatches) -> None:
-    """A loader process that looks for its parent all the time, and tells when it has."""
-    crews.PARENT_CHECK_S = 0.001
-    look = os.getppid
+    """A loader process that checks for its parent all the time, and reports each check."""
+    worker_pool.PARENT_CHECK_S = 0.001
+    getppid = os.getppid
 
-    def look_and_tell() -> int:
+    def check_and_report() -> int:
         checked.release()
-        return look()
+        return getppid()
 
-    os.getppid = look_and_tell
-    crews._serve(pipe, dataset)
+    os.getppid = check_and_report
+    worker_pool._serve(pipe, dataset)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
+)
 def test_a_process_that_waits_for_work_stays_as_long_as_its_parent(dataset: LFWBatches, start_method: str) -> None:
     context: Any = multiprocessing.get_context(start_method)
     ours, theirs = context.Pipe()
@@ -596,7 +588,7 @@ def test_a_process_that_waits_for_work_stays_as_long_as_its_parent(dataset: LFWB
     ours.close()
 
 
-# Where a GPU is
+# On a GPU
 
 
 @pytest.mark.gpu
@@ -611,7 +603,7 @@ def test_pinned_batches_are_page_locked_and_right(dataset: LFWBatches) -> None:
 
 
 class ShyFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Local files, only in the process that made it, as the object stores' plugins have it."""
+    """Local files, but not fork-safe, like the plugins for object stores."""
 
     protocol = "shy"
 
@@ -630,10 +622,10 @@ class ShyFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return Path(path).read_bytes()
 
 
-@pytest.mark.parametrize("crew", ["threads", "processes"])
-def test_a_plugin_that_does_not_survive_a_fork_is_made_anew(pictures: Path, crew: str) -> None:
+@pytest.mark.parametrize("pool", ["threads", "processes"])
+def test_a_plugin_that_is_not_fork_safe_is_created_again(pictures: Path, pool: str) -> None:
     fsspec.register_implementation("shy", ShyFileSystem, clobber=True)
     shy, local = LFWDataset(f"shy://{pictures}"), LFWDataset(pictures)
-    batches = FastLoader(LFWBatches(shy), 5, num_workers=2, crew=crew)
+    batches = FastLoader(LFWBatches(shy), 5, num_workers=2, pool=pool)
     for batch, expected in zip(batches, FastLoader(LFWBatches(local), 5, num_workers=0), strict=True):
         assert torch.equal(batch.images, expected.images)

@@ -1,4 +1,4 @@
-"""``dataloading.timeline``: what its runs show of the loaders, and that the picture and the traces are whole."""
+"""``dataloading.timeline``: its traces of the loaders, the picture, and the command."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ import psutil
 import pytest
 
 from dataloading.synthetic import face_cache
-from dataloading.timeline.__main__ import TimelineConfig, measure
+from dataloading.timeline import __main__ as timeline
+from dataloading.timeline.__main__ import LoadingTimelineConfig, measure
 from dataloading.timeline.figure import plot_timeline
-from dataloading.timeline.tracing import Run, Span, Tracer, trace_events
-from tests.launch import error_lines, run_command, start_command
+from dataloading.timeline.tracing import LoaderTrace, Span, Tracer, trace_events
+from tests.launch import run_command, start_command
+from tests.user_errors import UserError
 
 BATCHES, BATCH_SIZE, LATE = 6, 4, 2
 STAGES = {"open", "read", "decode", "augment", "transform"}
@@ -31,26 +33,26 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return face_cache.ensure(tmp_path_factory.mktemp("faces") / "one", people=1)
 
 
-def config(faces: Path, **changes: Any) -> TimelineConfig:
+def config(faces: Path, **changes: Any) -> LoadingTimelineConfig:
     small: dict[str, Any] = {"batches": BATCHES, "batch_size": BATCH_SIZE, "step_ms": 1.0, "slow_batch_ms": 1000.0}
-    return TimelineConfig(**{"path_to_folder": str(faces), "augmentation": "affine", **small, **changes})
+    return LoadingTimelineConfig(**{"path_to_folder": str(faces), "augmentation": "affine", **small, **changes})
 
 
 @pytest.fixture(scope="module")
-def stock(faces: Path) -> list[Run]:
+def stock(faces: Path) -> list[LoaderTrace]:
     """In order, and not."""
     return measure(config(faces, start_method="fork"))
 
 
 @pytest.fixture(scope="module")
-def runs(faces: Path, stock: list[Run]) -> list[Run]:
+def runs(faces: Path, stock: list[LoaderTrace]) -> list[LoaderTrace]:
     """One of each kind."""
     fast = measure(config(faces, loader="fast", augmentation="none"))
     alone = measure(config(faces, workers=0, slow_batch_ms=0.0))
     return [*stock, *fast, *alone]
 
 
-def by_batch(run: Run) -> dict[int, list[Span]]:
+def by_batch(run: LoaderTrace) -> dict[int, list[Span]]:
     """What was done to each batch before the main process had it."""
     found = defaultdict(list)
     for span in run.spans:
@@ -59,7 +61,7 @@ def by_batch(run: Run) -> dict[int, list[Span]]:
     return found
 
 
-def test_every_batch_is_made_waited_for_and_consumed_once(runs: list[Run]) -> None:
+def test_every_batch_is_loaded_and_consumed_once(runs: list[LoaderTrace]) -> None:
     for run in runs:
         counts = Counter((span.name, span.batch) for span in run.spans if span.lane == run.main)
         assert all(counts[name, batch] == 1 for name in ("wait", "consume") for batch in range(BATCHES))
@@ -69,7 +71,7 @@ def test_every_batch_is_made_waited_for_and_consumed_once(runs: list[Run]) -> No
             assert 0 <= batch.began < batch.finished <= batch.taken
 
 
-def test_spans_of_a_thread_nest(runs: list[Run]) -> None:
+def test_spans_of_a_thread_nest(runs: list[LoaderTrace]) -> None:
     for run in runs:
         for lane in run.lanes:
             spans = [span for span in run.spans if span.lane == lane]
@@ -85,7 +87,7 @@ def test_spans_of_a_thread_nest(runs: list[Run]) -> None:
                 around.append(span)
 
 
-def test_a_batch_is_the_work_of_one_worker(stock: list[Run]) -> None:
+def test_a_batch_is_the_work_of_one_worker(stock: list[LoaderTrace]) -> None:
     for run in stock:
         assert len(run.lanes) == 3
         assert list(run.lanes.values()) == ["main process", "loader worker 0", "loader worker 1"]
@@ -96,7 +98,7 @@ def test_a_batch_is_the_work_of_one_worker(stock: list[Run]) -> None:
             assert {span.name for span in spans} >= STAGES | {"fetch", "collate"}
 
 
-def test_a_late_batch_holds_up_the_others_only_in_order(stock: list[Run]) -> None:
+def test_a_late_batch_holds_up_the_others_only_in_order(stock: list[LoaderTrace]) -> None:
     in_order, out_of_order = stock
     assert [batch.number for batch in in_order.batches] == list(range(BATCHES))
     numbers = [batch.number for batch in out_of_order.batches]
@@ -108,32 +110,32 @@ def test_a_late_batch_holds_up_the_others_only_in_order(stock: list[Run]) -> Non
     assert all(in_order.held_up()[batch.number] > 0 for batch in behind)
 
 
-def test_only_the_late_file_is_late(runs: list[Run]) -> None:
+def test_only_the_late_file_is_late(runs: list[LoaderTrace]) -> None:
     for run in runs:
         late = [span.batch for span in run.spans if span.name == "late"]
         assert late == ([] if run.late is None else [LATE])
 
 
-def test_without_workers_the_main_process_does_it_all(runs: list[Run]) -> None:
+def test_without_workers_the_main_process_does_it_all(runs: list[LoaderTrace]) -> None:
     alone = runs[-1]
     assert list(alone.lanes.values()) == ["main process"]
     assert all(held_up == 0 for held_up in alone.held_up().values())
 
 
-def test_threads_have_lanes_in_one_process(runs: list[Run]) -> None:
+def test_threads_have_lanes_in_one_process(runs: list[LoaderTrace]) -> None:
     fast = runs[2]
     assert {pid for pid, _ in fast.lanes} == {os.getpid()}
     assert all(name.startswith("fast-loader-") for name in list(fast.lanes.values())[1:])
 
 
-def test_the_queue_ends_empty_and_is_never_negative(runs: list[Run]) -> None:
+def test_the_queue_ends_empty_and_is_never_negative(runs: list[LoaderTrace]) -> None:
     for run in runs:
         counts = [count for _, count in run.queue()]
         assert min(counts) == 0 == counts[-1]
         assert all(abs(after - before) == 1 for before, after in itertools.pairwise(counts))
 
 
-def test_a_trace_is_valid_by_the_trace_event_format(runs: list[Run]) -> None:
+def test_a_trace_is_valid_by_the_trace_event_format(runs: list[LoaderTrace]) -> None:
     for run in runs:
         events = json.loads(json.dumps(trace_events(run)))
         assert {event["ph"] for event in events} == {"M", "X", "C", "s", "f"}
@@ -169,7 +171,7 @@ def check_flows(events: list[dict[str, Any]]) -> None:
             )
 
 
-def test_each_kind_of_run_can_be_drawn(runs: list[Run], tmp_path: Path) -> None:
+def test_each_kind_of_run_can_be_drawn(runs: list[LoaderTrace], tmp_path: Path) -> None:
     for number, group in enumerate([runs[:2], runs[2:3], runs[3:]]):
         path = tmp_path / f"{number}.png"
         plot_timeline(path, group, "a title", "a reason")
@@ -181,7 +183,7 @@ def work(tracer: Tracer, number: int) -> None:
         pass
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_spans_of_processes_and_threads_are_merged_on_one_clock(method: str, tmp_path: Path) -> None:
     tracer = Tracer(tmp_path)
     context: Any = multiprocessing.get_context(method)
@@ -202,7 +204,7 @@ def test_spans_of_processes_and_threads_are_merged_on_one_clock(method: str, tmp
     assert all(before <= span.start <= span.end <= time.perf_counter() for span in spans)
 
 
-def test_what_a_killed_worker_had_written_counts(tmp_path: Path) -> None:
+def test_the_records_of_a_killed_worker_are_read(tmp_path: Path) -> None:
     tracer = Tracer(tmp_path)
     work(tracer, 0)
     work(tracer, 1)
@@ -227,6 +229,7 @@ def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: 
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_command_leaves_no_process_and_no_file(number: signal.Signals, faces: Path, tmp_path: Path) -> None:
     arguments = ("dataloading.timeline", f"--path-to-folder={faces}", f"--output={tmp_path / 'out'}")
@@ -255,8 +258,9 @@ def test_a_stopped_command_leaves_no_process_and_no_file(number: signal.Signals,
         (["--batches", "2"], "--slow-batch 2 is not one of --batches 2"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
-    result = run_command("dataloading.timeline", f"--output={tmp_path}", *arguments)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert words in error_lines(result.stderr)[0]
+def test_bad_input_is_one_line(user_error: UserError, arguments: list[str], words: str, tmp_path: Path) -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        assert words in user_error(timeline.main, f"--output={tmp_path}", *arguments)
+    finally:
+        signal.signal(signal.SIGTERM, previous)  # the command sets its own
