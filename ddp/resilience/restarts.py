@@ -11,19 +11,24 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
 from common.reporting.atomic_files import write_json
 from common.reporting.run_directory import LAUNCH_FILE
 
+if TYPE_CHECKING:
+    import psutil
+
 
 def agents_of(env: DistEnv) -> list[str]:
     """All agents of this job; none for ranks that torchrun has not started. A collective."""
     agent = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        import psutil  # not at the top, for a quick --help
+
         parents = psutil.Process().parents()
         for parent in [process for process in parents if _is_torchrun(process)][:1] or parents[:1]:
             agent = f"{env.host}, process {parent.pid} since {_start_of(parent)}"  # a number alone may come again
@@ -34,6 +39,8 @@ def agents_of(env: DistEnv) -> list[str]:
 
 def _is_torchrun(process: psutil.Process) -> bool:
     """The rank's parent may be a script that torchrun has started."""
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         return any(Path(part).name == "torchrun" or part.startswith("torch.distributed.") for part in process.cmdline())
     return False
