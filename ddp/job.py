@@ -1,12 +1,13 @@
-"""What one rank trains with, and how far it is."""
+"""What one rank trains with, how far it is, and what may guard its steps."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
@@ -18,7 +19,32 @@ from common.training.window import Window, WindowTotals, log_window
 from ddp.config import TrainConfig
 from ddp.data import Loader
 from ddp.sampler import MicroBatchSampler
-from ddp.step_guard import StepGuard
+
+
+class StepGuard:
+    """What a training step calls to be guarded. This one does nothing; ddp/resilience/guard.py keeps a job alive."""
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        """The module that DDP wraps."""
+        return network
+
+    def begin(self, job: Any) -> None:
+        """Called once, when the job is built."""
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's micro-batches of an epoch."""
+        return iter(loader)
+
+    def attach(self, loss: Tensor) -> Tensor:
+        """The loss of a micro-step, 0-d, whose backward pass comes next."""
+        return loss
+
+    def accepts(self, norm: Tensor) -> bool:
+        """Whether the optimizer may take the step; the same on every rank.
+
+        :param norm: 0-d, of the averaged and unscaled gradients
+        """
+        return True
 
 
 @dataclasses.dataclass

@@ -42,12 +42,11 @@ from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import load_weights
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
-from ddp.job import Job
+from ddp.job import Job, StepGuard
 from ddp.resilience.guard import ResilientGuard
 from ddp.resilience.resume import Found, open_run
 from ddp.resilience.supervisor import AFTER_THE_WATCHDOG_S, Supervisor
 from ddp.sampler import MicroBatchSampler
-from ddp.step_guard import StepGuard
 
 
 @command

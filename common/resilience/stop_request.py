@@ -7,15 +7,21 @@ gets, so that one Ctrl-C may come twice. A later second signal ends the process 
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator
 from multiprocessing.util import register_after_fork
 from typing import TypeVar
+
+from common.resilience.signal_redelivery import keep_stops
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_S = 1.0  # signals that follow the first so soon are the same request, passed on by torchrun
@@ -104,3 +110,36 @@ def exit_status(numbers: Iterable[int | None]) -> int:
     """
     asked = {number for number in numbers if number is not None}
     return INTERRUPTED if asked == {signal.SIGINT} else REQUEUE
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGUSR1 unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
+
+    A second Ctrl-C does not interrupt the unwinding: the terminal and torchrun may both send the first one. A second SIGTERM
+    ends the process at once.
+    """
+
+    owner = os.getpid()
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        if os.getpid() != owner:  # a loader worker, which was forked with this handler; its rank ends it
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        logger.warning("stopped by %s", signal.Signals(number).name)
+        raise SystemExit(128 + number)
+
+    def stopped_by(error: BaseException) -> int | None:
+        if os.getpid() != owner or not isinstance(error, SystemExit) or not isinstance(error.code, int):
+            return None
+        signal.signal(error.code - 128, stop)  # stop() had replaced itself
+        return error.code - 128
+
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        with keep_stops(stopped_by):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

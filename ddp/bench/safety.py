@@ -39,8 +39,7 @@ from ddp.bench.guard_costs import time_guards
 from ddp.bench.step_loops import timed, trainer_step
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.config import TrainConfig, micro_batch_size
-from ddp.job import Job
-from ddp.step_guard import StepGuard
+from ddp.job import Job, StepGuard
 from ddp.train import build_job
 
 LIMIT = 1.03

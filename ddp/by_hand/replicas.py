@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
 
 class ReplicasDiffer(UsageError, ValueError):
@@ -51,6 +50,8 @@ def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True)
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
+    from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
+
     for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)

@@ -1,7 +1,7 @@
 """What surrounds one training step, so that a bad one does no harm and all ranks take the same decision.
 
 ``train_step`` calls a guard in three places: for its batches, with its loss, and with the norm of its gradients. The default
-(ddp/step_guard.py) does nothing. This one
+(ddp/job.py) does nothing. This one
 
 - saves what a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
 - sends flags with the gradients (ddp/resilience/flags.py), so that all ranks stop, save or fail after the same step;
@@ -23,10 +23,8 @@ from common.errors import UsageError
 from common.resilience.loader_errors import loader_errors
 from common.training.precision import autocast
 from ddp.batchnorm import SavedStatistics
-from ddp.job import Job
+from ddp.job import Job, StepGuard
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
-from ddp.resilience.nonfinite import report_skipped
-from ddp.step_guard import StepGuard
 
 
 class ResilientGuard(StepGuard):
@@ -129,6 +127,8 @@ class ResilientGuard(StepGuard):
         finite = not flags.not_finite and (scaler_skips or bool(norm.isfinite()))
         self.flags = flags._replace(not_finite=not finite)
         if not finite:
+            from ddp.resilience.nonfinite import report_skipped
+
             self.restore()
             report_skipped(job, losses)
         return finite

@@ -22,13 +22,13 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
 from common.reporting.atomic_files import write_json
+from common.reporting.machine import describe_machine
 from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, prepare, require_writable
 from common.resilience.stop_request import REQUEUE
 from ddp.checkpoint import storage
 from ddp.checkpoint.manifest import Manifest
 from ddp.config import OF_THE_START, TrainConfig
 from ddp.resilience import restarts
-from ddp.resilience.run_report import describe_run
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,18 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
             if env.is_main and end.code in (REQUEUE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
                 write_json(config.run_dir / REQUEUE_FILE, {"status": REQUEUE})
             raise
+
+
+def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str, Any]:
+    """The content of ``config.json``."""
+    return {
+        "config": config.as_json(),
+        "world_size": env.world_size,
+        "backend": env.backend,
+        "device": str(env.device),
+        "dataset_fingerprint": data.fingerprint,
+        "machine": describe_machine(),
+    }
 
 
 def _newest(config: TrainConfig, must_exist: bool) -> Found | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from common.data.datasets import Batch
 from common.distributed.rank_logging import Progress
-from common.reporting.profiling import profile_steps
 from common.resilience.loader_errors import loader_errors
 from common.resilience.stop_request import StopRequest, exit_status, signal_name
 from common.training.evaluation import Evaluation
@@ -27,8 +26,6 @@ from ddp.checkpoint.manifest import name_of
 from ddp.job import Job
 from ddp.resilience.flags import NO_FLAGS, Flags
 from ddp.resilience.guard import ResilientGuard
-from ddp.resilience.replica_check import require_equal_replicas
-from ddp.resilience.run_report import report_run
 
 logger = logging.getLogger("ddp.train")
 
@@ -48,6 +45,7 @@ class Supervisor:
         self.job, self.guard = job, job.guard
         self._resumed = resumed
         self._stop = StopRequest()
+        self._profile_step: Callable[[], None] = lambda: None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Supervisor:
@@ -70,8 +68,10 @@ class Supervisor:
             entered.enter_context(self._stop.listening())
             steps = config.epochs * job.sampler.steps_per_epoch
             job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
-            folder = config.run_dir / "profile" if config.profile else None
-            self._profile_step = entered.enter_context(profile_steps(env, folder))
+            if config.profile:
+                from common.reporting.profiling import profile_steps
+
+                self._profile_step = entered.enter_context(profile_steps(env, config.run_dir / "profile"))
             self.guard.requests = lambda: Flags(stop=bool(self._stop), save=self.checkpointer.overdue())
             self._open = entered.pop_all()
         return self
@@ -88,6 +88,8 @@ class Supervisor:
         self._profile_step()
         last = job.step_in_epoch == job.sampler.steps_per_epoch
         if config.check_replicas_every and job.step % config.check_replicas_every == 0:
+            from ddp.resilience.replica_check import require_equal_replicas
+
             job.watchdog.at(job.step, "replica check")
             require_equal_replicas(job.network, job.env, job.step)
         if flags.stop:
@@ -126,7 +128,15 @@ class Supervisor:
 
     def report(self, result: Evaluation) -> None:
         """Draw the figures and print the summary, on rank 0, while the others wait."""
-        report_run(self.job.config, self.job.env, self.job.network, self.job.data, result)
+        job = self.job
+        with job.env.fail_together():
+            if job.env.is_main:
+                from common.reporting.report import finish  # and matplotlib with it
+
+                config = job.config
+                title = f"{config.model} on {config.dataset}, {job.env.world_size} ranks, {config.precision}"
+                remedies = config.faster_loading()
+                print(finish(config.run_dir, title, job.network, job.data, job.env, result, remedies), flush=True)
 
     def _leave(self) -> NoReturn:
         """Save the step that is just over, and exit with a status that asks to be started again."""
