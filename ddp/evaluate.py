@@ -24,7 +24,7 @@ from common.training.precision import PRECISIONS
 from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, choose
-from ddp.checkpoint.manifest import Manifest
+from ddp.checkpoint.storage import Manifest
 from ddp.config import OF_THE_START, TrainConfig
 from ddp.data import load_data, open_test_loader
 

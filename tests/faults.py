@@ -31,7 +31,7 @@ from common.data.datasets import ImageData
 from common.reporting.atomic_files import SCRATCH
 from common.training.metrics import read_metrics
 from ddp.checkpoint import directory, storage
-from ddp.checkpoint.manifest import KINDS
+from ddp.checkpoint.storage import KINDS
 from ddp.job import Job
 from tests.launch import REPOSITORY, clean_environment, error_lines
 

@@ -32,7 +32,7 @@ from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import CONFIG_FILE, prepare_output
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import name_of
+from ddp.checkpoint.storage import name_of
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training
 
 IN_A_SAVE = "in a save"

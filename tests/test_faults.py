@@ -18,7 +18,7 @@ from common.resilience.stop_request import REQUEUE
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.checkpoint.folder import MANIFEST
-from ddp.checkpoint.manifest import Manifest, name_of
+from ddp.checkpoint.storage import Manifest, name_of
 from tests.faults import (
     SMALL,
     STEPS,

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset
 
 from common.data.datasets import BatchKey
+from common.data.loaders import start_worker
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names
-from common.resilience.loader_workers import start_worker
 from dataloading.dataset.batches import LFWBatches, collate
 from dataloading.dataset.decoders import Pixels
 from dataloading.dataset.lfw import LFWDataset

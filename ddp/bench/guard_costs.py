@@ -15,8 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.reporting.timing import interleave, synchronize
 from ddp.job import Job
-from ddp.resilience.flags import NO_FLAGS, WithFlags
-from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.guard import NO_FLAGS, ResilientGuard, WithFlags
 
 WARMUP = 5
 OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them evicts the gradients from the caches, as a real step does

@@ -28,7 +28,7 @@ from common.reporting.atomic_files import atomic_file
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, best_of, choose, existing, named
 from ddp.checkpoint.folder import Damaged, save_tensors
-from ddp.checkpoint.manifest import Manifest
+from ddp.checkpoint.storage import Manifest
 
 DEFAULT_RUN = Path("runs/glyphs-fashion-cnn")
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from common.distributed.process_group import DistEnv
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import Manifest
 from ddp.checkpoint.state import manifest_of, state_of_job, state_of_rank
+from ddp.checkpoint.storage import Manifest
 from ddp.config import TrainConfig
 from ddp.job import Job
 

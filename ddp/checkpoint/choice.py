@@ -7,7 +7,7 @@ from pathlib import Path
 from common.errors import UsageError
 from common.reporting.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import Manifest
+from ddp.checkpoint.storage import Manifest
 
 BEST = "best"
 CHOICE = f"name of one, or {BEST} (default: the newest that is whole)"

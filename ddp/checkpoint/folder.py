@@ -29,7 +29,7 @@ from common.reporting.atomic_files import new_file, sync_folder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # raise it with every change of the fields below, or of the trainer's (ddp/checkpoint/manifest.py)
+FORMAT = 3  # raise it with every change of the fields below, or of the trainer's (ddp/checkpoint/storage.py)
 MANIFEST, DIGESTS = "manifest.json", "SHA256SUMS"
 FIELDS = {"format": int, "step": int, "facts": dict, "files": dict}
 CHUNK = 1 << 20  # bytes hashed at a time

@@ -20,7 +20,7 @@ from common.distributed.process_group import DistEnv
 from common.training.optimization import begin_momentum
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import Manifest
+from ddp.checkpoint.storage import Manifest
 from ddp.job import Job
 
 

@@ -26,7 +26,7 @@ from common.reporting.machine import describe_machine
 from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, prepare, require_writable
 from common.resilience.stop_request import REQUEUE
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import Manifest
+from ddp.checkpoint.storage import Manifest
 from ddp.config import OF_THE_START, TrainConfig
 from ddp.resilience import restarts
 

@@ -22,10 +22,9 @@ from common.training.evaluation import Evaluation
 from common.training.metrics import MetricsWriter
 from common.training.window import WindowTotals
 from ddp.checkpoint.checkpointer import Checkpointer
-from ddp.checkpoint.manifest import name_of
+from ddp.checkpoint.storage import name_of
 from ddp.job import Job
-from ddp.resilience.flags import NO_FLAGS, Flags
-from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.guard import NO_FLAGS, Flags, ResilientGuard
 
 logger = logging.getLogger("ddp.train")
 

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import PILToTensor
 
 from common.data.datasets import keep_batch
-from common.resilience.loader_workers import start_worker
+from common.data.loaders import start_worker
 from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.dataset.latency import DelayedStorage
 from dataloading.dataset.lfw import LFWDataset

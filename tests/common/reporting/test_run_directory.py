@@ -9,8 +9,7 @@ import pytest
 
 from common.errors import UsageError
 from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare
-from common.resilience.run_lock import LOCK_FILE
+from common.reporting.run_directory import CONFIG_FILE, LOCK_FILE, LOG_FOLDER, prepare
 
 
 def absent(folder: Path) -> None:

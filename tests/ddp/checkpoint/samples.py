@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import KINDS, Manifest
-from ddp.checkpoint.storage import FOLDER
+from ddp.checkpoint.storage import FOLDER, KINDS, Manifest
 from tests.launch import FORK_SERVER
 
 STATE_FILES = ("model.pt", "optimizer.pt", "ranks.pt")

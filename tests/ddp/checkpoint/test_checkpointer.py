@@ -18,7 +18,7 @@ from common.training.metrics import MetricsWriter
 from ddp.checkpoint import checkpointer as saving
 from ddp.checkpoint import storage
 from ddp.checkpoint.checkpointer import Checkpointer, copied
-from ddp.checkpoint.manifest import KINDS
+from ddp.checkpoint.storage import KINDS
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.train import build_job, train_step

@@ -17,8 +17,7 @@ from common.errors import UsageError
 from ddp.checkpoint import save, storage
 from ddp.checkpoint.__main__ import main as checkpoint_main
 from ddp.checkpoint.folder import Damaged
-from ddp.checkpoint.manifest import KINDS
-from ddp.checkpoint.storage import FOLDER
+from ddp.checkpoint.storage import FOLDER, KINDS
 from ddp.evaluate import main as evaluate_main
 from tests.ddp.checkpoint.samples import NEWER, OLDER, assert_is, forge, manifest, sign, write
 from tests.user_errors import UserError

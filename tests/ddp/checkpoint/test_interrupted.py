@@ -22,8 +22,7 @@ from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.reporting import atomic_files
 from ddp.checkpoint import folder, storage
-from ddp.checkpoint.manifest import KINDS
-from ddp.checkpoint.storage import FOLDER
+from ddp.checkpoint.storage import FOLDER, KINDS
 from tests.ddp.checkpoint.samples import (
     FILES,
     NEWER,

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ddp.checkpoint import storage
-from ddp.checkpoint.manifest import KINDS
-from ddp.checkpoint.storage import FOLDER
+from ddp.checkpoint.storage import FOLDER, KINDS
 from tests.ddp.checkpoint.samples import (
     FILES,
     NEWER,

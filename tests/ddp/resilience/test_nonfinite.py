@@ -22,8 +22,7 @@ from common.training.randomness import derive_seed
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.flags import Flags
-from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.guard import Flags, ResilientGuard
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.launch import run_ranks

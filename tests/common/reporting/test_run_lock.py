@@ -1,4 +1,4 @@
-"""common/resilience/run_lock.py: a directory belongs to one process, for as long as that lives."""
+"""common/reporting/run_directory.py: a directory belongs to one process, for as long as that lives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from common.errors import UsageError
-from common.resilience.run_lock import LOCK_FILE, RunLock
+from common.reporting.run_directory import LOCK_FILE, RunLock
 from tests.launch import FORK_SERVER, kill, kill_tree
 
 

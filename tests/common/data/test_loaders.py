@@ -10,7 +10,7 @@ from tests.launch import REPOSITORY, clean_environment
 ONE_DIES = """
 import os, signal
 from torch.utils.data import DataLoader
-from common.resilience.loader_workers import poll_for_deaths, start_worker
+from common.data.loaders import poll_for_deaths, start_worker
 
 poll_for_deaths()
 batches = iter(DataLoader(range(100_000), 1, num_workers=2, worker_init_fn=start_worker))
