@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from tests.ranks import close_pool, pool_pids
-from tests.user_errors import user_error as user_error
+from tests.support.ranks import close_pool, pool_pids
+from tests.support.user_errors import user_error as user_error
 
 # Deadlines would assert times; random examples would make a red test unrepeatable.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -33,7 +33,7 @@ from common.training.metrics import read_metrics
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import KINDS
 from ddp.job import Job
-from tests.launch import REPOSITORY, clean_environment, error_lines
+from tests.support.launch import REPOSITORY, clean_environment, error_lines
 
 MARK = "RUN_UNDER_TEST"  # in the environment of every process of a run: torchrun gives each rank a session of its own
 POISON = "POISONED_RANK_AND_STEPS"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
 TIERS = ("faults", "examples", "slow")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dataloading.synthetic import face_cache
-from tests.launch import REPOSITORY, clean_environment, kill_tree
+from tests.support.launch import REPOSITORY, clean_environment, kill_tree
 
 SCRIPT = REPOSITORY / "torchrun_examples.sh"
 SMALL = ("--train-samples", "576", "--test-samples", "50", "--epochs", "1", "--batch-size", "48")

@@ -38,7 +38,7 @@ from tests.faults import (
     truncate,
     two_hosts,
 )
-from tests.launch import statuses_by_rank
+from tests.support.launch import statuses_by_rank
 
 pytestmark = pytest.mark.faults
 

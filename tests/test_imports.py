@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 COMMANDS = [
     *("ddp.train", "ddp.evaluate", "ddp.bench", "ddp.checkpoint", "ddp.timeline"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 SUBJECTS = ("dataloading", "dataparallel", "ddp")
 

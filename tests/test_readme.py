@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 READMES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("*/README.md"))]
 QUOTES = [

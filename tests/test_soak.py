@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults import SMALL
-from tests.launch import run_command
 from tests.soak import WAYS, Way, main
-from tests.user_errors import UserError
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
 
 ONE_WAY = "fp16,2 workers,2 micro-steps,handwritten"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, command, import_function, option, parse
 from common.errors import UsageError
-from tests.launch import REPOSITORY, run_ranks
+from tests.support.launch import REPOSITORY, run_ranks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.http_server import serve
 from tests.dataloading.faults import Traces
-from tests.launch import error_lines, ranks_below, run_command, start_command
+from tests.support.launch import error_lines, ranks_below, run_command, start_command
 
 
 def test_it_serves_the_folder_and_ends_with_the_block(pictures: Path) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from dataloading.lfw_dataset import main
 from tests.dataloading.faults import save_picture
-from tests.launch import run_command
+from tests.support.launch import run_command
 
 PROGRAM = "dataloading.lfw_dataset"
 UserError = Callable[..., str]

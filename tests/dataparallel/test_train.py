@@ -28,8 +28,8 @@ from dataparallel.train import (
     train_epoch,
     train_step,
 )
-from tests.launch import run_command, run_forked, start_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command, run_forked, start_command
+from tests.support.user_errors import UserError
 
 CPU = torch.device("cpu")
 TINY = ("--train-samples", "288", "--test-samples", "101", "--epochs", "2")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from common.distributed.process_group import process_group
 from ddp.batchnorm import SyncBatchNorm, average_running_statistics, convert_sync_batchnorm
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 CHANNELS = 5
 Result = dict[str, Any]

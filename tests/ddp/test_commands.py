@@ -12,8 +12,8 @@ from PIL import Image
 
 from common.training.metrics import read_metrics
 from ddp import evaluate, train
-from tests.launch import error_lines, run_command, run_forked, run_torchrun
-from tests.user_errors import UserError
+from tests.support.launch import error_lines, run_command, run_forked, run_torchrun
+from tests.support.user_errors import UserError
 
 TINY = ("--train-samples", "432", "--test-samples", "101", "--epochs", "1", "--device", "cpu")
 

@@ -11,7 +11,7 @@ from common.distributed.process_group import process_group
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model
 from ddp.data import open_test_loader
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def evaluated(test_samples: int) -> tuple[Evaluation, bool]:

@@ -24,7 +24,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
-from tests.launch import error_lines, run_forked, run_ranks, run_torchrun, start_command, statuses_by_rank
+from tests.support.launch import error_lines, run_forked, run_ranks, run_torchrun, start_command, statuses_by_rank
 
 SMALL: dict[str, Any] = {
     "min_images_per_person": 2,

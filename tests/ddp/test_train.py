@@ -32,7 +32,7 @@ from tests.ddp.jobs import (
     small,
     train_epochs,
 )
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def start(config: TrainConfig, env: Any) -> tuple[Job, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.launch import REPOSITORY, error_lines, run_command
+from tests.support.launch import REPOSITORY, error_lines, run_command
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 OWN = ("--model", "own_model_and_dataset:build", "--dataset", "own_model_and_dataset:load")

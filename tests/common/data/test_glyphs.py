@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common.data.glyphs import BACKGROUND, CLASSES, SAMPLES, SIDE, render
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 Half = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 

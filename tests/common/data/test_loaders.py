@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.launch import REPOSITORY, clean_environment
+from tests.support.launch import REPOSITORY, clean_environment
 
 ONE_DIES = """
 import os, signal

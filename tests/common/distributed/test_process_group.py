@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.distributed.process_group import TORCHRUN_VARIABLES, DistEnv, find_dist_env, process_group, stop_signals
 from common.errors import UsageError
 from common.resilience.stop_request import exit_status
-from tests.launch import free_port, run_command, run_ranks, start_command
+from tests.support.launch import free_port, run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
 

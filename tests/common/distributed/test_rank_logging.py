@@ -13,7 +13,7 @@ import pytest
 
 from common.distributed.process_group import process_group
 from common.distributed.rank_logging import Progress, rank_logging
-from tests.launch import run_ranks, run_torchrun
+from tests.support.launch import run_ranks, run_torchrun
 
 
 def talk(folder: Path) -> str:

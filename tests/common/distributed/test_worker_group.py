@@ -16,7 +16,7 @@ import torch
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
 from tests.common.distributed.worker_group_functions import Service
-from tests.launch import start_command
+from tests.support.launch import start_command
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from common.reporting import machine
 from common.reporting.machine import _cgroup_quota, describe_machine, git_commit, usable_cores
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 
 def quota(tmp_path: Path, own: str, limits: dict[str, str]) -> float | None:

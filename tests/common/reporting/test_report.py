@@ -13,7 +13,7 @@ from common.data.datasets import Batch
 from common.distributed.process_group import process_group
 from common.reporting.report import data_verdict
 from common.training.window import Window, WindowState, WindowTotals
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def slow_batches() -> Iterator[Batch]:

@@ -16,7 +16,7 @@ import pytest
 
 from common.errors import UsageError
 from common.reporting.run_directory import LOCK_FILE, RunLock
-from tests.launch import FORK_SERVER, kill, kill_tree
+from tests.support.launch import FORK_SERVER, kill, kill_tree
 
 
 def _hold(folder: Path, pipe: Connection) -> None:

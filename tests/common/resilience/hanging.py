@@ -18,7 +18,7 @@ from common.distributed.process_group import process_group
 from common.distributed.rank_logging import rank_logging
 from common.resilience import watchdog as watchdog_module
 from common.resilience.watchdog import Watchdog
-from tests.launch import FORK_SERVER, NO_GPUS, kill
+from tests.support.launch import FORK_SERVER, NO_GPUS, kill
 
 HANG_STEP = 5
 GROUP_TIMEOUT_S = 600.0  # longer than any test: gloo must not report an error before the watchdog

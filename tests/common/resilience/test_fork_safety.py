@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from common.distributed.process_group import process_group
 from common.resilience import fork_safety as forking
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 @pytest.fixture

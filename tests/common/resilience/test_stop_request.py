@@ -27,7 +27,7 @@ from common.resilience.stop_request import (
     signal_name,
     to_be_requeued,
 )
-from tests.launch import FORK_SERVER, kill
+from tests.support.launch import FORK_SERVER, kill
 
 PATIENCE_S = 60.0
 

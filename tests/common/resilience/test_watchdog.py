@@ -25,7 +25,7 @@ from common.distributed.worker_group import rendezvous
 from common.resilience.heartbeats import BEAT_S, Beat, Position, missing_ranks
 from common.resilience.watchdog import LISTEN_S, TICK_S, Watchdog
 from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
-from tests.launch import free_port, run_ranks
+from tests.support.launch import free_port, run_ranks
 
 ALONE = DistEnv.alone(torch.device("cpu"))
 TIMEOUT_S = 2.0

@@ -25,8 +25,8 @@ from dataloading.bench.stages import STAGES, measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure, median_memory
 from dataloading.dataset.decoders import installed
 from tests.dataloading.faults import Traces
-from tests.launch import error_lines, ranks_below, run_command, start_command
-from tests.user_errors import UserError
+from tests.support.launch import error_lines, ranks_below, run_command, start_command
+from tests.support.user_errors import UserError
 
 
 def config(*arguments: str) -> LoadingBenchConfig:

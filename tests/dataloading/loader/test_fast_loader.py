@@ -36,7 +36,7 @@ from dataloading.loader import buffers, worker_pool
 from dataloading.loader.fast_loader import FastLoader
 from tests.dataloading.conftest import PICTURES
 from tests.dataloading.faults import BATCH_SIZE, HEIGHT, WIDTH, Traces
-from tests.launch import start_command
+from tests.support.launch import start_command
 
 POOLS: dict[str, dict[str, Any]] = {
     "none": {"num_workers": 0},

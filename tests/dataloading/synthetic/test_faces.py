@@ -23,7 +23,7 @@ from dataloading.synthetic.drawing import SIDE
 from dataloading.synthetic.face_cache import default_folder, ensure
 from dataloading.synthetic.faces import QUALITY, draw, encode
 from dataloading.synthetic.people import IDENTITIES, IMAGES, images_of, name_of
-from tests.launch import REPOSITORY
+from tests.support.launch import REPOSITORY
 
 # The mean file size of 1,100 images drawn at random from LFW, deep-funneled (vis-www.cs.umass.edu/lfw), in bytes.
 LFW_MEAN_SIZE = 8806

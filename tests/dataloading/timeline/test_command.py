@@ -21,8 +21,8 @@ from dataloading.timeline import __main__ as timeline
 from dataloading.timeline.__main__ import LoadingTimelineConfig, measure
 from dataloading.timeline.figure import plot_timeline
 from dataloading.timeline.tracing import LoaderTrace, Span, Tracer, trace_events
-from tests.launch import run_command, start_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command, start_command
+from tests.support.user_errors import UserError
 
 BATCHES, BATCH_SIZE, LATE = 6, 4, 2
 STAGES = {"open", "read", "decode", "augment", "transform"}

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from dataparallel.bench import __main__ as bench
-from tests.launch import run_command, start_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command, start_command
+from tests.support.user_errors import UserError
 
 
 def test_it_measures_draws_and_explains(tmp_path: Path) -> None:

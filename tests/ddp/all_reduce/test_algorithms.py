@@ -27,7 +27,7 @@ from ddp.all_reduce.naive import Naive
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
 from ddp.all_reduce.tree import Tree
-from tests.launch import run_ranks, run_with_victim
+from tests.support.launch import run_ranks, run_with_victim
 
 Build = Callable[[P2P], AllReduce]
 BY_HAND: list[Build] = [Naive, Ring, HalvingDoubling, Tree]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from common.distributed.process_group import process_group
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def built() -> list[str]:

@@ -18,7 +18,7 @@ from ddp.all_reduce.hierarchical import Hierarchical
 from ddp.all_reduce.p2p import P2P
 from tests.ddp.all_reduce.test_algorithms import Case, lists_of_cases, sum_until_lost
 from tests.ddp.all_reduce.test_shared_memory import MANY_PIECES, digests
-from tests.launch import run_ranks, run_with_victim
+from tests.support.launch import run_ranks, run_with_victim
 
 # Each rank's host, as a letter; the layouts with most ranks first.
 LAYOUTS = ["aabbbc", "abab", "aaab", "abc", "aa"]

@@ -15,7 +15,7 @@ import torch
 from common.distributed.process_group import process_group
 from common.resilience.suspicions import RankLost
 from ddp.all_reduce.p2p import P2P
-from tests.launch import free_port, run_ranks, run_with_victim
+from tests.support.launch import free_port, run_ranks, run_with_victim
 
 
 def talk() -> tuple[list[str], float, list[list[float]]]:

@@ -28,7 +28,7 @@ from ddp.all_reduce.local_sockets import SECRET_BYTES, _accept, _connect, _new_s
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
 from tests.ddp.all_reduce.test_algorithms import Case, assert_is_sum, drawn, lists_of_cases, sum_until_lost
-from tests.launch import run_ranks, run_with_victim
+from tests.support.launch import run_ranks, run_with_victim
 
 CPU = torch.device("cpu")
 # So small that drawn tensors have several blocks, and are copied in several pieces.

@@ -10,8 +10,8 @@ import pytest
 
 from ddp.bench import __main__ as bench
 from ddp.bench.allreduce import AllReduceConfig, size_name
-from tests.launch import run_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
 
 ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "shared-memory, copied"]
 

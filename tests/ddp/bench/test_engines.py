@@ -29,8 +29,8 @@ from ddp.bench.variants import (
     build_network,
     variations,
 )
-from tests.launch import run_command, run_ranks
-from tests.user_errors import UserError
+from tests.support.launch import run_command, run_ranks
+from tests.support.user_errors import UserError
 
 STEPS = 4  # PowerSGD begins with the third
 SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)

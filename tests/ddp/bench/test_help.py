@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.launch import REPOSITORY, clean_environment
+from tests.support.launch import REPOSITORY, clean_environment
 
 # One process asks all commands, so that torch is imported once.
 ASK = """

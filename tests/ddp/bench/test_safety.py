@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ddp.bench.safety import AGAINST, LOOPS
-from tests.launch import run_torchrun
+from tests.support.launch import run_torchrun
 
 GUARDS = ("look at the gradients", "flags", "statistics kept", "positions for the watchdog")
 

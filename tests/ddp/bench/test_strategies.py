@@ -10,8 +10,8 @@ import pytest
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
 from ddp.bench.strategies import StrategiesConfig, Strategy, StrategyMeasurement, lost, strategies
-from tests.launch import run_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
 
 
 def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.ddp.by_hand.wrappers import (
     Case,
     compare,
 )
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 @st.composite

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.distributed.process_group import process_group
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 from tests.ddp.by_hand.wrappers import Case, Wrapper, batch, difference, loss_of, wrap
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.distributed.process_group import process_group
 from ddp.by_hand import NaiveDistributedDataParallel
 from tests.ddp.by_hand.wrappers import Branches, Case, batch, difference, loss_of, recorded
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 MODELS = ("images", "channels last", "odd", "tied", "frozen", "sequences", "nested", "checkpoint", "reentrant")
 CASES = [

@@ -24,7 +24,7 @@ from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce, Pending
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 from tests.ddp.by_hand.wrappers import Images, loss_of
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 EACH_ALONE = 1e-6  # MiB: every parameter has a bucket of its own
 # Large gradients go to their bucket one by one, small ones together.

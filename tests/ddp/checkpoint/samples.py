@@ -15,7 +15,7 @@ import torch
 
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import FOLDER, KINDS, Manifest
-from tests.launch import FORK_SERVER
+from tests.support.launch import FORK_SERVER
 
 STATE_FILES = ("model.pt", "optimizer.pt", "ranks.pt")
 FILES = (*STATE_FILES, "manifest.json", "SHA256SUMS")

@@ -24,7 +24,7 @@ from ddp.job import Job
 from ddp.train import build_job, train_step
 from tests.ddp.checkpoint.samples import bits
 from tests.ddp.jobs import small
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 SETTINGS: dict[str, Any] = {"train_samples": 240, "test_samples": 20, "batch_size": 24, "keep_last": 2}
 CANNOT = "cannot be written (File exists)"

@@ -15,8 +15,8 @@ from ddp.checkpoint import __main__ as checkpoint
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import FOLDER
 from tests.ddp.checkpoint.samples import contents, forge, manifest
-from tests.launch import run_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
 
 NAMES = [f"epoch-{epoch:04d}-step-{epoch * 10:08d}" for epoch in (1, 2, 3)]
 BEST = NAMES[1]

@@ -19,7 +19,7 @@ from common.errors import UsageError
 from ddp.checkpoint import Damaged, clean, list_checkpoints, load, newest, prune, save, verify
 from ddp.checkpoint.directory import SAVING
 from tests.ddp.checkpoint.samples import bits
-from tests.launch import FORK_SERVER, REPOSITORY, clean_environment
+from tests.support.launch import FORK_SERVER, REPOSITORY, clean_environment
 
 LIFTED = (
     "ddp/checkpoint/directory.py", "ddp/checkpoint/folder.py", "common/reporting/atomic_files.py", "common/errors.py"

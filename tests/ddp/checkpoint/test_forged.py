@@ -20,7 +20,7 @@ from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.storage import FOLDER, KINDS
 from ddp.evaluate import main as evaluate_main
 from tests.ddp.checkpoint.samples import NEWER, OLDER, assert_is, forge, manifest, sign, write
-from tests.user_errors import UserError
+from tests.support.user_errors import UserError
 
 
 class Malicious:

@@ -34,7 +34,7 @@ from tests.ddp.checkpoint.samples import (
     manifest,
     write,
 )
-from tests.launch import FORK_SERVER
+from tests.support.launch import FORK_SERVER
 
 
 class Failing:

@@ -22,7 +22,7 @@ from ddp.job import Job
 from ddp.resilience.resume import Found
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "uint8", "bool")
 

@@ -17,7 +17,7 @@ from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.train import main
 from tests.ddp.jobs import without_figures
-from tests.launch import FORK_SERVER, NO_GPUS, kill
+from tests.support.launch import FORK_SERVER, NO_GPUS, kill
 
 # 60 steps, each with a record; dropout and BatchNorm, so that a rank has something of its own to lose.
 FLAGS = (

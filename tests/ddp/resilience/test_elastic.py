@@ -15,7 +15,7 @@ import pytest
 from common.training.metrics import read_metrics
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import FLAGS, litter, processes_of, steps_done, training, wait_for_step
-from tests.launch import free_port, start_command
+from tests.support.launch import free_port, start_command
 
 pytestmark = pytest.mark.faults
 

@@ -19,7 +19,7 @@ from common.training.models import build_model
 from ddp.config import STRATEGIES
 from ddp.resilience.guard import NO_FLAGS, Flags, WithFlags
 from ddp.train import wrap_in_ddp
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 LARGEST_WORLD, MOST_MICRO_STEPS = 3, 3

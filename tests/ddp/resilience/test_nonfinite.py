@@ -25,7 +25,7 @@ from ddp.job import Job
 from ddp.resilience.guard import Flags, ResilientGuard
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 WORLD_SIZE, MICRO_STEPS, BATCH_SIZE, CULPRIT = 2, 2, 24, 1
 SETTINGS: dict[str, Any] = {

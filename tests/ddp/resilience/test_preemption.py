@@ -33,7 +33,7 @@ from tests.ddp.resilience.interrupting import (
     training,
     wait_for_step,
 )
-from tests.launch import start_command
+from tests.support.launch import start_command
 
 pytestmark = pytest.mark.faults
 

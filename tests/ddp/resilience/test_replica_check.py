@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.distributed.process_group import DistEnv, process_group
 from ddp.resilience.replica_check import MOST_NAMED, ReplicasDiverged, differences, digest, require_equal_replicas
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 Flip = tuple[int, str, int]  # rank, parameter, bit
 CHANNELS_LAST = torch.randn(4, 3, 5, 2).to(memory_format=torch.channels_last)

@@ -17,7 +17,7 @@ from ddp.resilience.restarts import agents_of, is_restart, record
 from ddp.resilience.resume import open_run
 from tests.ddp.jobs import small
 from tests.ddp.resilience.test_resume import NEWER, SETTINGS, save
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 
 def own_agents(below_torchrun: list[bool]) -> tuple[list[str], int]:

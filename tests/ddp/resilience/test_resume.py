@@ -23,7 +23,7 @@ from ddp.data import load_data
 from ddp.resilience.resume import REQUEUE_FILE, check_identity, differences, open_run
 from tests.ddp.checkpoint.samples import contents, forge, manifest
 from tests.ddp.jobs import small
-from tests.launch import run_ranks
+from tests.support.launch import run_ranks
 
 OLDER, NEWER = "epoch-0001-step-00000010", "epoch-0002-step-00000020"
 SETTINGS: dict[str, Any] = {"train_samples": 144, "test_samples": 20, "model": "mlp", "epochs": 3}

@@ -16,8 +16,8 @@ from ddp.timeline.__main__ import RecordedSteps, StepTimelineConfig, measure, tr
 from ddp.timeline.figure import lanes, plot_step
 from ddp.timeline.overlap import Interval, after, divide, length, union
 from ddp.timeline.recording import Sending, Step
-from tests.launch import run_command
-from tests.user_errors import UserError
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
 
 SMALL = {"model": "fashion-cnn", "batch_size": 12, "steps": 2}
 NANOSECOND = (

@@ -1,4 +1,4 @@
-"""tests/ranks.py: ranks that many functions use, and what one leaves behind for the next."""
+"""tests/support/ranks.py: ranks that many functions use, and what one leaves behind for the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import ddp.train
 from common.distributed.process_group import process_group
-from tests.ranks import pool_pids, run_forked, run_ranks
+from tests.support.ranks import pool_pids, run_forked, run_ranks
 
 
 def own_process() -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What a function may leave behind in a process that goes on: reset, or found and named.
 
-Ranks of tests are used by many functions (:mod:`tests.ranks`). What a program sets anew at every start is reset after each.
+Ranks of tests are used by many functions (:mod:`tests.support.ranks`). What a program sets anew at every start is reset after each.
 Anything else that stays is reported, so that no test passes or fails because of one before it.
 """
 

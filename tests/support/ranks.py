@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import psutil
 
 from common.distributed.worker_group import rendezvous
-from tests.process_state import ProcessState
+from tests.support.process_state import ProcessState
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
-    ["ddp.train", "torch._dynamo", "common.distributed.worker_group", "tests.process_state"]
+    ["ddp.train", "torch._dynamo", "common.distributed.worker_group", "tests.support.process_state"]
 )
 
 

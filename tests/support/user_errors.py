@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import error_lines
+from tests.support.launch import error_lines
 
 UserError = Callable[..., str]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import psutil
 
-from tests.ranks import FORK_SERVER as FORK_SERVER
-from tests.ranks import NO_GPUS as NO_GPUS
-from tests.ranks import kill as kill
-from tests.ranks import kill_tree as kill_tree
-from tests.ranks import run_forked as run_forked
-from tests.ranks import run_ranks as run_ranks
-from tests.ranks import run_with_victim as run_with_victim
+from tests.support.ranks import FORK_SERVER as FORK_SERVER
+from tests.support.ranks import NO_GPUS as NO_GPUS
+from tests.support.ranks import kill as kill
+from tests.support.ranks import kill_tree as kill_tree
+from tests.support.ranks import run_forked as run_forked
+from tests.support.ranks import run_ranks as run_ranks
+from tests.support.ranks import run_with_victim as run_with_victim
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent.parent
 
 
 def run_command(
