@@ -5,9 +5,8 @@ python fast_loader_own_folder.py PHOTOS
 
 import sys
 
-from dataloading.dataset.batches import LFWBatches
-from dataloading.dataset.image_folder import ImageFolder
-from dataloading.loader.fast_loader import FastLoader
+from dataloading.dataset import ImageFolder, LFWBatches
+from dataloading.loader import FastLoader
 
 files = ImageFolder(sys.argv[1], image_size=64)
 loader = FastLoader(LFWBatches(files), batch_size=32, shuffle=True, num_workers=2, persistent_workers=True)

@@ -56,7 +56,7 @@ def test_a_job_on_glyphs_imports_neither_the_other_subjects_nor_what_only_files_
     program = (
         "import sys, ddp.train; from ddp.config import *; from common.training.recipes import load_dataset; "
         "load_dataset(TrainConfig(train_samples=20, test_samples=20)); "
-        "print(*{name.split('.')[0] for name in sys.modules} & {'dataparallel', 'torchvision', 'matplotlib'})"
+        "print(*{name.split('.')[0] for name in sys.modules} & {'dataloading', 'dataparallel', 'torchvision', 'matplotlib'})"
     )
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
