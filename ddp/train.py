@@ -5,10 +5,10 @@
 One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes another share of every global
 batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients over the ranks
 while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a *collective*: it
-returns when all ranks have called it. So what one rank calls, all must call, in the same order, or they wait forever.
+ends only once all ranks have called it. So all ranks must call the same ones in the same order, or they wait forever.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, take ``guard.wrap(m)`` for ``m``,
-``guard.batches(b)`` for ``b``, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "the norm is finite", and skip
+``guard.batches(b)`` for ``b``, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "no inf, no nan", and skip
 the supervisor, which logs, saves inside an epoch, and stops on request. The chapters to read beside it: ddp/README.md.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
                 store=rendezvous_store(env, config.timeout),  # where the ranks find each other's addresses
                 rank=env.rank,
                 world_size=env.world_size,
-                # The watchdog reports a rank that hangs after config.timeout. The backend must not give up before it.
+                # After config.timeout seconds the supervisor's watchdog names the rank that hangs. The backend waits longer.
                 timeout=datetime.timedelta(seconds=config.timeout + AFTER_THE_WATCHDOG_S),
                 device_id=env.nccl_device,
             )
@@ -73,7 +73,7 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    with env.fail_together():  # an error on one rank ends all, which would wait for it otherwise
+    with env.fail_together():  # if this fails on one rank, all stop: the others would wait for it forever
         config.check(env.world_size)
     data = load_data(config, env)
     with open_run(config, env, data) as found:
@@ -113,7 +113,7 @@ def build_job(
     guard = guard or ResilientGuard(env)
     model = wrap_in_ddp(
         guard.wrap(network), env, config.strategy, config.all_reduce
-    )  # the same parameters as network's
+    )  # trains network's own parameters, no copy
     if config.compile:
         model = torch.compile(model)  # type: ignore[assignment]
 
@@ -150,8 +150,8 @@ def wrap_in_ddp(module: nn.Module, env: DistEnv, strategy: str = "torch", all_re
         # DDP all-reduces gradients in buckets, many at once. With .grad a view into its bucket, nothing is copied.
         gradient_as_bucket_view=True,
     )
-    # By default rank 0's BatchNorm statistics are broadcast before every forward pass. Here they are averaged once per
-    # epoch. (The constructor's argument has another name since torch 2.15.)
+    # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
+    # once per epoch. (Set here, since the constructor's argument has another name since torch 2.15.)
     model.broadcast_buffers = False
     return model
 
@@ -198,8 +198,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = clip_grad_norm_(job.network.parameters(), config.clip_norm or math.inf)  # inf: only measure
     set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
-    if guard.accepts(norm):  # the same answer on every rank; in fp16, an overflow is left to the scaler:
-        scaler.step(job.optimizer)  # it skips the step, and update() lowers the scale
+    if guard.accepts(norm):  # the same answer on every rank. In fp16 an overflow is accepted, and left to the scaler:
+        scaler.step(job.optimizer)  # skips the step if unscale_ found an inf or nan, and update() then lowers the scale
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
     job.step += 1  # skipped or not: the learning rate is a function of it
