@@ -53,7 +53,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     gpus: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
