@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -23,15 +24,30 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    """Below this process, only multiprocessing's own two helpers and the pool of ranks may live on from test to test."""
+    """Below this process, a test leaves only multiprocessing's own two helpers, the pool of ranks, and what a fixture of its
+    module has started, which was there before the test."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
+    _require_no_process(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_is_left_at_the_end() -> Iterator[None]:
+    """Then the modules' own are gone too."""
+    yield
+    _require_no_process(set())
+
+
+def _require_no_process(allowed: set[int]) -> None:
     helpers = psutil.Process().children()
-    known = pool_pids()
+    allowed = allowed | pool_pids()
     below = psutil.Process().children(recursive=True)
-    left = [process for process in below if process not in helpers and process.pid not in known]
+    left = [process for process in below if process not in helpers and process.pid not in allowed]
+    if left:
+        gc.collect()  # a loader that the traceback of an error refers to
     _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive, f"left running: {[process.cmdline() for process in alive]}"
-    others = [p for p in helpers if not any("multiprocessing" in part for part in p.cmdline())]
+    others = [p for p in helpers if p.pid not in allowed and not any("multiprocessing" in part for part in p.cmdline())]
     assert not others, f"left running: {[process.cmdline() for process in others]}"
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
+import dataparallel.train
 from common.data.datasets import batches
 from common.errors import UsageError
 from common.training.metrics import read_metrics
@@ -132,7 +133,7 @@ def test_clipping_sees_unscaled_gradients(monkeypatch: pytest.MonkeyPatch) -> No
         norms.append(clip(list(parameters), max_norm, **options).item())
         return torch.tensor(norms[-1])
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
+    monkeypatch.setattr(dataparallel.train, "clip_grad_norm_", spy)
     for precision in ("fp32", "fp16"):
         job = job_on(2, model="mlp", precision=precision, clip_norm=0.01, batch_size=8, train_samples=8)
         train_epoch(job, 0)
@@ -284,7 +285,12 @@ def test_a_diverging_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None
 
 def test_help_names_its_flags_and_no_others() -> None:
     text = " ".join(run_command("dataparallel.train", "--help").stdout.split())
-    for part in ("--devices STR", "--wrapper {handwritten,torch}", "{glyphs,fashion-mnist}", "(default: 144)"):
+    for part in (
+        "--devices STR",
+        "--wrapper {handwritten,torch}",
+        "{glyphs,fashion-mnist,MODULE:FUNCTION}",
+        "(default: 144)",
+    ):
         assert part in text, part
     assert "lfw" not in text
     assert "--resume" not in text

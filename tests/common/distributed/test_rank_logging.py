@@ -22,9 +22,11 @@ def talk(folder: Path) -> str:
     with (
         contextlib.suppress(ZeroDivisionError),
         contextlib.redirect_stderr(console),
+        warnings.catch_warnings(),
         process_group() as env,
         rank_logging(env, folder),
     ):
+        warnings.simplefilter("always")  # a warning is shown once per process otherwise
         logging.getLogger("test").info("begun")
         logging.getLogger("test").warning("careful")
         warnings.warn("captured", stacklevel=1)
