@@ -19,7 +19,7 @@ from ddp.resilience.guard import NO_FLAGS, ResilientGuard, WithFlags
 
 WARMUP = 5
 OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them evicts the gradients from the caches, as a real step does
-PHASES = ("data", "forward and backward")
+PHASES = ("data", "training")
 
 
 def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:

@@ -145,7 +145,7 @@ class ResilientGuard(StepGuard):
             batch = next(source, None)
             if batch is None:
                 return
-            job.watchdog.at(job.step + 1, "forward and backward")
+            job.watchdog.at(job.step + 1, "training")
             yield batch
 
     def _loaded(self, loader: Iterable[Batch]) -> Iterator[Batch]:
