@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import PATIENCE
 from tests.support.ranks import FORK_SERVER as FORK_SERVER
 from tests.support.ranks import NO_GPUS as NO_GPUS
 from tests.support.ranks import kill as kill
@@ -31,7 +32,7 @@ def run_command(
     """Run ``python -m ARGUMENTS`` as a user would, outside any job, and wait for it."""
     with start_command(*arguments, env=env, cwd=cwd) as process:
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=PATIENCE * timeout_s)
         except subprocess.TimeoutExpired:
             kill_tree(process.pid)
             out, err = process.communicate()

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from common.distributed.worker_group import rendezvous
+from tests.support import PATIENCE
 from tests.support.process_state import ProcessState
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
@@ -191,7 +192,7 @@ def _run(
 def _collect(ranks: Sequence[Rank], awaited: Iterable[int], timeout_s: float) -> dict[int, Any]:
     results: dict[int, Any] = dict.fromkeys(awaited)
     pipes: dict[Any, int] = {ranks[number].pipe: number for number in results}
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while pipes:
         ready = wait(pipes, timeout=max(0.0, deadline - time.monotonic()))
         assert ready, f"ranks {list(pipes.values())} did not end within {timeout_s} s"
