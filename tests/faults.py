@@ -49,7 +49,7 @@ TIMINGS = ("seconds", "images_per_s", "data_wait", "waited")
 
 
 class Run:
-    """A command, and all processes that have come of it, whoever is their parent by now.
+    """A command and all processes that it started, also those with another parent by now.
 
     :ivar run_dir: where it trains; :ivar pids: of all processes that were seen
     """
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def errors(self) -> list[str]:
-        """The lines in which it says what a person can mend."""
+        """The lines that report a user error."""
         return error_lines(self.output)
 
     @property
@@ -223,7 +223,7 @@ def read_only(folder: Path) -> Iterator[None]:
 
 
 def small_shared_memory(size: str) -> tuple[str, ...]:
-    """A command that starts another with a ``/dev/shm`` of ``size``, which nobody else sees."""
+    """A command that starts another with a ``/dev/shm`` of ``size``, which no other process sees."""
     privately = ("unshare", "--mount", "--propagation", "private")
     if subprocess.run([*privately, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespace can be made here")
@@ -274,7 +274,7 @@ class TwoHosts:
         self.interface = "cable"
 
     def connect(self, state: str) -> None:
-        """``down`` pulls the cable: no packet comes through any more, and nobody is told; ``up`` puts it back."""
+        """``down`` pulls the cable: no packet comes through any more, and no error is reported; ``up`` puts it back."""
         _ip("-n", self.names[1], "link", "set", self.interface, state)
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
     python -m tests.soak --kills 50
 
 For each way to train there is a run that nothing befalls. Then runs like it are killed: a rank, torchrun, everything at
-once, or whoever writes a checkpoint while it does. The same command is given again until it ends well, and then the newest
+once, or the process that writes a checkpoint while it does. The same command is given again until it ends well, and then the newest
 checkpoint and the metrics are compared with those of the undisturbed run. Exit status 0 if all are equal, else 1.
 """
 

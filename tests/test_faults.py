@@ -59,7 +59,7 @@ def expected(undisturbed: Path) -> dict[str, Any]:
 
 
 def refusal_of(run: Run) -> str:
-    """The one line with which a run ends that somebody must mend something for; no traceback of a rank's."""
+    """The one line of a run that ends with a user error; there is no rank's traceback."""
     assert run.wait() == 1, run.output  # torchrun's; the rank's follows
     assert "ddp/train.py" not in run.output  # no traceback of a rank
     statuses = statuses_by_rank(run.output)

@@ -6,7 +6,7 @@
     SHA256SUMS        a digest of each file above; `sha256sum -c SHA256SUMS` checks them
 
 The digests are computed from the files as they are read back. They find what a disk does later (``torch.load`` ignores the
-checksums of its own format). Nothing in a file is executed, whoever wrote it (``weights_only=True``).
+checksums of its own format). Nothing in a file is executed (``weights_only=True``).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def verify(path: str | Path) -> Checkpoint:
 def load(path: str | Path, key: str) -> Any:
     """Read one entry of a verified checkpoint's state, its tensors on the CPU; nothing in it is executed.
 
-    :raises Damaged: when it cannot be loaded: whoever forges a file can forge its digest too
+    :raises Damaged: when it cannot be loaded: a forged file can have a matching digest
     """
     import torch  # here, so that a program may import this module without torch
 

@@ -88,7 +88,7 @@ class Manifest:
 def manifest_in(checkpoint: Checkpoint) -> Manifest:
     """The manifest of a verified checkpoint.
 
-    :raises Damaged: when its facts or files are not those of a run: whoever forges a manifest can forge its digest too
+    :raises Damaged: when its facts or files are not those of a run: a forged manifest can have a matching digest
     """
     path, files = checkpoint.path, checkpoint.files
     types = {name: typing.get_origin(hint) or hint for name, hint in typing.get_type_hints(Manifest).items()}
@@ -127,7 +127,7 @@ def read(path: Path, kind: str) -> Any:
     """A file of a verified checkpoint, its tensors on the CPU; nothing in it is executed.
 
     :param kind: ``"model"``, ``"optimizer"`` or ``"ranks"``, or what else was written
-    :raises Damaged: when it holds something else: whoever forges a file can forge its digest too
+    :raises Damaged: when it holds something else: a forged file can have a matching digest
     """
     content = folder.load(path, kind)
     expected = KINDS.get(kind, object)

@@ -68,7 +68,7 @@ def differences(names: Sequence[str], digests: Sequence[Sequence[int]]) -> list[
         usual, agreeing = Counter(values).most_common(1)[0]
         if agreeing == len(values):
             continue
-        where = f"between the {len(values)} ranks"  # nobody can tell which are right
+        where = f"between the {len(values)} ranks"  # without a majority, the right value is unknown
         if 2 * agreeing > len(values):
             others = [str(rank) for rank, value in enumerate(values) if value != usual]
             where = f"on rank{'s' * (len(others) > 1)} {', '.join(others)} of {len(values)}"

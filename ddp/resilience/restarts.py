@@ -47,7 +47,7 @@ def _is_torchrun(process: psutil.Process) -> bool:
 
 
 def _start_of(process: psutil.Process) -> str:
-    """When it began, by a clock that nobody sets: Linux's ticks since boot (proc(5), field 22 of stat)."""
+    """When it began, by a clock that cannot be set: Linux's ticks since boot (proc(5), field 22 of stat)."""
     try:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

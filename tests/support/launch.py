@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from tests.support import PATIENCE
 from tests.support.ranks import FORK_SERVER as FORK_SERVER
 from tests.support.ranks import NO_GPUS as NO_GPUS
 from tests.support.ranks import kill as kill
@@ -32,7 +31,7 @@ def run_command(
     """Run ``python -m ARGUMENTS`` as a user would, outside any job, and wait for it."""
     with start_command(*arguments, env=env, cwd=cwd) as process:
         try:
-            out, err = process.communicate(timeout=PATIENCE * timeout_s)
+            out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             kill_tree(process.pid)
             out, err = process.communicate()
@@ -54,7 +53,7 @@ def start_command(
 ) -> Iterator[subprocess.Popen[str]]:
     """``python -m ARGUMENTS`` in a session of its own; killed, with all its children, at the end of the block.
 
-    :param output: a file for what it prints, where nobody reads that meanwhile; otherwise there are pipes
+    :param output: a file for what it prints; without one, pipes that the caller must read
     """
     with contextlib.ExitStack() as streams:
         file = None if output is None else streams.enter_context(open(output, "w"))
@@ -97,7 +96,7 @@ def statuses_by_rank(report: str) -> dict[int, int]:
 
 
 def free_port() -> int:
-    """A port in which nobody listens, and which the kernel does not give away by itself meanwhile."""
+    """A port on which no process listens, outside the range from which the kernel assigns ports."""
     lowest_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in random.sample(range(10_000, lowest_given_away), 100):
         with contextlib.suppress(OSError), socket.socket() as trial:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import psutil
 
 from common.distributed.worker_group import rendezvous
-from tests.support import PATIENCE
 from tests.support.process_state import ProcessState
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
@@ -54,7 +53,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    timeout_s: float = 240.0,
+    timeout_s: float = 120.0,
     gpus: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
@@ -192,7 +191,7 @@ def _run(
 def _collect(ranks: Sequence[Rank], awaited: Iterable[int], timeout_s: float) -> dict[int, Any]:
     results: dict[int, Any] = dict.fromkeys(awaited)
     pipes: dict[Any, int] = {ranks[number].pipe: number for number in results}
-    deadline = time.monotonic() + PATIENCE * timeout_s
+    deadline = time.monotonic() + timeout_s
     while pipes:
         ready = wait(pipes, timeout=max(0.0, deadline - time.monotonic()))
         assert ready, f"ranks {list(pipes.values())} did not end within {timeout_s} s"

@@ -56,7 +56,7 @@ def test_it_costs_its_bytes_and_eight_more_for_each_name() -> None:
 
 
 class NameLookup(Dataset[Any]):
-    """Looks up the names of a batch, and gives the worker's number and the memory that it shares with nobody."""
+    """Looks up the names of a batch, and returns the worker's number and its private memory."""
 
     def __init__(self, files: FileList | list[str]) -> None:
         self.files = files

@@ -219,7 +219,7 @@ def test_a_server_that_never_answers_is_given_up_after_some_tries(server: Faulty
 def test_where_no_server_is_the_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.001)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # no process listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(
             UsageError, match=f"^{url}/ cannot be read in 4 tries: ConnectionRefusedError.* cannot be listed$"

@@ -1,4 +1,4 @@
-"""``dataloading.loader.buffers``: memory comes back when nobody can see it any more, and not before."""
+"""``dataloading.loader.buffers``: memory is reused when no reference to it is left, and not before."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_batch_of_no_images_is_possible() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), max_size=30))
 def test_what_is_kept_is_never_overwritten(steps: list[tuple[int, int]]) -> None:
-    """Batches of any sizes, each kept for some steps: whoever still has one finds what was written to it."""
+    """Batches of any sizes, each kept for some steps: as long as it is kept, its content stays."""
     buffers = pool()
     kept: list[tuple[int, int, torch.Tensor]] = []
     for now, (images, lifetime) in enumerate(steps):

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 AT_ANY_WORLD_SIZE = ("--sync-batchnorm", "--dropout", "0")
 
 # torchrun's agent would keep its store over restarts, in which ranks find the addresses of those that died, and a node that
-# comes later waits for an address that nobody writes again (torch 2.15, elastic/rendezvous/dynamic_rendezvous.py).
+# comes later waits for an address that is not written again (torch 2.15, elastic/rendezvous/dynamic_rendezvous.py).
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
