@@ -22,9 +22,9 @@ from common.cli import command, option, parse
 from common.data.datasets import keep_batch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress, rank_logging
-from common.reporting.atomic_files import write_json
+from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_bars
-from common.reporting.machine import describe_machine, usable_cores
+from common.reporting.machine import usable_cores
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.resilience.loader_errors import loader_errors
@@ -166,9 +166,9 @@ def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, 
     ]
     others = (f"{name.split(', ')[1]} {statistics.median(rates[name]):,.0f}" for name in courses)
     lines.append(f"the course's pipeline with {', '.join(others)}")
-    write_json(
+    write_results(
         config.output / f"ladder-{config.augmentation}.json",
-        {"machine": describe_machine(), "folder": folder, "decoder": decoder, "images_per_s": rates},
+        {"folder": folder, "decoder": decoder, "images_per_s": rates},
     )
     picture = config.output / f"ladder-{config.augmentation}.png"
     bars = {name: (Spread.of(rates[name])) for name in shown}
@@ -180,7 +180,7 @@ def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, 
         x_title="images/s (median and quartiles)",
         title=f"{folder}, batches of {config.batch_size}, augmentation {config.augmentation}",
     )
-    return "\n".join([*lines, f"results in {config.output}: {picture.name}, {picture.stem}.json"])
+    return "\n".join([*lines, files_line(config.output, (picture.name, f"{picture.stem}.json"))])
 
 
 if __name__ == "__main__":

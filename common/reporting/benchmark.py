@@ -49,6 +49,7 @@ def write_results(path: Path, content: Mapping[str, object]) -> None:
     write_json(path, {"machine": describe_machine(), **content})
 
 
-def files_line(output: Path, files: Sequence[str]) -> str:
-    """The last line of a summary, which names the files."""
-    return f"results in {output}: {', '.join(files)}"
+def files_line(output: Path, files: Sequence[str], traces: bool = False) -> str:
+    """The last line of a summary: it names the files, and what opens the traces among them."""
+    opened = " (traces open at https://ui.perfetto.dev)" if traces else ""
+    return f"results in {output}: {', '.join(files)}{opened}"

@@ -28,9 +28,9 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress, rank_logging
 from common.errors import UsageError
-from common.reporting.atomic_files import write_json
+from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_sweep
-from common.reporting.machine import describe_machine, usable_cores
+from common.reporting.machine import usable_cores
 from common.reporting.run_directory import prepare_output, results_in
 from common.resilience.loader_errors import loader_errors
 from common.training.models import MODELS
@@ -252,10 +252,9 @@ def report(
     :returns: the tables and the verdicts for the terminal
     """
     axes = varying([measured.setting for measured in sweep])
-    write_json(
+    write_results(
         config.output / "sweep.json",
         {
-            "machine": describe_machine(),
             "config": dataclasses.asdict(config),
             "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
             "verdicts": [
@@ -279,7 +278,7 @@ def report(
     if library.skipped:
         lines.append(f"files skipped because they cannot be read: {library.skipped}")
     lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")
-    return "\n".join([*lines, f"results in {config.output}: sweep.png, sweep.json"])
+    return "\n".join([*lines, files_line(config.output, ("sweep.png", "sweep.json"))])
 
 
 def varying(settings: list[Setting]) -> list[str]:

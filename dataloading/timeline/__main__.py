@@ -24,8 +24,7 @@ from typing import Any
 
 from common.cli import command, option, parse
 from common.errors import UsageError
-from common.reporting.atomic_files import write_json
-from common.reporting.machine import describe_machine
+from common.reporting.benchmark import files_line, write_results
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.trace_events import write_trace
 from common.resilience.loader_errors import loader_errors
@@ -237,18 +236,13 @@ def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
         write_trace(config.output / f"trace-{run.name}.json", trace_events(run))
-    summary = {
-        "machine": describe_machine(),
-        "config": asdict(config),
-        "runs": {run.name: _summary(run) for run in runs},
-    }
-    write_json(config.output / "summary.json", summary)
+    write_results(
+        config.output / "summary.json", {"config": asdict(config), "runs": {run.name: _summary(run) for run in runs}}
+    )
     lines = [_title(config)]
     for run in runs:
         lines += [f"{run.title}:", *(f"    {line}" for line in _lines(run))]
-    return "\n".join(
-        [*lines, f"results in {config.output}: {', '.join(names)} (traces open at https://ui.perfetto.dev)"]
-    )
+    return "\n".join([*lines, files_line(config.output, names, traces=True)])
 
 
 def _summary(run: LoaderTrace) -> dict[str, Any]:

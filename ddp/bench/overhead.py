@@ -3,8 +3,8 @@
 Three loops take turns, a few steps each:
 
 - ``bare``: forward, loss, backward and optimizer on one batch that is already on the device. No DDP.
-- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds the cost of DDP itself (the trainer does not
-  wrap the model then); with several ranks it adds the all-reduce of the gradients.
+- ``bare, DDP``: the same with the model wrapped by DDP. With one rank this adds the cost of DDP itself; with several ranks it
+  also adds the all-reduce of the gradients.
 - ``trainer``: the step of ``ddp.train``: it fetches, augments and moves each batch, seeds, sets the learning rate, and
   accumulates metrics.
 """
@@ -25,11 +25,10 @@ from common.data import datasets
 from common.data.datasets import Batch
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
-from common.reporting.atomic_files import write_json
+from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.machine import describe_machine
 from common.reporting.run_directory import prepare_output
-from common.reporting.timing import Spread, interleave, paired_ratio
+from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
@@ -102,19 +101,10 @@ def measure(config: OverheadConfig, env: DistEnv) -> dict[str, list[float]]:
 def report(config: OverheadConfig, env: DistEnv, seconds: dict[str, list[float]]) -> str:
     """Write the JSON and the PNG, and return the summary to print."""
     against = "bare" if env.world_size == 1 else "bare, DDP"
-    ratios = {
-        name: [a / b for a, b in zip(seconds[name], seconds[against], strict=True)]
-        for name in seconds
-        if name != against
-    }
-    write_json(
+    ratios = {name: paired_ratios(seconds[name], seconds[against]) for name in seconds if name != against}
+    write_results(
         config.output / "overhead.json",
-        {
-            "machine": describe_machine(),
-            "world_size": env.world_size,
-            "seconds_per_step": seconds,
-            "against": against,
-        },
+        {"world_size": env.world_size, "seconds_per_step": seconds, "against": against},
     )
     title = f"{config.model}, {env.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
     plot_ratios(
@@ -128,8 +118,8 @@ def report(config: OverheadConfig, env: DistEnv, seconds: dict[str, list[float]]
     lines += [
         f"{name:>10}: {Spread.of([1000 * s for s in values]):.2f} ms per step" for name, values in seconds.items()
     ]
-    lines += [f"{name:>10} / {against}: {paired_ratio(seconds[name], seconds[against]):.3f}" for name in ratios]
-    return "\n".join([*lines, f"results in {config.output}: overhead.json, overhead.png"])
+    lines += [f"{name:>10} / {against}: {Spread.of(values):.3f}" for name, values in ratios.items()]
+    return "\n".join([*lines, files_line(config.output, ("overhead.json", "overhead.png"))])
 
 
 def _steps(config: OverheadConfig, env: DistEnv, step: Callable[[], None]) -> Callable[[], float]:

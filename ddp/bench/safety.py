@@ -28,11 +28,10 @@ from common.data import datasets
 from common.data.datasets import ImageData
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
-from common.reporting.atomic_files import write_json
+from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.machine import describe_machine
 from common.reporting.run_directory import prepare_output
-from common.reporting.timing import Spread, interleave, paired_ratio
+from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.metrics import MetricsWriter
 from common.training.models import MODELS
 from ddp.bench.guard_costs import time_guards
@@ -134,13 +133,10 @@ def _folder(path: Path, env: DistEnv) -> Iterator[None]:
 
 def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], guards: dict[str, list[float]]) -> str:
     """Write the JSON and the PNG, and return the summary to print."""
-    ratios = {
-        f"{name} / {other}": [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
-        for name, other in AGAINST.items()
-    }
-    facts = {"machine": describe_machine(), "world_size": env.world_size, "steps_per_checkpoint": config.steps}
+    ratios = {f"{name} / {other}": paired_ratios(seconds[name], seconds[other]) for name, other in AGAINST.items()}
+    settings = {"world_size": env.world_size, "steps_per_checkpoint": config.steps}
     measured = {"seconds_per_step": seconds, "ratios": ratios, "seconds_of_guards": guards}
-    write_json(config.output / "safety.json", {**facts, **measured})
+    write_results(config.output / "safety.json", {**settings, **measured})
     title = (
         f"{config.model}, {env.world_size} rank(s), batch {config.batch_size}, a checkpoint per {config.steps} steps"
     )
@@ -149,16 +145,15 @@ def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], 
     )
     lines = [f"{title}; {config.builds} x {config.rounds} rounds, median [quartiles]"]
     lines += [f"{name:>24}: {Spread.of([1000 * s for s in taken]):.2f} ms per step" for name, taken in seconds.items()]
-    lines += [
-        f"{name:>24} / {other}: {paired_ratio(seconds[name], seconds[other]):.3f}" for name, other in AGAINST.items()
-    ]
+    for (name, other), values in zip(AGAINST.items(), ratios.values(), strict=True):
+        lines.append(f"{name:>24} / {other}: {Spread.of(values):.3f}")
     together = [sum(each) for each in zip(*guards.values(), strict=True)]
     share = statistics.median(together) / statistics.median(seconds["plain"])
     lines += [f"{name:>26}: {Spread.of([1e3 * s for s in taken]):.3f} ms" for name, taken in guards.items()]
     lines += [
         f"all guards by themselves: {1e3 * statistics.median(together):.3f} ms, {100 * share:.2f} % of a plain step"
     ]
-    return "\n".join([*lines, f"results in {config.output}: safety.json, safety.png"])
+    return "\n".join([*lines, files_line(config.output, ("safety.json", "safety.png"))])
 
 
 def _steps(

@@ -23,7 +23,7 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.reporting.benchmark import CPU, run_alone, write_results
+from common.reporting.benchmark import CPU, files_line, run_alone, write_results
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.models import LEAST_SAMPLES, MODELS
@@ -146,14 +146,13 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
             ],
         },
     )
-    names = "timeline.png, trace.json, steps.json"
     return "\n".join(
         [
             title,
             *_table(parts),
             *_sentences(run, parts),
             f"drawn is step {shown + 1} of {len(steps)}, the one of median duration",
-            f"results in {config.output}: {names} (the trace opens at https://ui.perfetto.dev)",
+            files_line(config.output, ("timeline.png", "trace.json", "steps.json"), traces=True),
         ]
     )
 
