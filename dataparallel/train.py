@@ -30,14 +30,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, option, parse
 from common.data import fashion_mnist
-from common.data.datasets import Batch, ImageData, batches
+from common.data.datasets import Batch, ImageData, fetch_batches
 from common.distributed.process_group import DistEnv, require_alone, stop_signals
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.reporting.atomic_files import write_bytes, write_json
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare
-from common.training import window
 from common.training.evaluation import evaluate, evaluation_batch_size
 from common.training.metrics import MetricsWriter
 from common.training.models import LEAST_SAMPLES, build_model
@@ -45,7 +44,7 @@ from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast
 from common.training.randomness import derive_seed, seed_torch, shuffled
 from common.training.recipes import LearningConfig, load_dataset, require_a_batch
-from common.training.window import Window, WindowTotals
+from common.training.window import Window, WindowTotals, end_window, epoch_line, epoch_record
 from dataparallel.devices import parse_devices
 from dataparallel.parallel import HandwrittenDataParallel
 
@@ -102,31 +101,29 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
     with prepare(config.run_dir, overwrite=config.overwrite, resumable=False):
         named = ", ".join(map(str, devices))
         run = {"config": config.as_json(), "devices": named, "dataset_fingerprint": data.fingerprint}
-        write_json(config.run_dir / CONFIG_FILE, {**run, "machine": describe_machine()})
-
         job = build_job(config, devices, data)
-        add_log_file(job.env, config.run_dir / LOG_FOLDER)
+        with job.env.fail_together():  # a full disk is one line
+            write_json(config.run_dir / CONFIG_FILE, {**run, "machine": describe_machine()})
+            add_log_file(job.env, config.run_dir / LOG_FOLDER)
         logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
 
         steps = config.epochs * job.steps_per_epoch
-        with MetricsWriter(config.run_dir) as job.metrics, Progress(job.env, "train", steps) as job.progress:
+        metrics = MetricsWriter(config.run_dir, remedy="start again with --overwrite")
+        with metrics as job.metrics, Progress(job.env, "train", steps) as job.progress:
             for epoch in range(config.epochs):
                 totals = train_epoch(job, epoch)
                 # The plain module, on the first device, has the weights and the statistics, and needs no replicas.
-                in_order = batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
+                in_order = fetch_batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
                 result = evaluate(job.network, data, job.env, config.precision, in_order)
-                tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-                job.metrics.write("epoch", job.step, epoch=epoch, **totals.as_record(), **tested)
-                logger.info(
-                    f"epoch {epoch + 1} of {config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
-                    f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
-                )
+                job.metrics.write("epoch", job.step, epoch=epoch, **epoch_record(totals, result))
+                logger.info(epoch_line(epoch + 1, config.epochs, totals, result))
 
         save(config.run_dir / MODEL_FILE, job.network)
         from common.reporting.report import finish  # and matplotlib with it
 
         title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
-        print(finish(config.run_dir, title, job.network, data, job.env, result), flush=True)
+        with job.env.fail_together():
+            print(finish(config.run_dir, title, job.network, data, job.env, result), flush=True)
 
 
 @dataclass
@@ -186,7 +183,7 @@ def train_epoch(job: DataParallelJob, epoch: int) -> WindowTotals:
     """One pass over the training set; every ``log_every`` steps, record loss and throughput."""
     config = job.config
     order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
-    stream = job.window.timed(batches(job.data.train, order, config.batch_size, epoch))
+    stream = job.window.timed(fetch_batches(job.data.train, order, config.batch_size, epoch))
     job.model.train()
     windows = []
     for remaining in reversed(range(job.steps_per_epoch)):
@@ -228,7 +225,7 @@ def log_window(job: DataParallelJob, epoch: int) -> WindowTotals:
         if job.metrics is not None:
             job.metrics.write(kind, step, epoch=epoch, **values)
 
-    totals = window.log_window(job.window, job.env, job.step, job.optimizer, job.scaler, record, job.progress)
+    totals = end_window(job.window, job.env, job.step, job.optimizer, job.scaler, record, job.progress)
     if not math.isfinite(totals.loss):
         logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
     return totals

@@ -51,8 +51,8 @@ class TrainConfig(LearningConfig):
     # What is learned, and from what
     dataset: str = option(
         "glyphs",
-        "what to train on; lfw is a folder of faces, folder has a folder of images per class; of your own: a function load() "
-        "in a module",
+        "the data set: lfw is a folder of faces, folder has a folder of images per class; or your own: a function load() in "
+        "a module",
         choices=DATASETS,
         or_function=True,
     )
@@ -70,7 +70,7 @@ class TrainConfig(LearningConfig):
     )
     model: str = option(
         None,
-        "what to train; of your own: a function build(shape, classes) in a module (default: fashion-cnn; resnet18 for files)",
+        "the model, or your own: a function build(shape, classes) in a module (default: fashion-cnn; resnet18 for files)",
         choices=MODELS,
         or_function=True,
     )
@@ -101,7 +101,7 @@ class TrainConfig(LearningConfig):
         0, "CPU threads per rank; 0 shares the usable cores among the node's ranks", minimum=0, maximum=1024
     )
     timeout: float = option(
-        600.0, "seconds that a rank may stay in one place before all stop and say who is missing", above=0, maximum=1e6
+        600.0, "seconds without progress after which the ranks stop and name the missing one", above=0, maximum=1e6
     )
 
     # Loading
@@ -211,6 +211,7 @@ def micro_batch_size(batch_size: int, world_size: int, grad_accumulation_steps: 
         below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
         nearest = " or ".join(str(size) for size in (below, above) if size)
         raise UsageError(
-            f"--batch-size {batch_size} does not divide over {world_size} ranks x {grad_accumulation_steps} micro-steps: use {nearest}"
+            f"--batch-size {batch_size} does not divide over {world_size} ranks x {grad_accumulation_steps} micro-steps: "
+            f"use {nearest}"
         )
     return batch_size // parts

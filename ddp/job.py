@@ -15,7 +15,7 @@ from common.distributed.rank_logging import Progress
 from common.errors import UsageError
 from common.resilience.watchdog import Watchdog
 from common.training.metrics import MetricsWriter
-from common.training.window import Window, WindowTotals, log_window
+from common.training.window import Window, WindowTotals, end_window
 from ddp.config import TrainConfig
 from ddp.data import Loader
 from ddp.sampler import MicroBatchSampler
@@ -28,7 +28,7 @@ class StepGuard:
         """The module that DDP wraps."""
         return network
 
-    def begin(self, job: Any) -> None:
+    def begin(self, job: Job) -> None:
         """Called once, when the job is built."""
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -39,10 +39,10 @@ class StepGuard:
         """The loss of a micro-step, 0-d, whose backward pass comes next."""
         return loss
 
-    def accepts(self, norm: Tensor) -> bool:
+    def accepts(self, norm: Tensor | None) -> bool:
         """Whether the optimizer may take the step; the same on every rank.
 
-        :param norm: 0-d, of the averaged and unscaled gradients
+        :param norm: 0-d, of the averaged and unscaled gradients before they were clipped; None without clipping
         """
         return True
 
@@ -97,7 +97,7 @@ class Job:
 
     def log_window(self) -> None:
         """Sum what the ranks saw since the last time, for the metrics and the progress bar."""
-        totals = log_window(self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress)
+        totals = end_window(self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress)
         self.windows.append(totals)
 
     def end_epoch(self, accuracy: float) -> None:

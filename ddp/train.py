@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -30,6 +29,7 @@ from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv, clean_exit, find_dist_env, rendezvous_errors, rendezvous_store
 from common.distributed.rank_logging import rank_logging
+from common.resilience.stop_request import to_be_requeued
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model
 from common.training.optimization import build_optimizer, set_learning_rate
@@ -56,7 +56,7 @@ def main() -> None:
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)  # before any other use of CUDA, which would take GPU 0 on every rank
     torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
-    with clean_exit(env), rank_logging(env):  # after an error, too, the group is left
+    with to_be_requeued(), clean_exit(env), rank_logging(env):  # leaves the group after an error, too
         with rendezvous_errors(env):
             dist.init_process_group(
                 env.backend,  # NCCL on GPUs, gloo on CPUs
@@ -95,12 +95,18 @@ def train(config: TrainConfig, env: DistEnv) -> None:
 
 
 def build_job(
-    config: TrainConfig, env: DistEnv, data: ImageData, found: Found | None = None, guard: StepGuard | None = None
+    config: TrainConfig,
+    env: DistEnv,
+    data: ImageData,
+    found: Found | None = None,
+    guard: StepGuard | None = None,
+    wrap: Callable[..., nn.Module] | None = None,
 ) -> Job:
     """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields other samples.
 
     :param found: the checkpoint to continue from. Rank 0 reads its weights, and DDP broadcasts them
     :param guard: of the training step; ddp/resilience/guard.py's when None
+    :param wrap: what stands in for :func:`wrap_in_ddp`, when a benchmark compares it with something else
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
@@ -111,12 +117,9 @@ def build_job(
         if found is not None and env.is_main:
             load_weights(network, found.path)
     guard = guard or ResilientGuard(env)
-    model = wrap_in_ddp(
-        guard.wrap(network), env, config.strategy, config.all_reduce
-    )  # trains network's own parameters, no copy
+    model = (wrap or wrap_in_ddp)(guard.wrap(network), env, config.strategy, config.all_reduce)  # copies no parameter
     if config.compile:
         model = torch.compile(model)  # type: ignore[assignment]
-
     accumulation = config.grad_accumulation_steps
     sampler = MicroBatchSampler(data.train, config.batch_size, accumulation, env.world_size, env.rank, config.seed)
     loader = open_loader(data.train, sampler, env.device, config.loading)
@@ -124,8 +127,7 @@ def build_job(
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
-    # In fp16, gradients below 6e-8 would become zero: the scaler multiplies the loss and divides the gradients. It does
-    # nothing in fp32 and bf16, so that the step reads the same in all three.
+    # In fp16, gradients below 6e-8 would become zero: the scaler multiplies the loss, and divides the gradients again.
     scaler = torch.amp.GradScaler(env.device.type, enabled=config.precision == "fp16")
     job = Job(config, env, data, network, model, optimizer, scaler, sampler, loader, test_loader, guard)
     guard.begin(job)
@@ -196,10 +198,11 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average.
     # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale.
     scaler.unscale_(job.optimizer)
-    norm = clip_grad_norm_(job.network.parameters(), config.clip_norm or math.inf)  # inf: only measure
+    norm = clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
-    if guard.accepts(norm):  # the same answer on every rank. In fp16 an overflow is accepted, and left to the scaler:
-        scaler.step(job.optimizer)  # skips the step if unscale_ found an inf or nan, and update() then lowers the scale
+    # The same answer on every rank. An overflow in fp16 is accepted: scaler.step skips it, and update lowers the scale.
+    if guard.accepts(norm):
+        scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
     job.step += 1  # skipped or not: the learning rate is a function of it
@@ -207,9 +210,9 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:
     """Evaluate the plain network: its samples divided over the ranks without padding, so that each counts once."""
-    shard = supervisor.until_stopped(job.test_loader)  # a stop signal ends the evaluation early, on all ranks
+    shard = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal evaluates no further batch
     result = evaluate(job.network, job.data, job.env, job.config.precision, shard)
-    supervisor.leave_if_stopped()
+    supervisor.leave_if_stopped()  # all ranks leave then
     return result
 
 

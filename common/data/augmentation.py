@@ -15,8 +15,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from common.training.randomness import uniform
 
-Images = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True)
 class Augmentation:
@@ -31,7 +29,9 @@ class Augmentation:
     flip: bool = False
     fill: int = 0
 
-    def __call__(self, images: Images, seed: int, epoch: int, samples: npt.NDArray[np.int64]) -> Images:
+    def __call__(
+        self, images: npt.NDArray[np.uint8], seed: int, epoch: int, samples: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint8]:
         """Augment a batch.
 
         :param images: uint8 ``[n, channels, height, width]``, not changed

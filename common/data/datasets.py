@@ -92,7 +92,7 @@ class ImageDataset(Dataset[Batch]):
         return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
 
 
-def batches(images: Images, samples: npt.NDArray[np.int64], batch_size: int, epoch: int = 0) -> Iterator[Batch]:
+def fetch_batches(images: Images, samples: npt.NDArray[np.int64], batch_size: int, epoch: int = 0) -> Iterator[Batch]:
     """Fetch samples in this process, in the given order and augmented for this epoch; the last batch may be smaller."""
     for start in range(0, len(samples), batch_size):
         yield images.__getitems__(BatchKey(epoch, samples[start : start + batch_size]))

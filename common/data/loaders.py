@@ -1,4 +1,4 @@
-"""torch's own ``DataLoader``, with what its workers need, as all commands here construct it."""
+"""torch's own ``DataLoader``, with two fixes for its workers: dead ones are found, stopped ones end quietly."""
 
 from __future__ import annotations
 

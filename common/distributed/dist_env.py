@@ -74,9 +74,6 @@ class DistEnv:
         :raises UsageError: on every rank, the error of the lowest rank that met a ``UsageError``, or could not read or write
             a file. Any other error is a defect of the program, and is raised on its own rank only
         """
-        if self.backend == NO_GROUP:
-            yield
-            return
         user_error = None
         try:
             yield
@@ -86,8 +83,9 @@ class DistEnv:
             if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
                 raise
             user_error = f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
-        user_errors: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(user_errors, user_error)
+        user_errors = [user_error] * self.world_size
+        if self.backend != NO_GROUP:
+            dist.all_gather_object(user_errors, user_error)
         for rank, text in enumerate(user_errors):
             if text is not None:
                 shared = UsageError(text if rank == 0 else f"[rank {rank}] {text}")
@@ -113,7 +111,7 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
     :param device: one of :data:`common.distributed.DEVICES`
     :param backend: one of :data:`common.distributed.BACKENDS`
     :param environment: this process's environment when None
-    :raises UsageError: for half an environment, NCCL without CUDA, or more ranks than GPUs
+    :raises UsageError: when only some of torchrun's variables are set, NCCL without CUDA, or more ranks than GPUs
     """
     environment = os.environ if environment is None else environment
     given = [name for name in TORCHRUN_VARIABLES if name in environment]

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
+from common.distributed.store_prefix import store_with_new_prefix
 from common.errors import UsageError
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
@@ -43,8 +44,8 @@ def process_group(
     :param backend: one of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
     :param timeout_s: how long a rank waits for the others at the rendezvous, and in each collective
     :param threads: CPU threads for compute, per rank; 0 shares the usable cores among the node's ranks
-    :raises UsageError: for half an environment, a port in use, ranks that do not come in time, NCCL without CUDA, or more
-        ranks than GPUs
+    :raises UsageError: when only some of torchrun's variables are set, for a port in use, ranks that do not come in time,
+        NCCL without CUDA, or more ranks than GPUs
     """
     env = find_dist_env(device, backend)
     if env.device.type == "cuda":
@@ -65,7 +66,10 @@ def process_group(
 
 @contextlib.contextmanager
 def clean_exit(env: DistEnv) -> Iterator[None]:
-    """A block in which the process joins a group. It leaves the group on success, on an error, on Ctrl-C and on SIGTERM."""
+    """A block in which the process joins a group. The group is left on success and on an error.
+
+    Ctrl-C, SIGTERM and SIGUSR1 end the block as ``SystemExit``, and forks of loader workers are made safe.
+    """
     rest_before_forks()
     with stop_signals():
         failed = True
@@ -92,8 +96,6 @@ def rendezvous_store(env: DistEnv, timeout_s: float) -> Store:
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         store = dist.HashStore()  # type: ignore[attr-defined]
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from common.distributed.store_prefix import store_with_new_prefix
-
         store = store_with_new_prefix(env.rank, env.world_size, timeout)
     else:
         store, _, _ = next(rendezvous("env://", timeout=timeout))

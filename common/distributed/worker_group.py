@@ -32,6 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
+from common.resilience import stop_request
 
 END_S = 5.0  # for a rank to leave its group
 ECHO_S = 0.5  # until the death of a rank is seen; other ranks may report their broken connections before that
@@ -237,12 +238,11 @@ def _ctrl_c_afterwards() -> Iterator[None]:
 
 def _rank(pipe: Connection, environment: dict[str, str], group: Any, build: Callable[..., Any], arguments: Any) -> None:
     """The main function of a rank. Its answers are (a UsageError's message, any other error's traceback, the result)."""
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # a terminal sends it to all processes; the main process ends the ranks
+    # A terminal sends SIGINT to all processes; the main process ends the ranks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_main_process, daemon=True).start()
     os.environ.update(environment)
-    logging.getLogger("common.resilience.stop_signals").setLevel(logging.ERROR)  # the main process logs a stop
+    stop_request.logger.setLevel(logging.ERROR)  # the main process logs a stop
     # The pipe is closed before the group is left: the main process sees that before the other ranks report an error.
     with _reported(pipe), process_group(*group) as env, pipe, _reported(pipe):
         _serve(pipe, build, env, *arguments)

@@ -217,7 +217,7 @@ def plot_all_reduce(
         time_plot.plot(curve, 1e6 * (alpha + beta * curve), color=style["color"], linewidth=1)
         values = [1e-9 * value for value in bandwidths[name].values()]
         bandwidth_plot.plot(list(bandwidths[name]), values, linewidth=1.4, label=name, **style)
-    words = "limit of the memory,\nwithout help of caches"
+    words = "memory bandwidth limit\n(without caches)"
     bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
     time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
     bandwidth_plot.set_ylabel("bus bandwidth, GB/s")

@@ -12,6 +12,7 @@ from torch import nn
 from common.data.datasets import BatchKey, ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting.atomic_files import write_json
+from common.reporting.benchmark import files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 from common.training.evaluation import Evaluation, predict
 from common.training.metrics import read_metrics
@@ -45,7 +46,8 @@ def finish(
     """Draw the figures, write ``result.json``, and return the summary. For rank 0, when the run is complete.
 
     :param run_dir: which holds the run's ``metrics.jsonl``
-    :param network: the plain module; :param result: that of its evaluation
+    :param network: the plain module
+    :param result: that of its evaluation
     :param remedies: as in :func:`data_verdict`
     """
     records = read_metrics(run_dir)
@@ -69,5 +71,5 @@ def finish(
         f"({result.confusion.trace()} of {result.confusion.sum()} samples)\n"
         f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} images/s\n"
         f"{data_verdict(totals['data_wait'], remedies)}\n"
-        f"results in {run_dir}: curves.png, confusion.png, samples.png, result.json, metrics.jsonl"
+        f"{files_line(run_dir, ('curves.png', 'confusion.png', 'samples.png', 'result.json', 'metrics.jsonl'))}"
     )

@@ -23,7 +23,7 @@ from common.reporting.atomic_files import SCRATCH
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
 LOCK_FILE = "lock"
-LAUNCH_FILE = "launch.json"  # names the launch that started the run; see ddp/resilience/restarts.py
+LAUNCH_FILE = "launch.json"  # the torchrun agents that have started this run; see ddp/resilience/restarts.py
 
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,10 @@ def holds_run(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """A block that writes a part of a run that can be resumed.
+def writing(path: Path, remedy: str = "continue with --resume") -> Iterator[None]:
+    """A block that writes a part of a run.
 
+    :param remedy: what a user does after the disk can be written again
     :raises UsageError: naming ``path``, for an OSError in the block
     """
     try:
@@ -139,8 +140,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UsageError(
-            f"{path} cannot be written ({error.strerror}): {'make room' if full else 'remove the cause'}, then continue with "
-            "--resume"
+            f"{path} cannot be written ({error.strerror}): {'make room' if full else 'remove the cause'}, then {remedy}"
         ) from error
 
 

@@ -34,7 +34,7 @@ def plot_curves(path: Path, records: Sequence[Record], title: str) -> None:
     _line(loss, epochs, "test_loss", 1, "test", marker="o")
     _label(loss, "cross-entropy", legend=True)
     loss.set_ylim(bottom=0)
-    _line(accuracy, epochs, "accuracy", 0, "train (augmented, with dropout)", marker="o")
+    _line(accuracy, epochs, "accuracy", 0, "train, while training", marker="o")
     _line(accuracy, epochs, "test_accuracy", 1, "test, every sample once", marker="o")
     _label(accuracy, "accuracy", legend=True)
     accuracy.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")

@@ -1,6 +1,6 @@
 """Chrome's trace event format, which https://ui.perfetto.dev opens: events over time, in lanes.
 
-A lane is a thread of a process. Moments are in seconds from the begin of the trace; the format stores microseconds.
+A lane is a thread of a process. Moments are in seconds from the beginning of the trace; the format stores microseconds.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """

@@ -16,7 +16,7 @@ from common.distributed.dist_env import DistEnv
 from common.resilience.failure_detector import FailureDetector
 
 BEAT_S = 1.0  # between two beats
-STORE_S = 3.0  # until the store has answered; its process may be the one that was stopped
+STORE_S = 3.0  # time for the store to answer; its process may be the one that was stopped
 
 
 class Position(NamedTuple):
@@ -103,8 +103,8 @@ class Heartbeats:
         """Send a beat every ``BEAT_S`` from now on, and look for a decision."""
         self._thread.start()
 
-    def read(self, reading: bool) -> None:
-        """Whether to read the beats of all ranks from now on."""
+    def set_reading(self, reading: bool) -> None:
+        """Read the beats of all ranks from now on, or stop doing so."""
         self._reading = reading
         self._wake.set()
 

@@ -59,7 +59,7 @@ def explain(error: BaseException) -> str | None:
             "workers or a smaller --prefetch-factor"
         )
     if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
-        return f"shared memory (/dev/shm) is full: {_first_line(text)}; {MORE_SHARED_MEMORY}"
+        return f"shared memory (/dev/shm) is full: {_last_line(text)}; {MORE_SHARED_MEMORY}"
     return None
 
 
@@ -79,5 +79,5 @@ def _in_hand_over(error: BaseException) -> bool:
     return any(frame.f_code.co_filename == resource_sharer.__file__ for frame, _ in frames)
 
 
-def _first_line(text: str) -> str:
+def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""

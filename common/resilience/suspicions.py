@@ -19,9 +19,9 @@ from common.resilience.failure_detector import FailureDetector
 if TYPE_CHECKING:
     import psutil
 
-GRACE_S = 2.0  # until a killed process has ended, which its connections did before, and until other ranks have reported
+GRACE_S = 2.0  # time for a killed process to end (its connections close first), and for other ranks to report
 POLL_S = 0.02
-STORE_S = 5.0  # until the store has answered; its process may be the one that was lost
+STORE_S = 5.0  # time for the store to answer; its process may be the one that was lost
 
 T = TypeVar("T")
 

@@ -154,7 +154,7 @@ class Watchdog:
         before: list[Beat] | None = None
         last = beats.latest  # left over from an earlier suspicion
         listened = unanswered = 0.0
-        beats.read(True)
+        beats.set_reading(True)
         for passed in ticks:
             if beats.decision is not None or not self._is_stuck():
                 break
@@ -170,14 +170,14 @@ class Watchdog:
                 before, listened = now, 0.0
             if listened >= LISTEN_S:
                 beats.propose(_decide(before, now))
-        beats.read(False)
+        beats.set_reading(False)
 
     def _describe(self, missing: MissingRanks) -> str:
         """The decision, from this rank's point of view."""
         if not missing.findings:
             return (
                 f"all {self._env.world_size} ranks have been at {missing.where} for {self._timeout_s:g} s: no rank is "
-                "behind, so what they do there together does not end"
+                "behind, so the operation in which all wait hangs"
             )
         parts = []
         for rank, finding in list(missing.findings.items())[:MOST_NAMED]:

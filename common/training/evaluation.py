@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
+from common.training.models import evaluating
 from common.training.precision import autocast
 
 # Images per rank. Without gradients, memory holds more than in training; a batch of larger images has fewer.
@@ -81,9 +82,7 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
     confusion = torch.zeros(classes, classes, dtype=torch.int64, device=env.device)
     loss = torch.zeros((), dtype=torch.float64, device=env.device)
 
-    was_training = network.training
-    network.eval()
-    with env.fail_together():
+    with evaluating(network), env.fail_together():
         for images, labels in share:
             labels = labels.to(env.device)
             with autocast(env.device, precision):
@@ -91,7 +90,6 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
             loss += F.cross_entropy(logits.float(), labels, reduction="sum")
             pairs = labels * classes + logits.argmax(1)
             confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
-    network.train(was_training)
 
     env.sum_over_ranks(loss)  # the only communication: two small sums
     env.sum_over_ranks(confusion)
@@ -101,10 +99,8 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
 @torch.inference_mode()
 def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor) -> list[int]:
     """The predicted classes of uint8 images ``[n, channels, height, width]``, on this rank alone."""
-    was_training = network.training
-    network.eval()
-    predictions: list[int] = network(data.to_input(images.to(env.device))).argmax(1).tolist()
-    network.train(was_training)
+    with evaluating(network):
+        predictions: list[int] = network(data.to_input(images.to(env.device))).argmax(1).tolist()
     return predictions
 
 

@@ -29,20 +29,28 @@ class MetricsWriter:
         will be written again; None starts a new file
     :param silent: write nothing: for all ranks but the one that speaks for them
     :param tensorboard: also write every number as a TensorBoard scalar, below ``tensorboard/``
+    :param remedy: what a user does after a full disk has room again
     :raises UsageError: when TensorBoard is asked for and not installed
     """
 
     def __init__(
-        self, folder: Path, *, after: tuple[int, int] | None = None, tensorboard: bool = False, silent: bool = False
+        self,
+        folder: Path,
+        *,
+        after: tuple[int, int] | None = None,
+        tensorboard: bool = False,
+        silent: bool = False,
+        remedy: str = "continue with --resume",
     ) -> None:
         self._file = self._board = None
+        self._remedy = remedy
         if silent:
             return
         if tensorboard:
             check_tensorboard()
         path = self._path = folder / "metrics.jsonl"
         kept = [] if after is None else [record for record in read_metrics(folder) if _is_done(record, *after)]
-        with writing(path):
+        with writing(path, remedy):
             write_bytes(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = _summary_writer(folder / "tensorboard", after[0] if after else None) if tensorboard else None
@@ -54,7 +62,7 @@ class MetricsWriter:
         """
         if self._file is not None:
             record = {"kind": kind, "step": step, **{name: _plain(value) for name, value in values.items()}}
-            with writing(self._path):
+            with writing(self._path, self._remedy):
                 self._file.write(json.dumps(record) + "\n")
         if self._board is not None:
             for name, value in values.items():
@@ -67,13 +75,13 @@ class MetricsWriter:
         :raises UsageError: when it cannot be written
         """
         if self._file is not None:
-            with writing(self._path):
+            with writing(self._path, self._remedy):
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk, which what was to be written there has met already
+            with contextlib.suppress(OSError):  # a full disk, which an earlier write has reported
                 self._file.close()
         if self._board is not None:
             self._board.close()
@@ -91,7 +99,7 @@ def read_metrics(folder: Path) -> list[Record]:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
     records: list[Record] = []
     with contextlib.suppress(json.JSONDecodeError):
-        records.extend(json.loads(line) for line in lines[:-1])  # those before it are in already when one raises
+        records.extend(json.loads(line) for line in lines[:-1])  # extend keeps the records before a broken line
     return records
 
 

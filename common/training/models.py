@@ -1,11 +1,12 @@
-"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18, and any model of one's own.
+"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18, and the user's own models.
 
 All take float images ``[n, channels, height, width]`` and return logits ``[n, classes]``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -94,8 +95,19 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int, dropout: f
     raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)} and module:function")
 
 
+@contextlib.contextmanager
+def evaluating(network: nn.Module) -> Iterator[None]:
+    """A block with the network in evaluation mode; after it, the network is in the mode that it was in."""
+    was_training = network.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(was_training)
+
+
 def find_own(name: str) -> Callable[[tuple[int, int, int], int], object]:
-    """The function ``module:function`` that builds a model of one's own.
+    """The function ``module:function`` that builds the user's own model.
 
     :raises UsageError: when it cannot be imported, or takes other arguments
     """
@@ -110,10 +122,8 @@ def _build_own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modul
             f"--model {name} returned a {type(model).__name__} instead of an nn.Module: build(shape, classes) must return a "
             f"module that takes float images [n, {', '.join(map(str, shape))}] and returns logits [n, {classes}]"
         )
-    was_training = model.training
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        logits = model.eval()(torch.zeros(2, *shape))
-    model.train(was_training)
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        logits = model(torch.zeros(2, *shape))
     if not isinstance(logits, Tensor) or logits.shape != (2, classes):
         found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise UsageError(

@@ -28,7 +28,7 @@ def build_optimizer(
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Momentum that begins at zero, where SGD has none yet: it gives the same steps.
+    """Set SGD's missing momentum buffers to zero. The steps stay the same.
 
     torch's fused kernel leaves a new buffer uninitialized when GradScaler finds an inf in the very first step, and takes it
     for momentum in the second.
@@ -40,7 +40,7 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """For the next step, in all parameter groups."""
+    """Set the learning rate of all parameter groups, for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 

@@ -46,7 +46,7 @@ class LearningConfig:
 
     # What is learned, and from what
     dataset: str = option(
-        "glyphs", "what to train on; of your own: a function load() in a module", choices=IN_MEMORY, or_function=True
+        "glyphs", "the data set, or your own: a function load() in a module", choices=IN_MEMORY, or_function=True
     )
     data_dir: str = option(
         None, "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's)"
@@ -59,7 +59,7 @@ class LearningConfig:
     )
     model: str = option(
         None,
-        "what to train; of your own: a function build(shape, classes) in a module (default: fashion-cnn)",
+        "the model, or your own: a function build(shape, classes) in a module (default: fashion-cnn)",
         choices=MODELS,
         or_function=True,
     )
@@ -114,7 +114,7 @@ class LearningConfig:
 
     @property
     def run_name(self) -> str:
-        """For the default run directory: data set and model, without characters that paths do not like."""
+        """For the default run directory: data set and model, with ``:`` replaced."""
         return f"{self.dataset}-{self.model}".replace(":", ".")
 
     def as_json(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
+from common.training.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Window:
         self._samples, self._waited, self._began = state.samples, state.waited, time.perf_counter() - state.seconds
 
 
-def log_window(
+def end_window(
     window: Window,
     env: DistEnv,
     step: int,
@@ -157,3 +158,19 @@ def log_window(
     if progress is not None:
         progress.reach(step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s")
     return totals
+
+
+def epoch_record(totals: WindowTotals, result: Evaluation) -> dict[str, float]:
+    """An epoch for ``metrics.jsonl``: its training steps and the evaluation after them."""
+    return {**totals.as_record(), "test_loss": result.loss, "test_accuracy": result.accuracy}
+
+
+def epoch_line(epoch: int, epochs: int, totals: WindowTotals, result: Evaluation) -> str:
+    """An epoch for the log.
+
+    :param epoch: counted from 1
+    """
+    return (
+        f"epoch {epoch} of {epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
+        f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+    )

@@ -43,7 +43,7 @@ class Stopwatch:
         return taken
 
     def _account(self) -> None:
-        """Add the time since the last begin or end of a block to the innermost open block."""
+        """Add the time since a block last began or ended to the innermost open block."""
         synchronize(self._devices)
         now = time.perf_counter()
         if self._open:

@@ -1,21 +1,20 @@
 """The cost of each guard of a training step, timed by itself.
 
-A guard takes less time than one whole step differs from the next, so the times of whole steps cannot show it.
+A guard costs less than two steps differ from each other, so the times of whole steps cannot show it.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 from common.reporting.timing import interleave, synchronize
+from common.training.optimization import set_learning_rate
 from ddp.job import Job
-from ddp.resilience.guard import NO_FLAGS, ResilientGuard, WithFlags
+from ddp.resilience.guard import NO_FLAGS, ResilientGuard, WithFlags, sum_of_gradients
 
 WARMUP = 5
 OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them evicts the gradients from the caches, as a real step does
@@ -35,22 +34,21 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
     gradients = [torch.ones_like(parameter) for parameter in network.parameters()]
     for parameter, gradient in zip(network.parameters(), gradients, strict=True):
         parameter.grad = gradient
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    set_learning_rate(optimizer, 0.0)
     guard = job.guard
     assert isinstance(guard, ResilientGuard)
     flagged = WithFlags(nn.Identity(), device)
     loss = torch.ones((), device=device, requires_grad=True)
     others = torch.zeros(OUT_OF_CACHE, device=device)
 
-    def look() -> None:
-        clip_grad_norm_(network.parameters(), math.inf).isfinite().item()
+    def check_gradients() -> None:
+        sum_of_gradients(network.parameters()).isfinite().item()
 
-    def carry_flags() -> None:
+    def attach_flags() -> None:
         flagged.attach(loss * 1, NO_FLAGS).backward()
         flagged.reduced()
 
-    def say_where() -> None:
+    def report_phases() -> None:
         for phase in PHASES:
             job.watchdog.at(job.step, phase)
 
@@ -70,21 +68,21 @@ def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
     taken = interleave(
         {
             "update": timed(optimizer.step),
-            "look and update": timed(look, optimizer.step),
+            "check and update": timed(check_gradients, optimizer.step),
             "backward": timed(lambda: (loss * 1).backward()),
-            "backward with flags": timed(carry_flags),
+            "backward with flags": timed(attach_flags),
             "nothing": timed(),
             "statistics": timed(guard.save),
-            "positions": timed(say_where),
+            "phases": timed(report_phases),
         },
         rounds,
         WARMUP,
     )
     pairs = {
-        "look at the gradients": ("look and update", "update"),
+        "check of the gradients": ("check and update", "update"),
         "flags": ("backward with flags", "backward"),
-        "statistics kept": ("statistics", "nothing"),
-        "positions for the watchdog": ("positions", "nothing"),
+        "statistics saved": ("statistics", "nothing"),
+        "phases for the watchdog": ("phases", "nothing"),
     }
     return {
         name: [a - b for a, b in zip(taken[with_it], taken[without], strict=True)]

@@ -2,15 +2,15 @@
 
 Five loops take turns, a chunk of steps each. Each loop has its own model:
 
-- ``plain``: the step without flags, without the check of the gradients, without the watchdog. ``plain again`` is the same
-  loop a second time: the difference between the two is noise.
+- ``plain``: the step with the guard that does nothing: no flags, no check of the gradients, no saved statistics, no
+  watchdog. ``plain again`` is the same loop a second time: the difference between the two is noise.
 - ``guarded``: the step of ``ddp.train``, with flags attached to the loss and all-reduced, the check for inf and nan, and the
   watchdog. No checkpoint.
 - ``saving in the background``: ``guarded`` with one checkpoint in each chunk; the chunk ends when it is on the disk.
 - ``saving``: the same, but training waits for the disk.
 
-Each guard is also timed by itself (ddp/bench/guard_costs.py), since all guards together cost less than one step differs from
-the next.
+Each guard is also timed by itself (ddp/bench/guard_costs.py), since all guards together cost less than two steps differ from
+each other.
 """
 
 from __future__ import annotations

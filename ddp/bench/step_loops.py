@@ -29,15 +29,10 @@ def trainer_step(job: Job) -> Callable[[], None]:
 
     def step() -> None:
         train_step(job, stream)
-        reduce_metrics(job)
+        if job.step % job.config.log_every == 0:
+            job.window.reduce(job.env)
 
     return step
-
-
-def reduce_metrics(job: Job) -> None:
-    """Reduce the metrics over the ranks every ``log_every`` steps, as the trainer does after a step."""
-    if job.step % job.config.log_every == 0:
-        job.window.reduce(job.env)
 
 
 def timed(env: DistEnv, steps: int, run: Callable[[], None]) -> Callable[[], float]:

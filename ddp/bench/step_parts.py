@@ -5,10 +5,10 @@ Every rank records five moments of each step. All processes of a machine share t
     began --- input --- compute --- ready --- wait --- reduced --- update --- ended
 
 At ``ready`` the rank's last bucket of gradients is complete, and its all-reduce starts (a communication hook sees this). At
-``reduced`` the backward pass returns, with all buckets averaged. Between the two the rank waits. Until the slowest rank is
-ready, the wait is *imbalance*; after that it is exposed *communication*. All-reduces that ran while gradients were still
-computed do not appear: that is DDP's overlap. (On the CPU, overlap is not free: gloo's threads run on the same cores, and
-their time appears in *compute*.)
+``reduced`` the optimizer begins: all buckets are averaged, and the gradients were checked. Between the two the rank waits.
+Until the slowest rank is ready, the wait is *imbalance*; after that it is exposed *communication*. All-reduces that ran
+while gradients were still computed do not appear: that is DDP's overlap. (On the CPU, overlap is not free: gloo's threads
+run on the same cores, and their time appears in *compute*.)
 
 Data parallelism in one process communicates by copying: scatter, replicate, gather and reduce. On CPU devices that counts as
 *communication*. On GPUs it cannot be separated from *compute* without a synchronization between the steps
@@ -20,7 +20,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
+from common.reporting.timing import synchronize
 from common.training.recipes import load_dataset
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.parallel import HandwrittenDataParallel
 from ddp.bench.step_loops import endless_batches
 from ddp.config import TrainConfig
-from ddp.train import build_job, train_step
+from ddp.train import build_job, train_step, wrap_in_ddp
 
 COPYING = ("scatter", "replicate", "gather", "reduce")
 PARTS = ("input", "compute", "imbalance", "communication", "update")
@@ -104,23 +105,22 @@ class Runner:
 
     def __init__(self, env: DistEnv, config: TrainConfig, wrapper: str, devices: int) -> None:
         self._env = env
-        self._job = job = build_job(config, env, load_dataset(config))
+        kind = env.device.type
+        names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
+        wrappers: dict[str, Callable[..., nn.Module]] = {
+            "none": lambda module, *_: module,
+            "handwritten": lambda module, *_: HandwrittenDataParallel(module, names),
+            "torch": lambda module, *_: nn.DataParallel(module, list(range(devices))),
+            "ddp": wrap_in_ddp,
+        }
+        self._job = job = build_job(config, env, load_dataset(config), wrap=wrappers[wrapper])
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":
             # (torch wants the class itself in a hook's annotations, or none.)
             job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))
-        elif wrapper == "handwritten":
-            kind = env.device.type
-            names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
-            parallel = HandwrittenDataParallel(job.network, names)
-            job.model = job.guard.wrap(parallel)
-            if kind == "cpu":  # on GPUs, it would wait for them between the steps, and make the whole slower
-                self._stopwatch = parallel.step = Stopwatch(parallel.devices)
-        elif wrapper == "torch":
-            job.model = job.guard.wrap(nn.DataParallel(job.network, list(range(devices))))
-        else:
-            job.model = job.guard.wrap(job.network)
+        elif wrapper == "handwritten" and kind == "cpu":  # on GPUs it would wait for them, which makes the step slower
+            self._stopwatch = job.model.step = Stopwatch(job.model.devices)
         job.optimizer.register_step_pre_hook(self._before_update)
         job.model.train()
         self._batches = self._timed(endless_batches(job))
@@ -150,9 +150,8 @@ class Runner:
     def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's default communication hook. It also records the moment at which the last bucket is ready."""
         if bucket.is_last():
-            if (
-                self._env.device.type == "cuda"
-            ):  # waits for the backward kernels, and not for the all-reduces on their own stream
+            if self._env.device.type == "cuda":
+                # Wait for the backward kernels, not for the all-reduces, which have a stream of their own.
                 torch.cuda.current_stream(self._env.device).synchronize()
             self._stamps.ready = time.perf_counter()
         group = dist.group.WORLD
@@ -172,5 +171,4 @@ class Runner:
             yield batch
 
     def _synchronize(self) -> None:
-        if self._env.device.type == "cuda":
-            torch.cuda.synchronize(self._env.device)
+        synchronize([self._env.device])

@@ -172,7 +172,7 @@ class ResilientGuard(StepGuard):
         mine = self.requests()._replace(user_error=self._job.user_error is not None)
         return self._with_flags.attach(loss, mine)
 
-    def accepts(self, norm: Tensor) -> bool:
+    def accepts(self, norm: Tensor | None) -> bool:
         """See :class:`StepGuard`.
 
         :raises UsageError: on every rank, if one met a user error, or if too many steps had to be skipped
@@ -187,7 +187,7 @@ class ResilientGuard(StepGuard):
         # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
         # a report only when the scale cannot be lowered further.
         scaler_skips = scaler.is_enabled() and scaler.get_scale() * scaler.get_backoff_factor() >= 1.0
-        finite = not flags.not_finite and (scaler_skips or bool(norm.isfinite()))
+        finite = not flags.not_finite and (scaler_skips or self._gradients_are_finite(norm))
         self.flags = flags._replace(not_finite=not finite)
         if not finite:
             from ddp.resilience.nonfinite import report_skipped
@@ -195,3 +195,12 @@ class ResilientGuard(StepGuard):
             self.restore()
             report_skipped(job, losses)
         return finite
+
+    def _gradients_are_finite(self, norm: Tensor | None) -> bool:
+        total = sum_of_gradients(self._job.network.parameters()) if norm is None else norm
+        return bool(total.isfinite())
+
+
+def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """0-d; not finite if one element of a gradient is not. It takes half the time of a norm, and squares no large gradient."""
+    return torch.stack([p.grad.sum() for p in parameters if p.grad is not None]).sum()

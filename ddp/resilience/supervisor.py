@@ -20,7 +20,7 @@ from common.resilience.loader_errors import loader_errors
 from common.resilience.stop_request import StopRequest, exit_status, signal_name
 from common.training.evaluation import Evaluation
 from common.training.metrics import MetricsWriter
-from common.training.window import WindowTotals
+from common.training.window import WindowTotals, epoch_line, epoch_record
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.storage import name_of
 from ddp.job import Job
@@ -118,12 +118,8 @@ class Supervisor:
             job.best = {"name": name_of(job.epoch, job.step), "accuracy": result.accuracy}
         assert job.metrics is not None
         with job.env.fail_together():  # the disk of rank 0 may be full
-            tested = {"test_loss": result.loss, "test_accuracy": result.accuracy}
-            job.metrics.write("epoch", job.step, epoch=job.epoch - 1, **totals.as_record(), **tested)
-        logger.info(
-            f"epoch {job.epoch} of {job.config.epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
-            f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
-        )
+            job.metrics.write("epoch", job.step, epoch=job.epoch - 1, **epoch_record(totals, result))
+        logger.info(epoch_line(job.epoch, job.config.epochs, totals, result))
 
     def report(self, result: Evaluation) -> None:
         """Draw the figures and print the summary, on rank 0, while the others wait."""

@@ -15,9 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 import dataparallel.train
-from common.data.datasets import batches
+from common.data.datasets import fetch_batches
 from common.errors import UsageError
 from common.training.metrics import read_metrics
+from common.training.precision import PRECISIONS
 from common.training.randomness import shuffled
 from common.training.recipes import load_dataset
 from dataparallel import train
@@ -105,10 +106,10 @@ def test_without_dropout_a_run_on_two_devices_repeats_itself() -> None:
 def test_the_running_statistics_are_those_of_the_first_replica() -> None:
     job = job_on(2)
     order = shuffled(720, 0, epoch=0)
-    train_step(job, batches(job.data.train, order, 144))
+    train_step(job, fetch_batches(job.data.train, order, 144))
 
     plain = job_on(1).network.train()
-    (images, _) = next(batches(job.data.train, order, 72))  # the first half of the first global batch
+    (images, _) = next(fetch_batches(job.data.train, order, 72))  # the first half of the first global batch
     with torch.no_grad():
         plain(job.data.to_input(images, torch.channels_last))
     for name, buffer in plain.named_buffers():
@@ -117,7 +118,7 @@ def test_the_running_statistics_are_those_of_the_first_replica() -> None:
 
 def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
     job = job_on(1, model="mlp", schedule="constant", warmup_epochs=0.4, epochs=1, lr=0.3)
-    stream = batches(job.data.train, shuffled(720, 0, 0), 144)
+    stream = fetch_batches(job.data.train, shuffled(720, 0, 0), 144)
     rates = []
     for _ in range(4):
         train_step(job, stream)
@@ -294,3 +295,11 @@ def test_help_names_its_flags_and_no_others() -> None:
         assert part in text, part
     assert "lfw" not in text
     assert "--resume" not in text
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_only_fp16_scales_the_loss(precision: str) -> None:
+    config = DataParallelConfig(precision=precision, train_samples=200, test_samples=20)
+    scaler = build_job(config, (torch.device("cpu"),), load_dataset(config)).scaler
+    assert scaler.is_enabled() == (precision == "fp16")
+    assert scaler.scale(torch.ones(())).item() == (65536 if precision == "fp16" else 1)

@@ -65,8 +65,7 @@ def test_the_run_directory_has_everything(finished: Path) -> None:
 def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> None:
     expected = json.loads((finished / "result.json").read_text())["test"]
     flags = ("--run-dir", str(finished), "--checkpoint", "best", "--test-samples", "101", "--device", "cpu")
-    done, *others = run_forked("ddp.evaluate", *flags, world_size=3)
-    assert [rank.stdout for rank in others] == ["", ""]
+    done = run_torchrun(3, "ddp.evaluate", *flags)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"accuracy {100 * expected['accuracy']:.2f} %: ")

@@ -7,9 +7,10 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation, Images
+from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.training.randomness import uniform
 
+Pixels = npt.NDArray[np.uint8]
 Samples = npt.NDArray[np.int64]
 
 augmentations = st.builds(Augmentation, st.integers(0, 4), st.booleans(), st.integers(0, 255))
@@ -17,14 +18,14 @@ shapes = st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 6), st.i
 seeds = st.integers(0, 2**31)
 
 
-def make_batch(shape: tuple[int, ...], seed: int) -> tuple[Images, Samples]:
+def make_batch(shape: tuple[int, ...], seed: int) -> tuple[Pixels, Samples]:
     """Random images, and distinct indices for them in random order."""
     generator = np.random.default_rng(seed)
     images = generator.integers(0, 256, shape, np.uint8)
     return images, generator.permutation(1000)[: shape[0]].astype(np.int64)
 
 
-def naive(augmentation: Augmentation, image: Images, seed: int, epoch: int, sample: int) -> Images:
+def naive(augmentation: Augmentation, image: Pixels, seed: int, epoch: int, sample: int) -> Pixels:
     """One image, pixel by pixel."""
     _, height, width = image.shape
     down, right, mirror = uniform(3, seed, "augmentation", epoch, sample).tolist()

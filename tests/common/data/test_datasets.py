@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 
 from common.data import fashion_mnist, glyphs
 from common.data.augmentation import Augmentation
-from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, batches, keep_batch, load
+from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, fetch_batches, keep_batch, load
 from common.errors import UsageError
 
 AUGMENTATION = Augmentation(shift=3, flip=True)
@@ -143,7 +143,7 @@ def test_a_batch_holds_the_samples_asked_for_in_that_order(samples: list[int]) -
 @given(st.lists(st.integers(0, 59), max_size=30), st.integers(1, 9), st.integers(0, 2))
 def test_batches_cut_an_order_into_pieces(samples: list[int], batch_size: int, epoch: int) -> None:
     images = load_few(augmentation=AUGMENTATION).train
-    pieces = list(batches(images, np.array(samples, np.int64), batch_size, epoch))
+    pieces = list(fetch_batches(images, np.array(samples, np.int64), batch_size, epoch))
     assert [len(piece.labels) for piece in pieces[:-1]] == [batch_size] * (len(pieces) - 1)
     assert [label for piece in pieces for label in piece.labels.tolist()] == images.labels[samples].tolist()
     if pieces:

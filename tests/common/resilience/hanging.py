@@ -29,11 +29,17 @@ class Job:
     ``worker``, with that of its loader worker; ``end``, whose presence ends the job."""
 
     def __init__(
-        self, folder: Path, environments: list[dict[str, str]], timeout_s: float, victim: int, how: str
+        self,
+        folder: Path,
+        environments: list[dict[str, str]],
+        timeout_s: float,
+        victim: int,
+        how: str,
+        patient: bool,
     ) -> None:
         self.folder = folder
         self.processes = [
-            FORK_SERVER.Process(target=_rank, args=(environment | NO_GPUS, folder, timeout_s, victim, how))
+            FORK_SERVER.Process(target=_rank, args=(environment | NO_GPUS, folder, timeout_s, victim, how, patient))
             for environment in environments
         ]
         for process in self.processes:
@@ -59,22 +65,30 @@ class Job:
 
 @contextlib.contextmanager
 def hanging_job(
-    folder: Path, environments: list[dict[str, str]], timeout_s: float, victim: int = -1, how: str = ""
+    folder: Path,
+    environments: list[dict[str, str]],
+    timeout_s: float,
+    victim: int = -1,
+    how: str = "",
+    patient: bool = True,
 ) -> Iterator[Job]:
     """A job in which rank ``victim`` does ``how`` (stop, loop or loader) at data of step ``HANG_STEP``, or all do
-    (deadlock); killed at the end."""
+    (deadlock); killed at the end.
+
+    :param patient: with the times of :func:`_patience`, and not those of production
+    """
     folder.mkdir()
-    job = Job(folder, environments, timeout_s, victim, how)
+    job = Job(folder, environments, timeout_s, victim, how, patient)
     try:
         yield job
     finally:
         kill(job.processes)
 
 
-def _rank(environment: dict[str, str], folder: Path, timeout_s: float, victim: int, how: str) -> None:
+def _rank(environment: dict[str, str], folder: Path, timeout_s: float, victim: int, how: str, patient: bool) -> None:
     os.environ.update(environment)
     with (
-        _patience(),
+        _patience() if patient else contextlib.nullcontext(),
         process_group("cpu", timeout_s=GROUP_TIMEOUT_S, threads=1) as env,
         rank_logging(env, folder),
         Watchdog(env, timeout_s) as watchdog,

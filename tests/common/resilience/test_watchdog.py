@@ -229,6 +229,20 @@ def test_a_stopped_rank_is_named(jobs: dict[str, Job], victim: int) -> None:
     named(jobs[f"stop-{victim}"], victim, SILENT)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_stopped_rank_is_named_with_the_times_of_production(tmp_path: Path, victim: int) -> None:
+    with (
+        rendezvous(3) as environments,
+        hanging_job(tmp_path / "job", environments, TIMEOUT_S, victim, "stop", patient=False) as job,
+    ):
+        stopped = int(job.wait_for("hanging").read_text())
+        others = [rank for rank in range(3) if rank != victim]
+        assert [job.exit_status(rank) for rank in others] == [1, 1]
+        os.kill(stopped, signal.SIGCONT)
+        named(job, victim, SILENT)
+
+
 @pytest.mark.faults
 def test_a_rank_in_an_endless_loop_is_named(jobs: dict[str, Job]) -> None:
     named(jobs["loop"], 1, STAYS)
@@ -262,8 +276,8 @@ def test_ranks_that_all_wait_for_each_other_name_no_rank(jobs: dict[str, Job]) -
     for rank in (0, 1):
         assert jobs["deadlock"].exit_status(rank) == 1
         assert error(jobs["deadlock"], rank) == (
-            f"all 2 ranks have been at backward of step {HANG_STEP} for 2 s: no rank is behind, so what they do there "
-            "together does not end"
+            f"all 2 ranks have been at backward of step {HANG_STEP} for 2 s: no rank is behind, so the operation in "
+            "which all wait hangs"
         )
 
 
@@ -279,9 +293,10 @@ def test_a_rank_alone_names_itself(jobs: dict[str, Job]) -> None:
 
 @pytest.mark.faults
 def test_a_job_that_was_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path) -> None:
-    with rendezvous(3) as environments, hanging_job(tmp_path / "job", environments, 15.0) as job:
+    with rendezvous(3) as environments, hanging_job(tmp_path / "job", environments, 10.0) as job:
         job.wait_for("running")
-        for number, pause_s in ((signal.SIGSTOP, 18.0), (signal.SIGCONT, 3.5)):
+        # Stopped for longer than the timeout, then watched for longer than a decision takes.
+        for number, pause_s in ((signal.SIGSTOP, 12.0), (signal.SIGCONT, 22.0)):
             for process in job.processes:
                 os.kill(process.pid or 0, number)
             time.sleep(pause_s)
@@ -298,7 +313,7 @@ def watched_twice(timeout_s: float, sleep_s: float) -> int:
                 for _ in watchdog.each(range(4 + env.rank), "evaluation"):
                     time.sleep(sleep_s)
                 with watchdog.paused():
-                    time.sleep(4 * sleep_s)
+                    time.sleep(5 * sleep_s)
             if not count:  # the first round has opened what stays open
                 before = left_open()
         return left_open() - before

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.data import datasets
-from common.data.datasets import BatchKey, batches
+from common.data.datasets import BatchKey, fetch_batches
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import Evaluation, evaluate, evaluation_batch_size, table
 from common.training.models import build_model
@@ -18,7 +18,7 @@ def test_it_equals_a_plain_loop() -> None:
     network = build_model("fashion-cnn", data.shape, len(data.classes), dropout=0.5)
     env = DistEnv.alone(torch.device("cpu"))
     samples = np.arange(301)
-    result = evaluate(network, data, env, "fp32", batches(data.test, samples, 50))
+    result = evaluate(network, data, env, "fp32", fetch_batches(data.test, samples, 50))
     assert network.training  # left in the mode it was in
     network.eval()
     images, labels = data.test.__getitems__(BatchKey(0, samples))

@@ -1,4 +1,4 @@
-"""``common.training.precision``: what runs in low precision, what the scaler does with fp16, and clipping against its definition."""
+"""``common.training.precision``: what runs in low precision, what the scaler does with fp16, and what clipping does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from common.training.precision import PRECISIONS, autocast
 
@@ -97,3 +100,26 @@ def test_fp16_keeps_gradients_that_would_become_zero(device: torch.device) -> No
     step("fp16", scaler_of("fp16", device), model, optimizer, size=1e-8)
     assert model.weight.grad is not None
     assert (model.weight.grad != 0).all()
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.floats(1e-2, 1e3),
+)
+def test_clipping_scales_all_gradients_to_the_norm_and_returns_the_one_before(
+    gradients: list[list[float]], max_norm: float
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(len(values))) for values in gradients]
+    for parameter, values in zip(parameters, gradients, strict=True):
+        parameter.grad = torch.tensor(values)
+    norm = math.hypot(*(value for values in gradients for value in values))
+
+    returned = clip_grad_norm_(iter(parameters), max_norm)
+
+    assert returned.shape == ()
+    assert returned.item() == pytest.approx(norm, rel=1e-5)
+    factor = min(1.0, max_norm / norm) if norm else 1.0
+    for parameter, values in zip(parameters, gradients, strict=True):
+        assert parameter.grad is not None
+        expected = torch.tensor([factor * value for value in values])
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)

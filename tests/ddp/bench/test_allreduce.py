@@ -43,7 +43,7 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
         assert len(one["fit"]["errors"]) == 2
         median = math.fsum(one["seconds"]["4096"]) / 2
         assert one["bus_bandwidth"]["4096"] == pytest.approx(4096 / median)  # of two ranks: 2 (n - 1) / n = 1
-    assert all(value > 0 for values in written["memory_bytes_per_s"].values() for value in values)
+    assert all(value > 1e6 for values in written["memory_bytes_per_s"].values() for value in values)
     assert written["machine"]["usable_cores"] > 0
     assert (tmp_path / "allreduce.png").is_file()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ddp.bench.safety import AGAINST, LOOPS
 from tests.support.launch import run_torchrun
 
-GUARDS = ("look at the gradients", "flags", "statistics kept", "positions for the watchdog")
+GUARDS = ("check of the gradients", "flags", "statistics saved", "phases for the watchdog")
 
 
 def test_every_loop_and_every_guard_is_measured(tmp_path: Path) -> None:

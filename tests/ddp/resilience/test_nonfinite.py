@@ -22,7 +22,7 @@ from common.training.randomness import derive_seed
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.guard import Flags, ResilientGuard
+from ddp.resilience.guard import Flags, ResilientGuard, sum_of_gradients
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
@@ -224,3 +224,15 @@ def test_one_step_too_many_ends_all_ranks_with_the_same_words(tmp_path: Path, mo
     assert [(record["kind"], record["step"]) for record in read_metrics(tmp_path)] == [
         ("skipped", step) for step in range(1, most + 2)
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "finite"), [(1.0, True), (1e38, True), (math.nan, False), (math.inf, False), (-math.inf, False)]
+)
+def test_one_value_among_many_tells(value: float, finite: bool) -> None:
+    parameters = [nn.Parameter(torch.zeros(3, 4)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.zeros(3, 4)
+    assert parameters[1].grad is not None
+    parameters[1].grad[1, 2] = value
+    assert bool(sum_of_gradients(parameters).isfinite()) is finite
