@@ -85,14 +85,14 @@ class _SynchronizedNormalization(torch.autograd.Function):
         variance = (counts * (variances + (means - mean) ** 2)).sum(0) / total
 
         invstd = torch.rsqrt(variance + eps)
-        normalized = (x - _along(1, mean, x)) * _along(1, invstd, x)
+        normalized = (x - _per_channel(mean, x)) * _per_channel(invstd, x)
         ctx.save_for_backward(normalized, weight, invstd, total)
         ctx.axes, ctx.has_bias = axes, bias is not None
         y = normalized
         if weight is not None:
-            y = y * _along(1, weight, x)
+            y = y * _per_channel(weight, x)
         if bias is not None:
-            y = y + _along(1, bias, x)
+            y = y + _per_channel(bias, x)
         ctx.mark_non_differentiable(mean, variance, total)
         return y, mean, variance, total
 
@@ -105,10 +105,10 @@ class _SynchronizedNormalization(torch.autograd.Function):
         # the global batch, since every sample had a part in the mean and the variance.
         sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums)
-        grad_x = grad_y - (_along(1, sums[0], grad_y) + normalized * _along(1, sums[1], grad_y)) / total
+        grad_x = grad_y - (_per_channel(sums[0], grad_y) + normalized * _per_channel(sums[1], grad_y)) / total
         scale = invstd if weight is None else invstd * weight
         return (
-            grad_x * _along(1, scale, grad_y),
+            grad_x * _per_channel(scale, grad_y),
             None if weight is None else grad_weight,
             grad_bias if ctx.has_bias else None,
             None,
@@ -163,6 +163,6 @@ def convert_sync_batchnorm(module: nn.Module, device: torch.device) -> nn.Module
     return SyncBatchNorm.convert(module)
 
 
-def _along(axis: int, vector: Tensor, like: Tensor) -> Tensor:
-    """``vector`` shaped to broadcast along ``axis`` of ``like``."""
-    return vector.view([-1 if i == axis else 1 for i in range(like.dim())])
+def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    """``vector`` shaped to broadcast along the channels of ``like``, its dimension 1."""
+    return vector.view([-1 if i == 1 else 1 for i in range(like.dim())])

@@ -26,24 +26,21 @@ FROM_FILES: dict[str, dict[str, Any]] = {
     "lfw": {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"},
     "folder": {"image_size": 64},
 }
-# Where a run lies and how it was begun, which changes nothing in it.
-OF_THE_START = ("resume", "auto_resume", "overwrite", "run_dir")
+# Where a run's directory is and how this start was asked for. They change nothing in the run.
+LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir")
 
 
 class Loading(NamedTuple):
-    """How batches are brought to a rank: by which of :data:`LOADERS`, with how many workers, kept from epoch to epoch?"""
+    """How a rank loads batches: by which of :data:`LOADERS`, with how many workers, and whether they live between epochs."""
 
     loader: str = "stock"
     workers: int = 0
     persistent: bool = False
 
 
-WITHOUT_WORKERS = Loading()
-
-
 @dataclass(frozen=True)
 class TrainConfig(LearningConfig):
-    """One run's settings: those of :class:`LearningConfig`, here with lfw to learn from, and what many processes add.
+    """One run's settings: those that all trainers share, data sets of files, and what many processes add.
 
     :raises UsageError: for settings that contradict each other
     """
@@ -180,11 +177,7 @@ class TrainConfig(LearningConfig):
         :raises UsageError: when the batch does not divide, is too small for the model, or TensorBoard or the function of an
             own model is missing
         """
-        samples = micro_batch_size(self.batch_size, world_size, self.grad_accumulation_steps)
-        if samples < LEAST_SAMPLES.get(self.model, 1):
-            raise UsageError(
-                f"{self.model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size"
-            )
+        require_samples(self.model, self.batch_size, world_size, self.grad_accumulation_steps)
         if self.tensorboard:
             check_tensorboard()
         if is_function_name(self.model):
@@ -215,3 +208,9 @@ def micro_batch_size(batch_size: int, world_size: int, grad_accumulation_steps: 
             f"use {nearest}"
         )
     return batch_size // parts
+
+
+def require_samples(model: str, batch_size: int, world_size: int, grad_accumulation_steps: int = 1) -> None:
+    """:raises UsageError: when the global batch does not divide, or leaves too few samples per forward pass for BatchNorm"""
+    if micro_batch_size(batch_size, world_size, grad_accumulation_steps) < LEAST_SAMPLES.get(model, 1):
+        raise UsageError(f"{model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size")

@@ -16,7 +16,7 @@ from common.data.loaders import stock_loader
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
-from ddp.config import FROM_FILES, WITHOUT_WORKERS, Loading, TrainConfig
+from ddp.config import FROM_FILES, Loading, TrainConfig
 from ddp.sampler import ShardSampler
 
 Loader = Iterable[Batch]
@@ -82,7 +82,7 @@ def open_loader(images: Images, batch_sampler: Iterable[BatchKey], device: torch
     )
 
 
-def open_test_loader(data: ImageData, env: DistEnv, loading: Loading = WITHOUT_WORKERS) -> Loader:
-    """Brings this rank's part of the test set."""
+def open_test_loader(data: ImageData, env: DistEnv, loading: Loading) -> Loader:
+    """A loader of this rank's shard of the test set."""
     shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), env.world_size, env.rank)
     return open_loader(data.test, shard, env.device, loading)

@@ -25,7 +25,7 @@ from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, choose
 from ddp.checkpoint.storage import Manifest
-from ddp.config import OF_THE_START, TrainConfig
+from ddp.config import LAUNCH_SETTINGS, TrainConfig
 from ddp.data import load_data, open_test_loader
 
 
@@ -35,15 +35,15 @@ class EvaluateConfig:
 
     run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run of which a checkpoint is evaluated")
     checkpoint: str | None = option(None, CHOICE)
-    data_dir: str | None = option(None, "where fashion-mnist or lfw lies (default: the run's)")
+    data_dir: str | None = option(None, "where the files of fashion-mnist, lfw or folder are (default: the run's)")
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
     precision: str = option("fp32", "of the evaluation, whatever the run was trained in", choices=PRECISIONS)
     device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
 
 
-def choose_together(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manifest]:
-    """Rank 0 looks for the checkpoint, and tells all.
+def choose_on_rank_0(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manifest]:
+    """Rank 0 chooses the checkpoint and broadcasts its choice.
 
     :raises UsageError: on every rank, when there is none, or it is damaged
     """
@@ -60,8 +60,8 @@ def choose_together(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manifes
 def main() -> None:
     config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
     with process_group(config.device, config.backend) as env, rank_logging(env):
-        path, manifest = choose_together(config, env)
-        run = TrainConfig(**{name: value for name, value in manifest.config.items() if name not in OF_THE_START})
+        path, manifest = choose_on_rank_0(config, env)
+        run = TrainConfig(**{name: value for name, value in manifest.config.items() if name not in LAUNCH_SETTINGS})
         # The training samples too: the images are normalized by their mean and standard deviation.
         run = dataclasses.replace(
             run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False
@@ -73,8 +73,8 @@ def main() -> None:
                 storage.load_weights(network, path)
         assert dist.group.WORLD is not None
         broadcast(list(replicated(network.to(env.device)).values()), 0, dist.group.WORLD)
-        share = open_test_loader(data, env, run.loading)
-        result = evaluate(network, data, env, config.precision, share)
+        shard = open_test_loader(data, env, run.loading)
+        result = evaluate(network, data, env, config.precision, shard)
         if env.is_main:
             print(table(result, data.classes))
 

@@ -141,7 +141,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
     with training(run_dir, *SMALL, "--auto-resume") as run:
         line = refusal_of(run)
         assert line.startswith(f"error: {run_dir / storage.FOLDER} holds no checkpoint that is whole (")
-        assert line.endswith("put back a copy, or start again with --overwrite")
+        assert line.endswith("restore a copy, or start again with --overwrite")
         assert sorted(os.listdir(run_dir / storage.FOLDER)) == before
 
 

@@ -21,7 +21,8 @@ WAIT, WARMUP, ACTIVE = 2, 2, 4  # steps without the profiler, with it but unreco
 def profile_steps(env: DistEnv, folder: Path | None) -> Iterator[Callable[[], None]]:
     """Record steps 5 to 8 of the block on every rank, as ``rank<r>.json.gz`` in ``folder``.
 
-    The parts of a step have the names that the code gives them with ``torch.profiler.record_function``.
+    Torch names the parts of a step: ``DistributedDataParallel.forward``, ``autograd::engine::evaluate_function``,
+    ``gloo:all_reduce``, ``Optimizer.step``.
 
     :param env: names the rank and its device
     :param folder: folder of the traces; None records nothing

@@ -69,12 +69,12 @@ def evaluation_batch_size(shape: tuple[int, int, int]) -> int:
 
 
 @torch.inference_mode()
-def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, share: Iterable[Batch]) -> Evaluation:
+def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, shard: Iterable[Batch]) -> Evaluation:
     """Evaluate on the test set, its samples divided over the ranks.
 
     :param network: the plain module, its parameters and buffers the same on every rank; left in the mode it was in
     :param precision: one of :data:`common.training.precision.PRECISIONS`
-    :param share: this rank's batches of ``data.test``; all ranks' shares together hold every sample once
+    :param shard: this rank's batches of ``data.test``; all ranks' shards together hold every sample once
     :returns: the same on every rank
     :raises UsageError: on every rank, when one cannot read a file
     """
@@ -83,7 +83,7 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
     loss = torch.zeros((), dtype=torch.float64, device=env.device)
 
     with evaluating(network), env.fail_together():
-        for images, labels in share:
+        for images, labels in shard:
             labels = labels.to(env.device)
             with autocast(env.device, precision):
                 logits = network(data.to_input(images.to(env.device)))

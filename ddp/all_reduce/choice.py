@@ -24,16 +24,16 @@ def watched_backend(p2p: P2P) -> Backend:
     return Backend(p2p.group, functools.partial(p2p.blaming, None))
 
 
-_ALGORITHMS: tuple[Callable[[P2P], AllReduce], ...] = (
-    watched_backend,
-    Naive,
-    Ring,
-    HalvingDoubling,
-    Tree,
-    SharedMemory,
-    Hierarchical,
-)
-_BY_NAME = dict(zip(ALL_REDUCES, _ALGORITHMS, strict=True))
+_BY_NAME: dict[str, Callable[[P2P], AllReduce]] = {
+    "backend": watched_backend,
+    "naive": Naive,
+    "ring": Ring,
+    "halving-doubling": HalvingDoubling,
+    "tree": Tree,
+    "shared-memory": SharedMemory,
+    "hierarchical": Hierarchical,
+}
+assert tuple(_BY_NAME) == ALL_REDUCES
 
 
 def build_all_reduce(name: str, group: dist.ProcessGroup | None = None) -> AllReduce:

@@ -77,7 +77,7 @@ class LocalSockets:
                 ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
                 if not ready:
                     peer = min(waiting.values())
-                    raise TimeoutError(f"rank {peer} has not come {what}")
+                    raise TimeoutError(f"rank {peer} did not come {what}")
                 for descriptor, _ in ready:
                     poll.unregister(descriptor)
                     peer = waiting.pop(descriptor)
@@ -86,9 +86,9 @@ class LocalSockets:
                         raise ConnectionResetError(f"rank {peer} has closed its connection")
                     if theirs != own:
                         raise RuntimeError(
-                            f"of the ranks on {self._p2p.hosts[peer]}, {self._p2p.rank} has come {what}, and {peer} "
-                            f"{theirs.decode()}: all must all-reduce in the same order tensors of the same size and dtype, "
-                            "at the same place in allocated memory"
+                            f"on {self._p2p.hosts[peer]}, rank {self._p2p.rank} came {what}, but rank {peer} came "
+                            f"{theirs.decode()}: all ranks must all-reduce in the same order tensors of the same size and "
+                            "dtype, at the same offset of allocated memory"
                         )
                     gathered[peer] = [file for _, _, data in received for file in array.array("i", data)]
         except OSError as error:

@@ -1,8 +1,8 @@
 """The time of an all-reduce, by algorithm and size (``python -m ddp.bench allreduce``).
 
-Every algorithm of ddp/all_reduce/choice.py and the backend's own sum the same tensors in the same processes, from 4 B to
-100 MiB. For each size the algorithms take turns. A turn is a barrier followed by consecutive all-reduces for at least 20 ms;
-its time is that of the slowest rank, divided by the number of all-reduces.
+Every algorithm of ddp/all_reduce/choice.py (hierarchical only with ``--hosts``) and the backend's own sum the same tensors in
+the same processes, from 4 B to 100 MiB. For each size the algorithms take turns. A turn is a barrier followed by consecutive
+all-reduces for at least 20 ms; its time is that of the slowest rank, divided by the number of all-reduces.
 
 A line, alpha + beta * bytes, is fitted to each algorithm's medians (ddp/bench/alpha_beta.py). The bandwidth of the memory is
 measured in the same processes: it bounds an all-reduce between processes that share memory.
@@ -57,9 +57,8 @@ class AllReduceConfig:
 
     ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
     algorithms: tuple[str, ...] = option(
-        tuple(
-            name for name in ALL_REDUCES if name not in (BACKEND, HIERARCHICAL)
-        ),  # on one host, hierarchical is shared memory
+        # On one host, hierarchical is shared memory.
+        tuple(name for name in ALL_REDUCES if name not in (BACKEND, HIERARCHICAL)),
         "algorithms to compare with the backend's own",
         choices=[name for name in ALL_REDUCES if name != BACKEND],
     )

@@ -67,9 +67,8 @@ from ddp.bench.variants import (
 )
 
 WARMUP = 1  # rounds
-SETTLING_STEPS = (
-    3  # unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third
-)
+# Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
+SETTLING_STEPS = 3
 LONGEST_TURN = 6  # times the length of a turn, by the settling steps, which are slower than the rest
 SAMPLES = {name: 16 if name == "resnet18" else 72 for name in NETWORKS}  # of a rank in a step
 

@@ -27,13 +27,13 @@ from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process
 from common.distributed.rank_logging import Progress, rank_logging
 from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.run_directory import prepare_output
+from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
 from ddp.bench.step_loops import timed, trainer_step
-from ddp.config import TrainConfig, micro_batch_size
+from ddp.config import TrainConfig, require_samples
 from ddp.job import Job
 from ddp.train import build_job, wrap_in_ddp
 
@@ -66,11 +66,12 @@ def main(argv: Sequence[str]) -> None:
     config = parse(OverheadConfig, "ddp.bench overhead", __doc__, argv)
     with process_group(config.device, config.backend, threads=config.threads) as env, rank_logging(env):
         with env.fail_together():
-            micro_batch_size(config.batch_size, env.world_size, 1)
+            require_samples(config.model, config.batch_size, env.world_size)
             prepare_output(config.output)
         seconds = measure(config, env)
         if env.is_main:
-            print(report(config, env, seconds))
+            with results_in(config.output):
+                print(report(config, env, seconds))
 
 
 def measure(config: OverheadConfig, env: DistEnv) -> dict[str, list[float]]:

@@ -30,14 +30,14 @@ from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process
 from common.distributed.rank_logging import Progress, rank_logging
 from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.run_directory import prepare_output
+from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.metrics import MetricsWriter
 from common.training.models import MODELS
 from ddp.bench.guard_costs import time_guards
 from ddp.bench.step_loops import timed, trainer_step
 from ddp.checkpoint.checkpointer import Checkpointer
-from ddp.config import TrainConfig, micro_batch_size
+from ddp.config import TrainConfig, require_samples
 from ddp.job import Job, StepGuard
 from ddp.train import build_job
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     config = parse(SafetyConfig, "ddp.bench safety", __doc__, argv)
     with process_group(config.device, config.backend, threads=config.threads) as env, rank_logging(env):
         with env.fail_together():
-            micro_batch_size(config.batch_size, env.world_size, 1)
+            require_samples(config.model, config.batch_size, env.world_size)
             prepare_output(config.output)
         run = TrainConfig(
             model=config.model,
@@ -87,7 +87,8 @@ def main(argv: Sequence[str]) -> None:
         seconds = measure(config, run, data, env)
         guards = time_guards(build_job(run, env, data), config.looks)
         if env.is_main:
-            print(report(config, env, seconds, guards))
+            with results_in(config.output):
+                print(report(config, env, seconds, guards))
 
 
 def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEnv) -> dict[str, list[float]]:

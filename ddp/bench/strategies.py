@@ -30,7 +30,7 @@ from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from ddp.bench.step_parts import PARTS, Runner, StepParts
-from ddp.config import TrainConfig, micro_batch_size
+from ddp.config import TrainConfig, require_samples
 
 SINGLE = "single process"
 WARMUP = 2
@@ -76,7 +76,7 @@ class StrategiesConfig:
                 f"--processes {max(self.processes)} is more than the {gpus} usable GPUs: give fewer, or --device cpu"
             )
         for count in self.processes:
-            micro_batch_size(self.batch_size, count, 1)
+            require_samples(self.model, self.batch_size, count)
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,8 @@ class Bucket:
 
     def __init__(self, parameters: dict[int, nn.Parameter], buffer: Tensor, as_view: bool) -> None:
         self.parameters, self.buffer, self._as_view = parameters, buffer, as_view
-        self.expected = self.missing = (
-            0  # gradients that become ready in every backward pass; that are not yet, in this one
-        )
+        # Gradients that become ready in every backward pass, and those of them that are missing in this one.
+        self.expected = self.missing = 0
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
         self.small = buffer.numel() < SMALL * len(parameters)
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])

@@ -72,9 +72,8 @@ class NaiveDistributedDataParallel(nn.Module):
     @torch.no_grad()
     def _average_gradients(self) -> None:
         self._scheduled = False
-        for (
-            parameter
-        ) in self.module.parameters():  # in the same order on every rank, as collectives are matched by order
+        # In the same order on every rank: collectives are matched by their order.
+        for parameter in self.module.parameters():
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:  # not used on this rank, but the others wait for its contribution

@@ -44,6 +44,7 @@ class Reducer:
     ) -> None:
         self.expecting = False  # whether a backward pass that synchronizes is running or follows
         self.divisor: float = group.size()
+        self._divisor_now: float = self.divisor  # of the running backward pass
         self.hook: Callable[[GradBucket], Pending] | None = None  # averages a bucket in another way
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
@@ -71,7 +72,7 @@ class Reducer:
             return
         self._running = self.expecting = True
         self._remaining, self._sent = list(self._uses or [0] * len(self._parameters)), []
-        self._divisor = 1 if self.hook else self.divisor  # communication hooks divide by themselves
+        self._divisor_now = 1 if self.hook else self.divisor  # communication hooks divide by themselves
         for bucket in self.buckets:
             bucket.missing, bucket.to_copy = bucket.expected, set(bucket.parameters)
         Variable._execution_engine.queue_callback(self._finish)
@@ -96,7 +97,7 @@ class Reducer:
             )
         bucket = self._bucket_of[index]
         if not bucket.small:
-            bucket.copy_in(index, self._divisor)  # at once: the next gradient can then reuse its memory
+            bucket.copy_in(index, self._divisor_now)  # at once: the next gradient can then reuse its memory
         bucket.missing -= 1
         # Collectives are matched by their order, so a complete bucket waits for those before it.
         while not bucket.missing and len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
@@ -119,14 +120,18 @@ class Reducer:
         for _ in self.buckets:
             self._send(zeros=True)
         self._wait()
-        self._receivers or self._agree_on_receivers([False] * len(self._parameters))
+        if not self._receivers:
+            self._agree_on_receivers([False] * len(self._parameters))
         self._rebuild_buckets()
 
     def _send(self, zeros: bool = False) -> None:
         """Start the next bucket's all-reduce."""
         index = len(self._sent)
         bucket = self.buckets[index]
-        bucket.buffer.zero_() if zeros else bucket.fill(self._divisor)
+        if zeros:
+            bucket.buffer.zero_()
+        else:
+            bucket.fill(self._divisor_now)
         if self.hook is None:
             self._sent.append(self._all_reduce.start(bucket.buffer))
         else:

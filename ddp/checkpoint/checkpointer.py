@@ -63,7 +63,7 @@ class Checkpointer:
                 manifest, state = manifest_of(job), state_of_job(job, ranks)
                 if self._config.async_checkpoint and not wait:
                     self._copy = copied(state, self._copy)
-                    self._thread = threading.Thread(target=self._write, args=(manifest, self._copy), name="saving")
+                    self._thread = threading.Thread(target=self._write, args=(manifest, self._copy), name="checkpoint")
                     self._thread.start()
                 else:
                     self._write(manifest, state)

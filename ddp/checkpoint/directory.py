@@ -59,7 +59,7 @@ def save(
     scratch = directory / f"{SAVING}{uuid.uuid4().hex}"
     try:
         if not directory.is_dir():
-            directory.mkdir()
+            directory.mkdir(parents=True)
             sync_folder(directory.parent)
         write(scratch, step, state, facts or {})
         _move_into_place(scratch, path)
@@ -116,7 +116,7 @@ def newest_of(
     if damaged:
         raise UsageError(
             f"{paths[0].parent} holds no checkpoint that is whole ({len(damaged)} damaged; the newest: {damaged[0]}): "
-            f"put back a copy, {remedy}"
+            f"restore a copy, {remedy}"
         )
     return None
 

@@ -1,7 +1,7 @@
 """What surrounds one training step, so that a bad one does no harm and all ranks take the same decision.
 
-``train_step`` calls a guard in three places: for its batches, with its loss, and with the norm of its gradients. The default
-(ddp/job.py) does nothing. This one
+The training loop calls a guard in three places: for the batches of an epoch, with the loss of each micro-step, and with the
+norm of the gradients. The default (ddp/job.py) does nothing. This one
 
 - saves what a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
 - sends flags with the gradients, so that all ranks stop, save or fail after the same step;

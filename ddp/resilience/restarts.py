@@ -2,7 +2,7 @@
 
 The command line is the same in both cases, and ``--overwrite`` must not delete what the job has saved. torchrun counts only
 the restarts after failures, and not those after a change of nodes. But its agents live on, one per node, and each rank is
-the child of one: a job of which any agent has worked in this directory before is a restart.
+the child of one. If any of this job's agents has worked in the directory before, the job is a restart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The beginning of a run: whose directory it is, and where it continues.
 
-A run starts anew, or continues from the newest checkpoint that is whole. What makes it this run and no other must not have
-changed: model, data, global batch, seed and optimizer. All else may, the number of ranks included.
+A run starts anew, or continues from the newest checkpoint that is whole. The settings that identify a run must not have
+changed: model, data, global batch, seed and optimizer. All others may, and so may the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, p
 from common.resilience.stop_request import REQUEUE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import Manifest
-from ddp.config import OF_THE_START, TrainConfig
+from ddp.config import LAUNCH_SETTINGS, TrainConfig
 from ddp.resilience import restarts
 
 logger = logging.getLogger(__name__)
 
-# What a continued run must share with the one that wrote the checkpoint, or it would be another run.
+# Settings that must be those of the run that wrote the checkpoint.
 IDENTITY = (
     "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer"
 )  # fmt: skip
 
-REQUEUE_FILE = "requeue.json"  # there from a preemption until the next start
+REQUEUE_FILE = "requeue.json"  # exists from a preemption until the next start
 
 
 class Found(NamedTuple):
@@ -145,5 +145,5 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each setting that differs, but for those that say where the run lies and how it is begun."""
-    names = [name for name in now if name in before and name not in (*IDENTITY, *OF_THE_START)]
+    names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
     return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in names if before[name] != now[name]]

@@ -82,7 +82,7 @@ class Supervisor:
         self._open.__exit__(kind, error, trace)
 
     def after_step(self) -> None:
-        """Compare the replicas, save or leave, as the step that is just over asks for. The same on every rank."""
+        """After a step: compare the replicas, leave, or save, whichever is due. The same on every rank."""
         job, config, flags = self.job, self.job.config, self.guard.flags
         self._profile_step()
         last = job.step_in_epoch == job.sampler.steps_per_epoch

@@ -22,13 +22,12 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.errors import UsageError
 from common.reporting.benchmark import CPU, files_line, run_alone, write_results
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
-from common.training.models import LEAST_SAMPLES, MODELS
+from common.training.models import MODELS
 from ddp.all_reduce import ALL_REDUCES
-from ddp.config import TrainConfig, micro_batch_size
+from ddp.config import TrainConfig, require_samples
 from ddp.timeline.overlap import OverlapParts, divide
 
 if TYPE_CHECKING:
@@ -60,9 +59,7 @@ class StepTimelineConfig:
     output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
 
     def __post_init__(self) -> None:
-        samples = micro_batch_size(self.batch_size, self.ranks, 1)
-        if samples < LEAST_SAMPLES.get(self.model, 1):
-            raise UsageError(f"{self.model} cannot normalize a single sample per rank: use a larger --batch-size")
+        require_samples(self.model, self.batch_size, self.ranks)
 
 
 @command
@@ -99,9 +96,8 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
     """Record training steps, in turns with backward passes without communication."""
     from ddp.timeline.recording import Recorder
 
-    learning = TrainConfig(
-        model=config.model, batch_size=config.batch_size, epochs=10**6
-    )  # the learning-rate schedule needs an end
+    # The learning-rate schedule needs an end; nothing here gets so far.
+    learning = TrainConfig(model=config.model, batch_size=config.batch_size, epochs=10**6)
     env = DistEnv.alone(CPU)
     steps: list[list[Step]] = []
     alone: list[list[float]] = [[] for _ in range(config.ranks)]
@@ -240,9 +236,9 @@ def trace_events(run: RecordedSteps, steps: list[list[Step]]) -> list[Event]:
                 )
             for index, (sending, lane) in enumerate(zip(step.sent, lanes(step.sent), strict=True)):
                 facts = {"bytes": sum(run.buckets[index].values()), "parameters": list(run.buckets[index])}
-                env = (pid, pid + 1 + lane)
+                track = (pid, pid + 1 + lane)
                 name = f"bucket {index + 1}"
-                events.append(complete(name, sending.started, sending.ended, env, "all-reduce", **facts))
+                events.append(complete(name, sending.started, sending.ended, track, "all-reduce", **facts))
     return events
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.training.models import build_model
-from common.training.optimization import build_optimizer
+from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.randomness import derive_seed
 from common.training.recipes import load_dataset, require_a_batch
 from ddp.all_reduce.base import AllReduce, Pending
@@ -102,9 +102,7 @@ class Recording(AllReduce):
 
     def run(self, buffer: Tensor) -> None:
         self._all_reduce.run(buffer)
-        oldest = next(
-            sending for sending in self.sent if not sending.ended
-        )  # one thread runs them one at a time, in order
+        oldest = next(sending for sending in self.sent if not sending.ended)  # one thread runs them in order
         oldest.ended = time.perf_counter()
 
     def close(self) -> None:
@@ -199,8 +197,7 @@ class Recorder:
         step.forwarded = time.perf_counter()
         loss.backward()
         step.returned = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._config.rate_at(self._steps, self._sampler.steps_per_epoch)
+        set_learning_rate(self._optimizer, self._config.rate_at(self._steps, self._sampler.steps_per_epoch))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         step.ended = time.perf_counter()

@@ -129,7 +129,7 @@ def saved_one_after_another(folder: Path) -> tuple[list[int], bool]:
         with checkpointers[True]:
             job.step += 1
             checkpointers[True].save(job)
-        finished = not any(thread.name == "saving" for thread in threading.enumerate())
+        finished = not any(thread.name == "checkpoint" for thread in threading.enumerate())
         return steps, finished and len(pointers) == env.is_main
 
 

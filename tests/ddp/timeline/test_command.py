@@ -202,7 +202,10 @@ def test_all_reduces_of_a_lane_follow_each_other(ranks: list[Step]) -> None:
         (("--all-reduce", "rign"), "--all-reduce: invalid choice: 'rign'"),
         (("--ranks", "0"), "--ranks 0 is out of range: it must be at least 1"),
         (("--ranks", "5"), "--batch-size 144 does not divide over 5 ranks"),
-        (("--model", "resnet18", "--batch-size", "2"), "resnet18 cannot normalize a single sample per rank"),
+        (
+            ("--model", "resnet18", "--batch-size", "2"),
+            "resnet18 cannot normalize a single sample per rank and micro-step",
+        ),
         (("--bucket-cap-mb", "0"), "--bucket-cap-mb 0.0 is out of range"),
         (("--steps", "1"), "--steps 1 is out of range"),
         (("--output", __file__), "is a file: give a folder"),
