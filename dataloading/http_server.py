@@ -60,16 +60,15 @@ class ServerConfig:
     """Settings of ``dataloading.http_server``; the folder comes first, without a flag."""
 
     latency_ms: float = option(0.0, "median delay of each file, log-normal", minimum=0)
-    seed: int = option(0, "of the delays", minimum=0)
-    port: int = option(0, "on the loopback; 0 takes a free one", minimum=0, maximum=65535)
+    seed: int = option(0, "seed of the delays", minimum=0)
+    port: int = option(0, "port on the loopback; 0 takes a free one", minimum=0, maximum=65535)
 
 
 @command
 def main() -> None:
     folder, *arguments = sys.argv[1:] or ["--help"]
-    config = parse(
-        ServerConfig, "dataloading.http_server FOLDER", __doc__, ["--help"] if folder == "--help" else arguments
-    )
+    for_help = folder in ("-h", "--help")
+    config = parse(ServerConfig, "dataloading.http_server FOLDER", __doc__, ["--help"] if for_help else arguments)
     if not os.path.isdir(folder):
         raise UsageError(f"{folder} is not a folder")
     handler = partial(_Handler, latency_ms=config.latency_ms, seed=config.seed, directory=folder)

@@ -9,6 +9,8 @@ Every rung is measured in the same rounds, and so is the ceiling: the fastest in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Iterable
@@ -20,7 +22,7 @@ import torch
 
 from common.cli import command, option, parse
 from common.data.datasets import keep_batch
-from common.distributed.process_group import DistEnv
+from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.reporting.benchmark import files_line, write_results
 from common.reporting.benchmark_figures import plot_bars
@@ -36,11 +38,12 @@ from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import Storage, open_storage
-from dataloading.loader.fast_loader import FastLoader
+from dataloading.loader.fast_loader import FastLoader, choose_pool
 from dataloading.loader.stock_loader import stock_loader
 from dataloading.synthetic import face_cache
 
 CEILING_IMAGES = 2048
+COURSE = "the course's pipeline"
 Make = Callable[[int], Iterable[Any]]
 
 
@@ -49,24 +52,26 @@ class LadderConfig:
     """Settings of ``dataloading.ladder``."""
 
     path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
-    augmentation: str = option("none", "of each image", choices=AUGMENTATIONS)
-    workers: int | None = option(None, "of every rung but the first (default: the usable cores)", minimum=1)
+    augmentation: str = option("none", "augmentation of each image", choices=AUGMENTATIONS)
+    workers: int | None = option(None, "workers of every variant but the first (default: the usable cores)", minimum=1)
     batch_size: int = option(64, "images per batch", minimum=1)
     batches: int = option(40, "batches of each run", minimum=1)
     repeats: int = option(7, "rounds that count", minimum=2)
-    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
+    image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     output: Path = option(Path("runs/ladder"), "folder of the JSON and the PNG")
 
 
 @command
 def main() -> None:
     config = parse(LadderConfig, "dataloading.ladder", __doc__)
+    require_alone("dataloading.ladder")
     env = DistEnv.alone(torch.device("cpu"))
     with rank_logging(env), loader_errors(), contextlib.ExitStack() as stack:
         prepare_output(config.output)
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
-        images = [_readable(files, i % len(files)) for i in range(CEILING_IMAGES)]
+        readable = [_readable(files, sample) for sample in range(min(len(files), CEILING_IMAGES))]
+        images = list(itertools.islice(itertools.cycle(readable), CEILING_IMAGES))
         decoder = fastest_decoder(images)
         ceiling = Ceiling(images, decoder, usable_cores())
         stack.callback(ceiling.close)
@@ -137,13 +142,11 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
-    pools = ("threads", "processes") if config.augmentation != "none" or config.image_size else ("processes", "threads")
+    chosen = choose_pool(config.augmentation != "none" or config.image_size is not None, False)  # comes last
+    pools = sorted(("threads", "processes"), key=chosen.__eq__)
     for pool in pools:
         rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
     return rungs
-
-
-COURSE = "the course's pipeline"
 
 
 def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:
@@ -168,13 +171,12 @@ def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, 
     lines.append(f"the course's pipeline with {', '.join(others)}")
     write_results(
         config.output / f"ladder-{config.augmentation}.json",
-        {"folder": folder, "decoder": decoder, "images_per_s": rates},
+        {"config": dataclasses.asdict(config), "folder": folder, "decoder": decoder, "images_per_s": rates},
     )
     picture = config.output / f"ladder-{config.augmentation}.png"
-    bars = {name: (Spread.of(rates[name])) for name in shown}
     plot_bars(
         picture,
-        {name: (spread.median, spread.low, spread.high) for name, spread in bars.items()},
+        {name: dataclasses.astuple(Spread.of(rates[name])) for name in shown},
         ceiling=statistics.median(ceiling),
         ceiling_title=f"ceiling: {decoder} alone on {usable_cores()} cores, {statistics.median(ceiling):,.0f}",
         x_title="images/s (median and quartiles)",

@@ -1,4 +1,11 @@
-"""``python -m dataloading.lfw_dataset``: the content of a folder, a picture of a batch, and the time that batches take."""
+"""The content of a folder of faces, a picture of a batch, and the time that batches take.
+
+    python -m dataloading.lfw_dataset
+    python -m dataloading.lfw_dataset --path-to-folder ~/lfw --visualize-batch
+    python -m dataloading.lfw_dataset -get_timing -num_workers 1 -batches_to_check 100 -batch_size 512
+
+Without a folder, the commands use drawn faces (dataloading/synthetic/faces.py).
+"""
 
 from __future__ import annotations
 

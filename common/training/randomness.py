@@ -11,10 +11,13 @@ The hash is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable
 from __future__ import annotations
 
 import zlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 Key = int | str | npt.NDArray[np.integer]
 
@@ -65,6 +68,8 @@ def shuffled(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
     :returns: int64 ``[samples]``
     """
+    import torch  # here: hashing alone does not need it
+
     generator = torch.Generator().manual_seed(derive_seed(seed, "shuffle") + epoch)
     return torch.randperm(samples, generator=generator).numpy()
 
@@ -76,6 +81,8 @@ def seed_torch(device: torch.device, *keys: Key) -> None:
     ``torch.manual_seed``, which visits every kind of device and formats a stack trace for each that is not in use: a third
     of a millisecond, where this takes 20 microseconds.)
     """
+    import torch
+
     if device.type == "cuda":
         with torch.cuda.device(device):  # torch seeds the current one
             torch.cuda.manual_seed(derive_seed(*keys))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from common.cli import command, option, parse
-from common.distributed.process_group import DistEnv
+from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.errors import UsageError
 from common.reporting.benchmark import files_line, write_results
@@ -33,7 +33,7 @@ from common.reporting.benchmark_figures import plot_sweep
 from common.reporting.machine import usable_cores
 from common.reporting.run_directory import prepare_output, results_in
 from common.resilience.loader_errors import loader_errors
-from common.training.models import MODELS
+from common.training.models import LEAST_SAMPLES, MODELS
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
 from dataloading.bench.stages import StageCosts, measure_stages
 from dataloading.bench.step_time import measure_step
@@ -61,10 +61,10 @@ class LoadingBenchConfig:
     batch_size: tuple[int, ...] = option((32,), "images per batch", minimum=1)
     loader: tuple[str, ...] = option(
         ("stock",),
-        "torch's DataLoader, or FastLoader with the worker pool that it chooses, or with this one",
+        "stock: torch's DataLoader; fast: FastLoader with its default pool; fast-threads, fast-processes: with that pool",
         choices=("fast", *LOADERS),
     )
-    augmentation: tuple[str, ...] = option(("none",), "of each image", choices=AUGMENTATIONS)
+    augmentation: tuple[str, ...] = option(("none",), "augmentation of each image", choices=AUGMENTATIONS)
     decoder: tuple[str, ...] = option(("pillow",), "decoder of the JPEGs", choices=DECODERS)
     prefetch_factor: tuple[int, ...] = option((2,), "batches requested ahead, per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
@@ -76,13 +76,13 @@ class LoadingBenchConfig:
     latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     storage: str = option("files", "http serves the folder from a server on this machine", choices=STORAGES)
-    image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
+    image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
     step_ms: float | None = option(None, "length of a training step, to predict whether it waits for data", above=0)
     model: str | None = option(None, "measure a training step of this model instead", choices=MODELS)
-    seed: int = option(0, "of the order and the augmentation", minimum=0)
+    seed: int = option(0, "seed of the order and the augmentation", minimum=0)
     output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
 
     def __post_init__(self) -> None:
@@ -101,6 +101,11 @@ class LoadingBenchConfig:
         if self.step_ms is not None and len(self.batch_size) > 1:
             raise UsageError(
                 f"--step-ms {self.step_ms} is the step of one --batch-size, and {self.batch_size} are several"
+            )
+        least = LEAST_SAMPLES.get(self.model or "", 1)
+        if min(self.batch_size) < least:
+            raise UsageError(
+                f"--batch-size {min(self.batch_size)}: {self.model} needs at least {least} images in a batch to normalize them"
             )
         if "yes" in self.pin_memory and "fast-processes" in self.loader:
             raise UsageError("--pin-memory yes: processes cannot write to pinned memory; use --loader fast-threads")
@@ -146,6 +151,7 @@ class LoadingBenchConfig:
 @command
 def main() -> None:
     config = parse(LoadingBenchConfig, "dataloading.bench", __doc__)
+    require_alone("dataloading.bench")
     env = DistEnv.alone(torch.device("cpu"))
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     with rank_logging(env):
@@ -153,6 +159,7 @@ def main() -> None:
         with loader_errors(), contextlib.ExitStack() as stack:
             library = _library(config, stack)
             settings = config.settings()
+            steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
             progress = stack.enter_context(Progress(env, "bench", config.repeats + 1))
             sweep = measure(
                 library,
@@ -162,7 +169,6 @@ def main() -> None:
                 device=device,
                 after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
             )
-            steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
             verdicts = [judge(library, task, steps) for task in tasks(sweep)]
         with results_in(config.output):
             print(report(config, library, sweep, verdicts))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class ImageFolder(LFWDataset):
 
     :param root: a local folder
     :param image_size: height and width to which the images are resized
-    :param seed: of a loader's shuffling
+    :param seed: of the fast loader's shuffling
     :raises UsageError: when there is no such folder, it has fewer than two classes, or a class has no image
     """
 
@@ -43,7 +44,11 @@ class _FolderOfClasses(LocalFolder):
     """Lists the images of every class."""
 
     def names(self) -> list[str]:
-        classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir() and _is_seen(entry.name))
+        try:
+            entries = list(os.scandir(self.root))
+        except OSError as error:
+            _raise(error)
+        classes = sorted(entry.name for entry in entries if entry.is_dir() and _is_seen(entry.name))
         if len(classes) < 2:
             raise UsageError(
                 f"{self.root} has {len(classes) or 'no'} folder{'s' * (len(classes) != 1)} of images and two classes are needed: "
@@ -135,5 +140,5 @@ def _is_seen(name: str) -> bool:
     return not name.startswith(".")
 
 
-def _raise(error: OSError) -> None:
+def _raise(error: OSError) -> NoReturn:
     raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from error

@@ -1,11 +1,7 @@
 """A folder of JPEG files in the layout of Labeled Faces in the Wild. Each file is opened and decoded on request.
 
-    python -m dataloading.lfw_dataset
-    python -m dataloading.lfw_dataset --path-to-folder ~/lfw --visualize-batch
-    python -m dataloading.lfw_dataset -get_timing -num_workers 1 -batches_to_check 100 -batch_size 512
-
 ``<root>/<Person_Name>/<Person_Name>_<NNNN>.jpg``, or files directly in the folder. Only the list of names is held in memory,
-so the set may be of any size. Without a folder, the commands use drawn faces (dataloading/synthetic/faces.py).
+so the set may be of any size.
 """
 
 from __future__ import annotations
@@ -59,7 +55,7 @@ class LFWDataset(Dataset[Any]):
     :param with_label: return ``(image, person)`` pairs, the person as an index into :attr:`people`
     :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
     :param augmentation: applied before ``transform``; a pure function of (``seed``, epoch, sample)
-    :param seed: of the augmentation
+    :param seed: of the augmentation, and of the fast loader's shuffling
     :param image_size: resize every image to a square of this many pixels; None keeps the size
     :param on_error: ``"raise"``, or ``"skip"``: return :class:`Skipped` for a file that cannot be read or decoded, and warn
         with its name; :func:`dataloading.dataset.batches.collate` leaves it out

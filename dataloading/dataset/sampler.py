@@ -41,8 +41,9 @@ class ShuffledSampler:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[SampleKey]:
-        rounds = itertools.count(self.epoch) if self._length is not None else (self.epoch,)
-        keys = (SampleKey(self.epoch, sample) for number in rounds for sample in self.order(number))
+        epoch = self.epoch  # now: a later set_epoch is for the next iterator
+        rounds = itertools.count(epoch) if self._length is not None else (epoch,)
+        keys = (SampleKey(epoch, sample) for number in rounds for sample in self.order(number))
         return itertools.islice(keys, len(self))
 
     def __len__(self) -> int:
@@ -76,10 +77,12 @@ class ShuffledBatches:
             self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[BatchKey]:
-        keys = iter(self._sampler)
+        return self._batches(iter(self._sampler), self._epoch)
+
+    def _batches(self, keys: Iterator[int | SampleKey], epoch: int) -> Iterator[BatchKey]:
         while batch := list(itertools.islice(keys, self._batch_size)):
             if len(batch) == self._batch_size or not self._drop_last:
-                yield as_batch_key(batch, self._epoch)
+                yield as_batch_key(batch, epoch)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self._sampler), self._batch_size)  # type: ignore[arg-type]

@@ -132,8 +132,9 @@ class FastLoader:
 
         :raises BadFile: instead of the batch with the file that cannot be read
         """
-        keys = (as_batch_key(batch, self._epoch) for batch in self.batch_sampler)
-        return self._ahead(keys) if self.num_workers else self._at_once(keys)
+        epoch = self._epoch  # now: a later set_epoch is for the next iterator
+        keys = (as_batch_key(batch, epoch) for batch in self.batch_sampler)
+        return self._prefetch(keys) if self.num_workers else self._load_here(keys)
 
     def close(self) -> None:
         """End persistent workers."""
@@ -141,7 +142,7 @@ class FastLoader:
             self._idle_pool.close()
             self._idle_pool = None
 
-    def _at_once(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
+    def _load_here(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         for key in keys:
             handle = self._buffers.take(len(key.samples))
             batch = self._assemble(key, handle, self.dataset.fill(handle.pixels, key))
@@ -149,7 +150,7 @@ class FastLoader:
             yield batch
             del batch  # the user's references decide when the memory is reused
 
-    def _ahead(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
+    def _prefetch(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         # A second iterator beside this one starts its own pool.
         pool, self._idle_pool = self._idle_pool or self._start_pool(), None
         coming: deque[PendingBatch] = deque()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option, parse
+from common.distributed.process_group import require_alone
 from common.errors import UsageError
 from common.reporting.benchmark import files_line, write_results
 from common.reporting.run_directory import prepare_output, results_in
@@ -63,9 +64,9 @@ class LoadingTimelineConfig:
     batches: int = option(16, "batches of a run", minimum=1)
     batch_size: int = option(32, "images per batch", minimum=1)
     prefetch_factor: int = option(2, "batches requested ahead, per worker", minimum=1)
-    augmentation: str = option("none", "of each image", choices=AUGMENTATIONS)
+    augmentation: str = option("none", "augmentation of each image", choices=AUGMENTATIONS)
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
-    start_method: str = option(START_METHODS[0], "of the processes", choices=START_METHODS)
+    start_method: str = option(START_METHODS[0], "start method of the processes", choices=START_METHODS)
     step_ms: float = option(15.0, "the main process's work on a batch, as a sleep", minimum=0)
     slow_batch: int = option(2, "number of the batch with one late file, counted from 0", minimum=0)
     slow_batch_ms: float = option(400.0, "delay of that file; 0 for none", minimum=0)
@@ -82,6 +83,7 @@ class LoadingTimelineConfig:
 @command
 def main() -> None:
     config = parse(LoadingTimelineConfig, "dataloading.timeline", __doc__)
+    require_alone("dataloading.timeline")
     prepare_output(config.output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     with loader_errors():
