@@ -1,4 +1,4 @@
-"""Below replicate: copies of tensors on every device, and in backward their gradients, summed on the first.
+"""Copies of tensors on every device, for replicate. In backward, their gradients are summed on the first device.
 
 After torch/nn/parallel/_functions.py and comm.py.
 """
@@ -71,9 +71,8 @@ def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         packed = chosen[0].new_empty(sum(map(_span, chosen)))
         torch._foreach_copy_(_unpack(packed, chosen), chosen)
         for index, copy in zip(indices, _unpack(packed.to(device, non_blocking=True), chosen), strict=True):
-            copies[index] = (
-                copy.data
-            )  # .data has its own version counter, so changing one copy in place leaves the others valid
+            # .data has its own version counter, so changing one copy in place leaves the others valid.
+            copies[index] = copy.data
     return copies
 
 

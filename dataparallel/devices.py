@@ -1,7 +1,7 @@
 """The devices that one process drives: GPUs, or the same CPU several times.
 
-A CPU "device" is a thread with a share of the cores. The result is that of the plain module; it makes the whole mechanism
-testable and measurable without GPUs.
+A CPU "device" is a thread with a share of the cores. Results are those of the plain module. So the whole mechanism can be
+tested and measured without GPUs.
 """
 
 from __future__ import annotations

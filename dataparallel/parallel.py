@@ -1,14 +1,14 @@
 """``nn.DataParallel`` by hand: one process, many devices, four steps in every forward pass.
 
 1. :func:`scatter` cuts the batch into a part per device and sends each there.
-2. :func:`replicate` copies the module's parameters and buffers to every device. In *every* forward pass: the replicas live
-   for one pass only, since the optimizer then changes the module on the first device, and nothing else.
+2. :func:`replicate` copies the module's parameters and buffers to every device, in *every* forward pass: the optimizer
+   changes only the module on the first device, so older replicas are out of date.
 3. :func:`parallel_apply` runs each replica on its part, in a thread per device.
 4. :func:`gather` brings the outputs to the first device and joins them.
 
-The backward pass is these steps in reverse, and autograd derives three of them: of gather, to split the gradient; of the
-replicas, their backward; of scatter, to join. The reverse of replicate, in dataparallel/broadcast.py, sums the replicas'
-gradients on the first device, where the optimizer uses them.
+Backward takes the steps in reverse order. Autograd derives three of them: it splits gather's gradient, runs each replica's
+backward pass, and joins scatter's gradients. The fourth, in dataparallel/broadcast.py, sums the replicas' gradients on the
+first device, where the optimizer uses them.
 
 The steps follow torch/nn/parallel (data_parallel.py, scatter_gather.py, replicate.py, parallel_apply.py, _functions.py), and
 the results are equal. Beyond torch's: CPU devices; threads that are kept; errors that name the argument or the device; a parameter
@@ -36,7 +36,7 @@ class HandwrittenDataParallel(nn.Module):
     """Run ``module`` on several devices at once, each with its part of the batch.
 
     Its outputs are those of the plain module on the whole batch, as long as samples do not depend on each other: BatchNorm
-    in training normalizes each part by itself, and keeps the running statistics of the first replica's part alone.
+    in training normalizes each part by itself, and only the first replica's part updates the running statistics.
 
     :param module: on the first device; its parameters and ``state_dict`` stay there, below ``module.``
     :param devices: GPUs, or the CPU several times (see :mod:`dataparallel.devices`); the first holds the module

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-_starting = threading.Lock()  # the replicas of a wrapper inside another share its threads, and may start them at once
+_starting = (
+    threading.Lock()
+)  # replicas of a wrapper inside another share its DeviceThreads, and may start them together
 
 
 class DeviceThreads:

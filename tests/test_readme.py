@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -25,6 +26,13 @@ def test_there_are_quotes() -> None:
 def test_the_quoted_line_is_in_the_code(readme: Path, file: str, code: str) -> None:
     lines = [line.strip() for line in (REPOSITORY / file).read_text().splitlines()]
     assert any(line.startswith(code) for line in lines)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_its_programs_import_what_is_there(readme: Path) -> None:
+    for program in re.findall(r"^```python\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL):
+        imports = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec("\n".join(map(ast.unparse, imports)), {})
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

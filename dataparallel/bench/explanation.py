@@ -1,6 +1,6 @@
 """The benchmark's measurements in words: the batch size from which data parallelism pays, and the parts of the time.
 
-Every number in a sentence was measured, or is a difference of two measured numbers.
+Every number was measured, or is a difference or ratio of measured numbers.
 """
 
 from __future__ import annotations
@@ -190,14 +190,15 @@ def _threads(comparison: Comparison, point: Point, steps: dict[str, float]) -> s
     text = f"  - forward: the replicas' threads take {1e3 * own:.2f} ms, the same parts in {count} processes {1e3 * alone:.2f}"
     if own > 1.1 * alone:
         lost = 1e3 * (own - alone)
-        text += f": {lost:.2f} ms go to being threads of one process. Not told apart: waiting for the GIL, waking up"
+        text += (
+            f": {lost:.2f} ms are lost because threads share one process. This benchmark cannot tell waiting for the GIL from "
+            "waking up"
+        )
         if "backward" in steps:
-            text += (
-                ", and the threads that helped in the backward pass, which spin on (not with OMP_WAIT_POLICY=passive)"
-            )
+            text += "; OpenMP threads that helped in backward also still spin (OMP_WAIT_POLICY=passive prevents that)"
         return text
     if alone > 1.1 * own:
-        return f"{text}: no loss by being threads of one process"
+        return f"{text}: nothing is lost because threads share one process"
     return f"{text}: being threads of one process, with its GIL, costs little here"
 
 

@@ -76,7 +76,7 @@ def test_what_is_said_of_cpu_threads() -> None:
         "processes: faster than the plain module from batch size 8 on",
         "2 devices by hand are 1.88 [1.88 to 1.88]x as fast as one of them, at batch size 512",
         "replicate, 8.00 ms (24 %): 5.9 MB of parameters and buffers go to 1 further device in every call",
-        "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms go to being threads of one process. ",
+        "20.00 ms, the same parts in 2 processes 6.00: 14.00 ms are lost because threads share one process. ",
         "the gradients come back: reduce, 3.07 ms (7 %). Processes keep their replicas, and all-reduce",
         "autograd runs one replica's backward pass after the other's",
         f"processes, each with {max(1, torch.get_num_threads() // 2)} intra-op thread",
