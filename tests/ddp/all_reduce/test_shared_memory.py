@@ -232,7 +232,7 @@ def test_impossible_requests_are_refused_on_all_ranks() -> None:
 def mismatched(numels: list[int]) -> None:
     with process_group(timeout_s=250) as env:
         all_reduce = SharedMemory(P2P())
-        with pytest.raises(RuntimeError, match=rf"sum {numels[0]} .* all must all-reduce in the same order"):
+        with pytest.raises(RuntimeError, match=rf"sum {numels[0]} .* all ranks must all-reduce in the same order"):
             all_reduce.run(torch.zeros(numels[env.rank]))
         all_reduce.close()
 
