@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp.by_hand import HandwrittenDistributedDataParallel
 
-STEPS, MICRO_STEPS, BATCH_SIZE = 20, 2, 32
+STEPS, MICRO_STEPS, BATCH_SIZE = 20, 2, 32  # the batch of a rank and micro-step
 
 dist.init_process_group("gloo")
 generator = torch.Generator().manual_seed(dist.get_rank())  # each rank has its own samples

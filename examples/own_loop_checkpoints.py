@@ -4,6 +4,7 @@ torchrun --nproc_per_node=2 own_loop_checkpoints.py 100 my-checkpoints
 """
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,15 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Li
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
-parts = {"model": model, "ema": ema, "optimizer": optimizer, "scheduler": scheduler}
+parts: dict[str, Any] = {"model": model, "ema": ema, "optimizer": optimizer, "scheduler": scheduler}
 if found := newest(folder):  # None at the first start; a damaged checkpoint is passed over
     for name, part in parts.items():
         part.load_state_dict(load(found.path, name))
 ddp_model = DistributedDataParallel(model)
 for step in range(found.step if found else 0, steps):
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())  # of the step alone: no state to save
-    inputs = torch.randn(32, 8, generator=generator)
+    inputs = torch.randn(
+        32, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    )  # no state to save
     torch.nn.functional.cross_entropy(ddp_model(inputs), (inputs.sum(1) > 0).long()).backward()
     optimizer.step()
     optimizer.zero_grad()

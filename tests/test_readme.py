@@ -47,4 +47,4 @@ def test_the_two_commands_come_first() -> None:
     assert shell is not None
     train, test = shell[1].splitlines()
     assert train.endswith("torchrun --nproc_per_node=2 -m ddp.train --device cpu")
-    assert test.endswith("pytest -q")
+    assert test.endswith("pytest -q -n 2")
