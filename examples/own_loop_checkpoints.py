@@ -26,9 +26,7 @@ if found := newest(folder):  # None at the first start; a damaged checkpoint is 
         part.load_state_dict(load(found.path, name))
 ddp_model = DistributedDataParallel(model)
 for step in range(found.step if found else 0, steps):
-    inputs = torch.randn(
-        32, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    )  # no state to save
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))  # stateless
     torch.nn.functional.cross_entropy(ddp_model(inputs), (inputs.sum(1) > 0).long()).backward()
     optimizer.step()
     optimizer.zero_grad()
