@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -112,11 +113,14 @@ def litter(folder: Path) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """The segments in /dev/shm that belong to this user; torch's shared tensors and its all-reduce by hand live there."""
+    """The segments in /dev/shm that belong to this user, but for those of other living processes, such as other tests'."""
     found = set()
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):  # another program's come and go
-            if entry.stat().st_uid == os.getuid():
+            owner = re.match(r"torch_(\d+)_", entry.name)
+            of_another = owner is not None and int(owner[1]) not in ours and psutil.pid_exists(int(owner[1]))
+            if entry.stat().st_uid == os.getuid() and not of_another:
                 found.add(entry.name)
     return found
 

@@ -13,11 +13,14 @@ from unittest import mock
 
 import pytest
 
+from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.resilience.stop_request import INTERRUPTED, REQUEUE, SAME_REQUEST_S
 from common.training.evaluation import Evaluation, evaluate
 from common.training.metrics import read_metrics
 from ddp import train
+from ddp.config import TrainConfig
+from ddp.data import load_data
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import (
     FLAGS,
@@ -128,6 +131,22 @@ def test_it_stops_in_the_evaluation_which_is_repeated(tmp_path: Path, undisturbe
     with training(folder, "--resume") as run:
         run.finish()
     same_run(folder, undisturbed)
+
+
+def ask_while_loading() -> None:
+    """Rank 1 gets a signal before there is a run directory."""
+
+    def asked(config: TrainConfig, env: DistEnv) -> ImageData:
+        if env.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return load_data(config, env)
+
+    mock.patch.object(train, "load_data", asked).start()
+
+
+def test_a_signal_before_the_first_step_asks_for_another_start(tmp_path: Path) -> None:
+    with training(tmp_path / "run", plant=ask_while_loading) as run:
+        assert run.exit_statuses()[1] == REQUEUE
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
