@@ -121,8 +121,9 @@ class Suspicions:
             time.sleep(POLL_S)
 
         lost = silent[0] if len(silent) == 1 else follow(suspicions)
-        observations = [suspicion.observation for suspicion in _in_order(suspicions) if suspicion.suspect == lost]
-        return LostRank(lost, observations[0] if observations else own.observation)
+        # If no report names this rank, the first one saw the cause; later ones may have seen a survivor that gave up.
+        ordered = _in_order(suspicions)
+        return LostRank(lost, next((one for one in ordered if one.suspect == lost), ordered[0]).observation)
 
     def _has_ended(self, rank: int) -> bool:
         process = self._processes[rank]

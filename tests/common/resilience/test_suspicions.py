@@ -77,6 +77,14 @@ def test_reports_lead_to_the_one_rank_that_makes_none(data: st.DataObject) -> No
 
 
 @pytest.mark.usefixtures("_store")
+def test_of_reports_without_a_suspect_the_first_saw_the_cause() -> None:
+    ranks = [rank_of(*[ELSEWHERE] * 3, rank=rank) for rank in range(3)]
+    ranks[0]._detector.report(json.dumps(Suspicion(0, None, "did not answer within 10 s")))
+    error = ranks[2].report(None, CLOSED)  # of rank 0's connection, which gave up
+    assert str(error) == "rank 1 (pid 1 on another-host) did not answer within 10 s during an all-reduce"
+
+
+@pytest.mark.usefixtures("_store")
 def test_no_rank_is_named_when_all_live_and_report() -> None:
     pair = [rank_of(ELSEWHERE, ELSEWHERE, rank=rank) for rank in range(2)]
     pair[0]._detector.report(json.dumps(Suspicion(1, None, "was seen")))

@@ -66,9 +66,9 @@ class Run:
         """All that the rank logged."""
         return (self.folder / "logs" / f"rank{rank}.log").read_text()
 
-    def finish(self) -> None:
+    def finish(self, timeout_s: float = 90.0) -> None:
         """Wait until the run is complete."""
-        statuses = self.exit_statuses()
+        statuses = self.exit_statuses(timeout_s)
         assert set(statuses) == {0}, f"{statuses}\n{self.output.read_text()}"
 
 

@@ -95,7 +95,7 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
     records = [record for record in read_metrics(folder) if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, LONG_STEPS + 1))
     with training(tmp_path / "undisturbed", *LONG, *AT_ANY_WORLD_SIZE) as run:
-        run.finish()
+        run.finish(240)
     expected = [record for record in read_metrics(run.folder) if record["kind"] == "step"]
     losses, expected_losses = ([record["loss"] for record in each] for each in (records, expected))
     np.testing.assert_allclose(losses, expected_losses, atol=0.01)
