@@ -274,6 +274,17 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_at_the_start_of_a_run_is_one_line(
+    user_error: UserError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_room(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(train, "write_json", no_room)
+    line = user_error(train.main, *TINY, "--devices", "cpu", "--run-dir", str(tmp_path / "run"))
+    assert line.endswith(f"{tmp_path / 'run' / 'config.json'} cannot be read or written: No space left on device")
+
+
 @pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (4, 4), (7, 4), (144, 5), (10, 4)])
 def test_batches_that_reach_all_devices_are_accepted(batch_size: int, devices: int) -> None:
     require_samples_for_all(DataParallelConfig(batch_size=batch_size), devices)

@@ -24,6 +24,7 @@ from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
 from dataloading.bench.stages import STAGES, measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure, median_memory
 from dataloading.dataset.decoders import installed
+from dataloading.timeline import __main__ as timeline
 from tests.dataloading.faults import Traces
 from tests.support.launch import error_lines, ranks_below, run_command, start_command
 from tests.support.user_errors import UserError
@@ -66,12 +67,21 @@ def test_all_combinations_are_tried_without_equivalent_ones() -> None:
         (("--step-ms", "5", "--model", "mlp"), "both say how long a step is"),
         (("--step-ms", "5", "--batch-size", "8,16"), "is the step of one --batch-size"),
         (("--storage", "http", "--path-to-folder", "http://host/lfw"), "--storage http serves a local folder"),
+        (("--model", "resnet18", "--batch-size", "8,1"), "--batch-size 1: resnet18 needs at least 2 images in a batch"),
     ],
 )
 def test_bad_settings_are_refused(arguments: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match="--") as refusal:
         config(*arguments)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("command", [bench, ladder, timeline], ids=lambda command: command.__name__)
+def test_it_is_refused_under_torchrun(
+    user_error: UserError, monkeypatch: pytest.MonkeyPatch, command: ModuleType
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert "is started once, and not by torchrun" in user_error(command.main)
 
 
 def test_the_fast_loaders_worker_pool_is_the_same_as_in_training() -> None:

@@ -67,6 +67,17 @@ def test_plain_indices_are_of_the_epoch_that_was_set() -> None:
     assert [(key.epoch, key.samples.tolist()) for key in batches] == [(6, [0, 1]), (6, [2])]
 
 
+def test_an_epoch_that_is_set_later_is_for_the_next_iterator() -> None:
+    sampler, batches = ShuffledSampler(7), ShuffledBatches(SequentialSampler(range(7)), 2)
+    sampler_keys, batch_keys = iter(sampler), iter(batches)
+    order = [next(sampler_keys).sample]
+    sampler.set_epoch(1)
+    batches.set_epoch(1)
+    rest = list(sampler_keys)
+    assert order + [key.sample for key in rest] == sampler.order(0)
+    assert {key.epoch for key in rest} == {key.epoch for key in batch_keys} == {0}
+
+
 def test_a_sampler_of_torch_can_be_cut_into_batches() -> None:
     sampler = RandomSampler(range(7), generator=torch.Generator().manual_seed(0))
     batches = list(ShuffledBatches(sampler, 3))

@@ -141,6 +141,15 @@ def test_the_epoch_of_a_key_counts_and_plain_indices_are_of_the_loaders_epoch(pi
         assert_equal(batch, fresh(dataset, [3, 4], epoch))
 
 
+def test_an_epoch_that_is_set_later_is_for_the_next_iterator(pictures: Path) -> None:
+    dataset = LFWBatches(LFWDataset(pictures, augmentation="affine"))
+    loader = FastLoader(dataset, batch_sampler=[[3, 4], [5, 6]], num_workers=2, pool="threads")
+    batches = iter(loader)
+    loader.set_epoch(2)
+    for batch, samples in zip(batches, ([3, 4], [5, 6]), strict=True):
+        assert_equal(batch, fresh(dataset, samples, 0))
+
+
 def test_torchs_own_samplers_can_be_used(dataset: LFWBatches) -> None:
     for settings in (
         {"sampler": SequentialSampler(range(PICTURES)), "batch_size": 5},
