@@ -19,15 +19,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
-import inspect
 import math
 import operator
 import os
 import signal
 import sys
 import time
-import traceback
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -61,7 +58,7 @@ def option(
     A field of type ``tuple[int, ...]`` (or of another element type) is given as a list, ``--workers 0,2,4``. The choices
     and the range then apply to each value.
 
-    :param or_function: accept ``module:function`` besides the choices; see :func:`import_function`
+    :param or_function: accept ``module:function`` besides the choices; see common/functions.py
     :param former_name: the field's name in an older version, whose flag is still understood
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
@@ -182,43 +179,6 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 def is_function_name(value: str) -> bool:
     """Whether an option that takes ``module:function`` was given one, and not one of its choices."""
     return ":" in value
-
-
-def import_function(flag: str, value: str, signature: str, arguments: tuple[Any, ...] = ()) -> Callable[..., Any]:
-    """The function (or class) that ``module:function`` names. Python's usual search path applies; the current directory
-    comes first with ``python -m`` and with ``torchrun -m``.
-
-    :param flag: for the error's text, ``"--model"``
-    :param signature: what is expected, ``"build(shape, classes) -> nn.Module"``
-    :param arguments: those it will be called with; only their number is checked here
-    :raises UsageError: when the module cannot be imported, has no such attribute, or this cannot be called so
-    """
-    expected = f"give a function {signature} as module:function"
-    module_name, _, name = value.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except UsageError:
-        raise
-    except Exception as error:  # a module's code may raise anything while it is imported
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = "" if "importlib" in place.filename else f", {place.filename} line {place.lineno}"
-        raise UsageError(
-            f"{flag} {value}: module {module_name!r} cannot be imported "
-            f"({type(error).__name__}: {' '.join(str(error).split())}{where}): {expected}"
-        ) from error
-    try:
-        function = functools.reduce(getattr, name.split("."), module)
-    except AttributeError:
-        raise UsageError(f"{flag} {value}: module {module_name!r} has no {name!r}: {expected}") from None
-    if not callable(function):
-        raise UsageError(f"{flag} {value} is a {type(function).__name__} and cannot be called: {expected}")
-    try:
-        inspect.signature(function).bind(*arguments)
-    except ValueError:  # some functions written in C do not tell their parameters
-        pass
-    except TypeError as error:
-        raise UsageError(f"{flag} {value} takes other arguments ({error}): {expected}") from None
-    return typing.cast(Callable[..., Any], function)
 
 
 def _name_or_function(choices: Sequence[str]) -> Callable[[str], str]:

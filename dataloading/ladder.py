@@ -24,10 +24,10 @@ from common.cli import command, option, parse
 from common.data.datasets import keep_batch
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
-from common.reporting.benchmark import files_line, write_results
+from common.reporting.benchmark import write_results
 from common.reporting.benchmark_figures import plot_bars
 from common.reporting.machine import usable_cores
-from common.reporting.run_directory import prepare_output, results_in
+from common.reporting.run_directory import files_line, prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.resilience.loader_errors import loader_errors
 from dataloading.bench.ceiling import Ceiling, fastest_decoder

@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from common.cli import import_function
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, first_samples, mean_and_std
 from common.errors import UsageError
+from common.functions import import_function
 from common.training.randomness import derive_seed
 
 SIGNATURE = "load() -> (train, test, class_names)"

@@ -23,7 +23,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
-from common.distributed.store_prefix import store_with_new_prefix
 from common.errors import UsageError
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
@@ -96,6 +95,8 @@ def rendezvous_store(env: DistEnv, timeout_s: float) -> Store:
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         store = dist.HashStore()  # type: ignore[attr-defined]
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
+
         store = store_with_new_prefix(env.rank, env.world_size, timeout)
     else:
         store, _, _ = next(rendezvous("env://", timeout=timeout))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,9 +47,3 @@ def write_results(path: Path, content: Mapping[str, object]) -> None:
     :raises OSError: when it cannot be written
     """
     write_json(path, {"machine": describe_machine(), **content})
-
-
-def files_line(output: Path, files: Sequence[str], traces: bool = False) -> str:
-    """The last line of a summary: it names the files, and what opens the traces among them."""
-    opened = " (traces open at https://ui.perfetto.dev)" if traces else ""
-    return f"results in {output}: {', '.join(files)}{opened}"

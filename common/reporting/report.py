@@ -12,7 +12,7 @@ from torch import nn
 from common.data.datasets import BatchKey, ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting.atomic_files import write_json
-from common.reporting.benchmark import files_line
+from common.reporting.run_directory import files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 from common.training.evaluation import Evaluation, predict
 from common.training.metrics import read_metrics

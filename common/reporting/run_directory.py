@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.errors import UsageError
@@ -142,6 +142,12 @@ def writing(path: Path, remedy: str = "continue with --resume") -> Iterator[None
         raise UsageError(
             f"{path} cannot be written ({error.strerror}): {'make room' if full else 'remove the cause'}, then {remedy}"
         ) from error
+
+
+def files_line(output: Path, files: Sequence[str], traces: bool = False) -> str:
+    """The last line of a summary: it names the files, and what opens the traces among them."""
+    opened = " (traces open at https://ui.perfetto.dev)" if traces else ""
+    return f"results in {output}: {', '.join(files)}{opened}"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from common.cli import import_function, is_function_name
+from common.cli import is_function_name
 from common.errors import UsageError
 
 MODELS = ("fashion-cnn", "mlp", "resnet18")
@@ -111,6 +111,8 @@ def find_own(name: str) -> Callable[[tuple[int, int, int], int], object]:
 
     :raises UsageError: when it cannot be imported, or takes other arguments
     """
+    from common.functions import import_function  # only for the user's own model
+
     return import_function("--model", name, "build(shape, classes) -> nn.Module", ((1, 28, 28), 10))
 
 

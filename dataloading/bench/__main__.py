@@ -28,10 +28,10 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import Progress, rank_logging
 from common.errors import UsageError
-from common.reporting.benchmark import files_line, write_results
+from common.reporting.benchmark import write_results
 from common.reporting.benchmark_figures import plot_sweep
 from common.reporting.machine import usable_cores
-from common.reporting.run_directory import prepare_output, results_in
+from common.reporting.run_directory import files_line, prepare_output, results_in
 from common.resilience.loader_errors import loader_errors
 from common.training.models import LEAST_SAMPLES, MODELS
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency

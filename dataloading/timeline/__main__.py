@@ -25,8 +25,8 @@ from typing import Any
 from common.cli import command, option, parse
 from common.distributed.process_group import require_alone
 from common.errors import UsageError
-from common.reporting.benchmark import files_line, write_results
-from common.reporting.run_directory import prepare_output, results_in
+from common.reporting.benchmark import write_results
+from common.reporting.run_directory import files_line, prepare_output, results_in
 from common.reporting.trace_events import write_trace
 from common.resilience.loader_errors import loader_errors
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform

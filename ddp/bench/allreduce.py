@@ -26,9 +26,10 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.reporting.benchmark import CPU, files_line, run_alone, write_results
+from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_all_reduce
 from common.reporting.machine import usable_cores
+from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.base import AllReduce

@@ -43,9 +43,10 @@ from common.cli import option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark import CPU, files_line, run_alone, write_results
+from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_ratios
 from common.reporting.machine import usable_cores
+from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.optimization import build_optimizer
 from ddp.bench.variants import (

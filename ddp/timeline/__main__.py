@@ -22,7 +22,8 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark import CPU, files_line, run_alone, write_results
+from common.reporting.benchmark import CPU, run_alone, write_results
+from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.models import MODELS
