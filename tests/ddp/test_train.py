@@ -330,6 +330,7 @@ def test_low_precision_follows_fp32() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # fp16 on a CPU
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_ends_within_half_a_point_of_fp32(precision: str) -> None:
     expected, outcome = (
