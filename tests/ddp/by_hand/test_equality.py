@@ -98,6 +98,7 @@ def test_three_ranks_train_as_torch_does(cases: list[Case]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(max_examples=12, phases=[Phase.generate])
 @given(all_cases)
 def test_two_ranks_train_to_the_same_bits_as_torch_in_many_cases(cases: tuple[Case, ...]) -> None:
