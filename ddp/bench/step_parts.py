@@ -29,10 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from common.data.datasets import Batch
+from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting.timing import synchronize
-from common.training.recipes import load_dataset
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.parallel import HandwrittenDataParallel
 from ddp.bench.step_loops import endless_batches
@@ -103,7 +102,7 @@ class Runner:
     :param devices: number of devices of data parallelism in one process
     """
 
-    def __init__(self, env: DistEnv, config: TrainConfig, wrapper: str, devices: int) -> None:
+    def __init__(self, env: DistEnv, config: TrainConfig, data: ImageData, wrapper: str, devices: int) -> None:
         self._env = env
         kind = env.device.type
         names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
@@ -113,7 +112,7 @@ class Runner:
             "torch": lambda module, *_: nn.DataParallel(module, list(range(devices))),
             "ddp": wrap_in_ddp,
         }
-        self._job = job = build_job(config, env, load_dataset(config), wrap=wrappers[wrapper])
+        self._job = job = build_job(config, env, data, wrap=wrappers[wrapper])
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         if wrapper == "ddp":

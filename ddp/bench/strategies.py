@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from common.cli import option, parse
+from common.data.datasets import ImageData
 from common.distributed.process_group import DEVICES, DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
@@ -30,6 +31,7 @@ from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
+from common.training.recipes import load_dataset
 from ddp.bench.step_parts import PARTS, Runner, StepParts
 from ddp.config import TrainConfig, require_samples
 
@@ -154,7 +156,7 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
         precision=config.precision,
         epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
     )
-    chosen = strategies(config)
+    chosen, data = strategies(config), load_dataset(train_config)  # once, for all processes
     seconds: dict[str, list[float]] = {strategy.name: [] for strategy in chosen}
     parts: dict[str, list[StepParts]] = {strategy.name: [] for strategy in chosen}
     memory = dict.fromkeys(seconds, 0.0)
@@ -162,7 +164,7 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     with Progress(DistEnv.alone(CPU), "bench", total) as progress:
         for _ in range(config.builds):
             with contextlib.ExitStack() as stack:
-                jobs = {s.name: stack.enter_context(_start(config, train_config, s)) for s in chosen}
+                jobs = {s.name: stack.enter_context(_start(config, train_config, data, s)) for s in chosen}
                 turns = {name: _StrategyTurn(ranks, config.steps) for name, ranks in jobs.items()}
                 taken = interleave(turns, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
                 for name, ranks in jobs.items():
@@ -172,11 +174,12 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     return [StrategyMeasurement(s, seconds[s.name], parts[s.name], memory[s.name]) for s in chosen]
 
 
-def _start(config: StrategiesConfig, train_config: TrainConfig, strategy: Strategy) -> WorkerGroup:
+def _start(config: StrategiesConfig, train_config: TrainConfig, data: ImageData, strategy: Strategy) -> WorkerGroup:
     return WorkerGroup(
         strategy.processes,
         Runner,
         train_config,
+        data,
         strategy.wrapper,
         strategy.devices,
         device=config.device,

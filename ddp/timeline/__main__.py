@@ -27,6 +27,7 @@ from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.models import MODELS
+from common.training.recipes import load_dataset
 from ddp.all_reduce import ALL_REDUCES
 from ddp.config import TrainConfig, require_samples
 from ddp.timeline.overlap import OverlapParts, divide
@@ -99,12 +100,12 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
 
     # The learning-rate schedule needs an end; nothing here gets so far.
     learning = TrainConfig(model=config.model, batch_size=config.batch_size, epochs=10**6)
-    env = DistEnv.alone(CPU)
+    data, env = load_dataset(learning), DistEnv.alone(CPU)
     steps: list[list[Step]] = []
     alone: list[list[float]] = [[] for _ in range(config.ranks)]
     with (
         WorkerGroup(
-            config.ranks, Recorder, learning, config.all_reduce, config.bucket_cap_mb, threads=config.threads
+            config.ranks, Recorder, learning, data, config.all_reduce, config.bucket_cap_mb, threads=config.threads
         ) as ranks,
         Progress(env, "timeline", config.steps) as progress,
     ):

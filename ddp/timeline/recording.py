@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.data.datasets import Batch
+from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
 from common.training.models import build_model
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.randomness import derive_seed
-from common.training.recipes import load_dataset, require_a_batch
+from common.training.recipes import require_a_batch
 from ddp.all_reduce.base import AllReduce, Pending
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
@@ -135,8 +135,10 @@ class Recorder:
     :param bucket_cap_mb: as in the hand-written DDP
     """
 
-    def __init__(self, env: DistEnv, config: TrainConfig, all_reduce: str, bucket_cap_mb: float | None) -> None:
-        self._config, self._data = config, load_dataset(config)
+    def __init__(
+        self, env: DistEnv, config: TrainConfig, data: ImageData, all_reduce: str, bucket_cap_mb: float | None
+    ) -> None:
+        self._config, self._data = config, data
         require_a_batch(config, self._data)
         torch.manual_seed(derive_seed(config.seed, "weights"))
         network = build_model(config.model, self._data.shape, len(self._data.classes), config.dropout)

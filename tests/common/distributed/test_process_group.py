@@ -148,9 +148,13 @@ def test_ranks_that_do_not_come_are_a_user_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+# A training that records its first step soon, and does not end by itself.
+LONG = ("--epochs", "10000", "--train-samples", "720", "--test-samples", "50", "--log-every", "1")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
-    arguments = ("ddp.train", "--epochs", "100", "--workers", "2", "--run-dir", str(tmp_path / "run"))
+    arguments = ("ddp.train", *LONG, "--workers", "2", "--run-dir", str(tmp_path / "run"))
     with start_command(*arguments) as process:
         _wait_for_training(tmp_path)
         process.send_signal(number)
@@ -162,7 +166,7 @@ def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: 
 
 def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> None:
     flags = ("torch.distributed.run", "--nproc_per_node=2", "-m")
-    arguments = ("ddp.train", "--epochs", "100", "--workers", "1", "--run-dir", str(tmp_path / "run"))
+    arguments = ("ddp.train", *LONG, "--workers", "1", "--run-dir", str(tmp_path / "run"))
     with start_command(*flags, *arguments) as process:
         _wait_for_training(tmp_path)
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.distributed.worker_group import WorkerGroup
+from common.training.recipes import load_dataset
 from ddp.bench.step_parts import Runner, Stamps, StepParts
 from ddp.config import TrainConfig
 from tests.ddp.jobs import small
@@ -51,7 +52,7 @@ def test_a_late_rank_is_imbalance_and_not_communication() -> None:
 )
 def test_real_steps_are_stamped_in_order(wrapper: str, ranks: int) -> None:
     config: TrainConfig = small(epochs=10**6)
-    with WorkerGroup(ranks, Runner, config, wrapper, 2) as job:
+    with WorkerGroup(ranks, Runner, config, load_dataset(config), wrapper, 2) as job:
         stamps = job.call("run", 3)
         assert all(memory > 10 for memory in job.call("peak_memory"))
     assert [len(own) for own in stamps] == [3] * ranks
