@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -42,9 +43,10 @@ def import_function(flag: str, value: str, signature: str, arguments: tuple[Any,
     if not callable(function):
         raise UsageError(f"{flag} {value} is a {type(function).__name__} and cannot be called: {expected}")
     try:
-        inspect.signature(function).bind(*arguments)
-    except ValueError:  # some functions written in C do not tell their parameters
-        pass
+        with contextlib.suppress(
+            ValueError
+        ):  # a function written in C may not tell its parameters: then the call checks them
+            inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise UsageError(f"{flag} {value} takes other arguments ({error}): {expected}") from None
     return typing.cast(Callable[..., Any], function)

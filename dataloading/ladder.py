@@ -142,9 +142,9 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
-    chosen = choose_pool(config.augmentation != "none" or config.image_size is not None, False)  # comes last
-    pools = sorted(("threads", "processes"), key=chosen.__eq__)
-    for pool in pools:
+    works_per_image = config.augmentation != "none" or config.image_size is not None
+    chosen = choose_pool(works_per_image, pin_memory=False)
+    for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last
         rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
     return rungs
 

@@ -18,7 +18,7 @@ COMMANDS = [
     *("dataloading.lfw_dataset", "dataloading.http_server"),
 ]
 NOT_FOR_HELP = ("matplotlib", "torchvision", "psutil", "PIL")
-# Each command in a process of its own, forked from one that has imported torch: what it takes time to import is not at issue.
+# Each command runs in a process of its own, forked from one that has imported torch, so that torch is imported only once.
 PROGRAM = f"""
 import contextlib, io, json, os, runpy, sys
 import torch

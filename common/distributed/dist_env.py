@@ -69,7 +69,8 @@ class DistEnv:
         """A block that may fail on some ranks only, because one node lacks a file for example. If it fails on one, it fails on all.
 
         Without this, the rank that failed would end, and the others would wait for it in their next collective. The end of
-        the block is also a barrier: no rank passes it before all ranks have reached it.
+        the block is also a barrier: no rank passes it before all ranks have reached it. Without a group, the block raises the
+        same errors.
 
         :raises UsageError: on every rank, the error of the lowest rank that met a ``UsageError``, or could not read or write
             a file. Any other error is a defect of the program, and is raised on its own rank only

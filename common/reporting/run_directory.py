@@ -128,8 +128,11 @@ def holds_run(folder: Path) -> bool:
     return isinstance(content, dict) and "dataset_fingerprint" in content
 
 
+CONTINUE = "continue with --resume"
+
+
 @contextlib.contextmanager
-def writing(path: Path, remedy: str = "continue with --resume") -> Iterator[None]:
+def writing(path: Path, remedy: str = CONTINUE) -> Iterator[None]:
     """A block that writes a part of a run.
 
     :param remedy: what a user does after the disk can be written again

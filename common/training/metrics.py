@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UsageError
 from common.reporting.atomic_files import write_bytes
-from common.reporting.run_directory import writing
+from common.reporting.run_directory import CONTINUE, writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,7 +40,7 @@ class MetricsWriter:
         after: tuple[int, int] | None = None,
         tensorboard: bool = False,
         silent: bool = False,
-        remedy: str = "continue with --resume",
+        remedy: str = CONTINUE,
     ) -> None:
         self._file = self._board = None
         self._remedy = remedy

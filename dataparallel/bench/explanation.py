@@ -198,7 +198,7 @@ def _threads(comparison: Comparison, point: Point, steps: dict[str, float]) -> s
             text += "; OpenMP threads that helped in backward also still spin (OMP_WAIT_POLICY=passive prevents that)"
         return text
     if alone > 1.1 * own:
-        return f"{text}: nothing is lost because threads share one process"
+        return f"{text}: that the threads share one process costs nothing here"
     return f"{text}: being threads of one process, with its GIL, costs little here"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from common.functions import import_function
 def test_a_function_is_found_by_its_module_and_name() -> None:
     assert import_function("--model", "os.path:join", "join(a, b)", ("a", "b"))("a", "b") == "a/b"
     assert import_function("--model", "fractions:Fraction.from_float", "f(x)", (1.0,))(0.5) == 0.5
+
+
+def test_a_function_that_does_not_tell_its_parameters_is_accepted() -> None:
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(max)
+    assert import_function("--model", "builtins:max", "max(a, b)", (1, 2))(1, 2) == 2
 
 
 @pytest.mark.parametrize(
