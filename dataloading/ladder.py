@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.cli import command, option, parse
 from common.data.datasets import keep_batch
-from common.distributed.process_group import DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
-from common.reporting.benchmark import write_results
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
+from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_bars
 from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line, prepare_output, results_in
+from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.resilience.loader_errors import loader_errors
 from dataloading.bench.ceiling import Ceiling, fastest_decoder
@@ -64,10 +62,12 @@ class LadderConfig:
 @command
 def main() -> None:
     config = parse(LadderConfig, "dataloading.ladder", __doc__)
-    require_alone("dataloading.ladder")
-    env = DistEnv.alone(torch.device("cpu"))
-    with rank_logging(env), loader_errors(), contextlib.ExitStack() as stack:
-        prepare_output(config.output)
+    run_alone("dataloading.ladder", config.output, lambda: run(config), lambda taken: report(config, *taken))
+
+
+def run(config: LadderConfig) -> tuple[dict[str, list[float]], str, int]:
+    """Let all variants and the ceiling take turns; returns what :func:`report` takes."""
+    with loader_errors(), contextlib.ExitStack() as stack:
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
         readable = [_readable(files, sample) for sample in range(min(len(files), CEILING_IMAGES))]
@@ -78,20 +78,16 @@ def main() -> None:
 
         workers = config.workers or usable_cores()
         rungs = _rungs(config, storage, workers, decoder)
-        runs = {
-            name: LoaderRun(make, count, 2 * count, config.batches, torch.device("cpu"))
-            for name, (count, make) in rungs.items()
-        }
-        for run in runs.values():
-            stack.callback(run.close)
-        progress = stack.enter_context(Progress(env, "ladder", config.repeats + 1))
+        runs = {name: LoaderRun(make, count, 2 * count, config.batches, CPU) for name, (count, make) in rungs.items()}
+        for one in runs.values():
+            stack.callback(one.close)
+        progress = stack.enter_context(Progress(DistEnv.alone(CPU), "ladder", config.repeats + 1))
         seconds = interleave(
             {**runs, "ceiling": ceiling},
             config.repeats,
             after_round=lambda done: progress.advance(1, f"{len(runs)} rungs and the ceiling"),
         )
-    with results_in(config.output):
-        print(report(config, seconds, decoder, ceiling.images))
+    return seconds, decoder, ceiling.images
 
 
 def _readable(files: LFWDataset, sample: int) -> bytes:
@@ -142,8 +138,7 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
-    works_per_image = config.augmentation != "none" or config.image_size is not None
-    chosen = choose_pool(works_per_image, pin_memory=False)
+    chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image, pin_memory=False)
     for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last
         rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
     return rungs

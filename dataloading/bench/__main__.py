@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from common.cli import command, option, parse
-from common.distributed.process_group import DistEnv, require_alone
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
 from common.errors import UsageError
-from common.reporting.benchmark import write_results
+from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_sweep
 from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line, prepare_output, results_in
+from common.reporting.run_directory import files_line
 from common.resilience.loader_errors import loader_errors
 from common.training.models import LEAST_SAMPLES, MODELS
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
@@ -151,27 +151,26 @@ class LoadingBenchConfig:
 @command
 def main() -> None:
     config = parse(LoadingBenchConfig, "dataloading.bench", __doc__)
-    require_alone("dataloading.bench")
-    env = DistEnv.alone(torch.device("cpu"))
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    with rank_logging(env):
-        prepare_output(config.output)
-        with loader_errors(), contextlib.ExitStack() as stack:
-            library = _library(config, stack)
-            settings = config.settings()
-            steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
-            progress = stack.enter_context(Progress(env, "bench", config.repeats + 1))
-            sweep = measure(
-                library,
-                settings,
-                batches=config.batches,
-                repeats=config.repeats,
-                device=device,
-                after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
-            )
-            verdicts = [judge(library, task, steps) for task in tasks(sweep)]
-        with results_in(config.output):
-            print(report(config, library, sweep, verdicts))
+    run_alone("dataloading.bench", config.output, lambda: run(config), lambda taken: report(config, *taken))
+
+
+def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], list[LoadingVerdict]]:
+    """Measure all settings and judge them; returns what :func:`report` takes."""
+    device = torch.device("cuda") if torch.cuda.is_available() else CPU
+    with loader_errors(), contextlib.ExitStack() as stack:
+        library = _library(config, stack)
+        settings = config.settings()
+        steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
+        progress = stack.enter_context(Progress(DistEnv.alone(CPU), "bench", config.repeats + 1))
+        sweep = measure(
+            library,
+            settings,
+            batches=config.batches,
+            repeats=config.repeats,
+            device=device,
+            after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
+        )
+        return library, sweep, [judge(library, task, steps) for task in tasks(sweep)]
 
 
 def _library(config: LoadingBenchConfig, stack: contextlib.ExitStack) -> Library:

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option, parse
-from common.distributed.process_group import require_alone
 from common.errors import UsageError
-from common.reporting.benchmark import write_results
-from common.reporting.run_directory import files_line, prepare_output, results_in
+from common.reporting.benchmark import run_alone, write_results
+from common.reporting.run_directory import files_line
 from common.reporting.trace_events import write_trace
 from common.resilience.loader_errors import loader_errors
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
@@ -83,15 +82,11 @@ class LoadingTimelineConfig:
 @command
 def main() -> None:
     config = parse(LoadingTimelineConfig, "dataloading.timeline", __doc__)
-    require_alone("dataloading.timeline")
-    prepare_output(config.output)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
-    with loader_errors():
-        runs = measure(config)
-    with results_in(config.output):
-        print(report(config, runs))
+    run_alone("dataloading.timeline", config.output, lambda: measure(config), lambda runs: report(config, runs))
 
 
+@loader_errors()
 def measure(config: LoadingTimelineConfig) -> list[LoaderTrace]:
     """Make the runs of one picture."""
     files = LFWDataset(
