@@ -85,7 +85,6 @@ def test_loaders_and_workers_do_not_change_a_bit(
         assert np.array_equal(outcome.confusion, expected.confusion)
 
 
-@pytest.mark.slow
 def test_resuming_changes_no_bit_whichever_loader_goes_on(faces: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     run_ranks(run_job, 2, from_files(faces, run_dir=whole))

@@ -79,7 +79,6 @@ def test_the_background_is_the_grey_of_empty_paper(train: Half) -> None:
     assert abs(np.median(darker_half) - BACKGROUND) < 12
 
 
-@pytest.mark.slow
 def test_a_linear_classifier_learns_something_but_stays_below_90_percent(train: Half, test: Half) -> None:
     (inputs, targets), (test_inputs, test_targets) = (
         (torch.from_numpy(images).flatten(1).float().sub(80).div(50), torch.from_numpy(labels))
