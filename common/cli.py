@@ -21,13 +21,11 @@ import dataclasses
 import functools
 import math
 import operator
-import os
 import signal
 import sys
-import time
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -35,10 +33,6 @@ from common.errors import UsageError
 from common.resilience.signal_redelivery import keep_stops
 
 Config = TypeVar("Config")
-
-# Seconds that a rank waits for rank 0 to print the error. torchrun ends it as soon as rank 0 has left.
-WAIT_FOR_RANK_ZERO_S = 30.0
-WAIT_IF_SEEN_BY_ALL_S = 2.0
 
 
 def option(
@@ -52,6 +46,7 @@ def option(
     above: float | None = None,
     below: float | None = None,
     former_name: str | None = None,
+    per_node: bool = False,
 ) -> Any:
     """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not.
 
@@ -60,10 +55,20 @@ def option(
 
     :param or_function: accept ``module:function`` besides the choices; see common/functions.py
     :param former_name: the field's name in an older version, whose flag is still understood
+    :param per_node: whether the nodes of a job may have different values: for paths
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    names = {"choices": choices, "or_function": or_function, "former_name": former_name}
+    names = {"choices": choices, "or_function": or_function, "former_name": former_name, "per_node": per_node}
     return dataclasses.field(default=default, metadata={"help": help, **names, **limits})
+
+
+def settings_of(config: Any) -> dict[str, str]:
+    """The value of each flag that must be the same on all ranks, as text.
+
+    :param config: a dataclass whose fields were made with :func:`option`
+    """
+    shared = [field.name for field in dataclasses.fields(config) if not field.metadata["per_node"]]
+    return {flag_of(name): str(getattr(config, name)) for name in shared}
 
 
 def flag_of(field_name: str) -> str:
@@ -130,6 +135,23 @@ def parse(
     return config_type(**values)
 
 
+def from_settings(config_type: type[Config], program: str, settings: Mapping[str, Any]) -> Config:
+    """The configuration with these settings, which are in JSON's types, checked as a command line is; the inverse of
+    ``dataclasses.asdict``.
+
+    :raises UsageError: as :func:`parse`
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
+    arguments = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            if value is not defaults.get(name):
+                arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
+        elif value is not None:
+            arguments.append(f"{flag_of(name)}={value}")
+    return parse(config_type, program, None, arguments)
+
+
 def _check_range(field: dataclasses.Field[Any], value: float) -> None:
     """:raises UsageError: naming the flag, the value and the range"""
     limits = field.metadata
@@ -148,12 +170,7 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
 
 
 def command(main: Callable[[], None]) -> Callable[[], None]:
-    """Make ``main`` a command: a :class:`UsageError` becomes one line on stderr and exit status 2, once per job.
-
-    Every rank of a job meets the same error, so rank 0 prints it for all. The other ranks wait: if one of them left first,
-    torchrun would end rank 0 before it has printed. A rank that is still alive after the wait met the error alone, and prints
-    it itself.
-    """
+    """Make ``main`` a command: a :class:`UsageError` becomes one line on stderr and exit status 2, once per node of a job."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -163,14 +180,9 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
         except KeyboardInterrupt:
             sys.exit(130)  # the shell's status for Ctrl-C, without a traceback
         except UsageError as error:
-            rank = os.environ.get("RANK", "0")
-            if rank == "0":
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            elif error.seen_by_all:
-                time.sleep(WAIT_IF_SEEN_BY_ALL_S)
-            else:
-                time.sleep(WAIT_FOR_RANK_ZERO_S)
-                print(f"error: [rank {rank}] {error}", file=sys.stderr, flush=True)
+            from common.error_line import print_error
+
+            print_error(error)
             sys.exit(2)
 
     return run

@@ -58,6 +58,7 @@ class TrainConfig(LearningConfig):
         "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's); of lfw: "
         "a folder or URL with a folder of JPEGs for each person (default: faces drawn for the purpose); of folder: "
         "DIR/CLASS/IMAGE, or DIR/train/CLASS/IMAGE and DIR/test/CLASS/IMAGE",
+        per_node=True,
     )
     min_images_per_person: int = option(
         None, "of lfw, take the people with so many images; a fifth of each is for testing (default: 40)", minimum=2
@@ -115,7 +116,7 @@ class TrainConfig(LearningConfig):
     decoder: str = option(None, "of lfw's JPEGs; the others are faster and extras (default: pillow)", choices=DECODERS)
 
     # What is left behind
-    run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)")
+    run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)", per_node=True)
     overwrite: bool = option(False, "delete the run that is in the run directory")
     resume: bool = option(False, "continue the run that is in the run directory; on the CPU, bit for bit")
     auto_resume: bool = option(False, "continue the run if there is one, else start it: for jobs that are requeued")

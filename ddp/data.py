@@ -36,6 +36,7 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
     with env.fail_together():
         data = load_files(config) if config.dataset in FROM_FILES else load_dataset(config)
         require_a_batch(config, data)
+    env.require_same(training_samples=len(data.train), digest_of_the_data=data.fingerprint)
     return data
 
 

@@ -60,7 +60,7 @@ def main() -> None:
         with rendezvous_errors(env):
             dist.init_process_group(
                 env.backend,  # NCCL on GPUs, gloo on CPUs
-                store=rendezvous_store(env, config.timeout),  # where the ranks find each other's addresses
+                store=rendezvous_store(env, config.timeout, config),  # the ranks meet there, and compare their settings
                 rank=env.rank,
                 world_size=env.world_size,
                 # After config.timeout seconds the supervisor's watchdog names the rank that hangs. The backend waits longer.

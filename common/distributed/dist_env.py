@@ -93,6 +93,19 @@ class DistEnv:
                 shared.seen_by_all = True
                 raise shared
 
+    def require_same(self, **facts: object) -> None:
+        """Compare values over the ranks, as text. A collective.
+
+        :raises UsageError: on every rank, naming what differs, the ranks and their values
+        """
+        if self.world_size > 1:
+            from common.distributed.agreement import RanksDiffer, describe
+
+            everyone: list[dict[str, str]] = [{}] * self.world_size
+            dist.all_gather_object(everyone, {name.replace("_", " "): str(fact) for name, fact in facts.items()})
+            if differences := describe(dict(enumerate(everyone))):
+                raise RanksDiffer(differences)
+
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor of any shape, in place, by sum; returns it."""
         if self.backend != NO_GROUP:
@@ -128,6 +141,10 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
         if not environment[name].isdecimal():
             raise UsageError(f"{name}={environment[name]!r} is not a whole number: let torchrun set it")
         numbers[name] = int(environment[name])
+    if not 0 <= numbers.get("MASTER_PORT", 0) < 2**16:
+        raise UsageError(f"MASTER_PORT={numbers['MASTER_PORT']} is no port: use one from 1 to 65535")
+    if given and not environment["MASTER_ADDR"].strip():
+        raise UsageError("MASTER_ADDR is empty: set it to the address of the host with rank 0, or let torchrun do it")
     for index, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if numbers[index] >= numbers[size]:
             raise UsageError(f"{index}={numbers[index]} must be below {size}={numbers[size]}: let torchrun set both")

@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ import torch.distributed as dist
 # while Python shuts down aborts the process. Imported here, the module finds no group.
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
@@ -35,7 +35,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def process_group(
-    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0
+    device: str = "auto", backend: str = "auto", timeout_s: float = 600.0, threads: int = 0, settings: Any = None
 ) -> Iterator[DistEnv]:
     """Join the job, and leave it cleanly on success, on an error, on Ctrl-C and on SIGTERM.
 
@@ -43,8 +43,9 @@ def process_group(
     :param backend: one of :data:`BACKENDS`; ``auto`` takes NCCL on CUDA and gloo on the CPU
     :param timeout_s: how long a rank waits for the others at the rendezvous, and in each collective
     :param threads: CPU threads for compute, per rank; 0 shares the usable cores among the node's ranks
-    :raises UsageError: when only some of torchrun's variables are set, for a port in use, ranks that do not come in time,
-        NCCL without CUDA, or more ranks than GPUs
+    :param settings: the command's, which must be the same on all ranks; see common/distributed/launch_facts.py
+    :raises UsageError: when only some of torchrun's variables are set, for a port in use, ranks that do not come in time or
+        were started differently, NCCL without CUDA, or more ranks than GPUs
     """
     env = find_dist_env(device, backend)
     if env.device.type == "cuda":
@@ -54,7 +55,7 @@ def process_group(
         with rendezvous_errors(env):
             dist.init_process_group(
                 env.backend,
-                store=rendezvous_store(env, timeout_s),
+                store=rendezvous_store(env, timeout_s, settings),
                 rank=env.rank,
                 world_size=env.world_size,
                 timeout=datetime.timedelta(seconds=timeout_s),
@@ -85,21 +86,31 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def rendezvous_store(env: DistEnv, timeout_s: float) -> Store:
-    """The store in which the ranks find each other's addresses: torchrun holds it at MASTER_ADDR and MASTER_PORT.
+def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
+    """The store in which the ranks find each other's addresses, at MASTER_ADDR and MASTER_PORT. There they also compare what
+    they were started with.
 
     :param timeout_s: seconds to wait for the other ranks
+    :param settings: the command's dataclass; None if it has none
+    :raises UsageError: on every rank, when the ranks were started differently
     """
+    if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
+        return dist.HashStore()  # type: ignore[attr-defined]
+    from common.distributed.agreement import require_agreement  # only in a job of ranks
+    from common.distributed.launch_facts import launch_facts
+
     timeout = datetime.timedelta(seconds=timeout_s)
     store: Store
-    if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
         store = store_with_new_prefix(env.rank, env.world_size, timeout)
-    else:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    else:  # rank 0 serves it; which ranks come is checked below
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
+        )
+    require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout)
     return store
 
 

@@ -49,7 +49,9 @@ class LearningConfig:
         "glyphs", "the data set, or your own: a function load() in a module", choices=IN_MEMORY, or_function=True
     )
     data_dir: str = option(
-        None, "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's)"
+        None,
+        "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's)",
+        per_node=True,
     )
     download: bool = option(False, "let one process per node download fashion-mnist to --data-dir first")
     train_samples: int | None = option(None, "train on the first so many samples only", minimum=1)

@@ -59,12 +59,15 @@ class OverheadConfig:
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
     threads: int = option(0, "as in ddp.train", minimum=0)
-    output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG")
+    output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG", per_node=True)
 
 
 def main(argv: Sequence[str]) -> None:
     config = parse(OverheadConfig, "ddp.bench overhead", __doc__, argv)
-    with process_group(config.device, config.backend, threads=config.threads) as env, rank_logging(env):
+    with (
+        process_group(config.device, config.backend, threads=config.threads, settings=config) as env,
+        rank_logging(env),
+    ):
         with env.fail_together():
             require_samples(config.model, config.batch_size, env.world_size)
             prepare_output(config.output)

@@ -67,13 +67,18 @@ class SafetyConfig:
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
     threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(
-        Path("runs/bench-safety"), "folder of the JSON and the PNG; it holds the checkpoints while the benchmark runs"
+        Path("runs/bench-safety"),
+        "folder of the JSON and the PNG; it holds the checkpoints while the benchmark runs",
+        per_node=True,
     )
 
 
 def main(argv: Sequence[str]) -> None:
     config = parse(SafetyConfig, "ddp.bench safety", __doc__, argv)
-    with process_group(config.device, config.backend, threads=config.threads) as env, rank_logging(env):
+    with (
+        process_group(config.device, config.backend, threads=config.threads, settings=config) as env,
+        rank_logging(env),
+    ):
         with env.fail_together():
             require_samples(config.model, config.batch_size, env.world_size)
             prepare_output(config.output)

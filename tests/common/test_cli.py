@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli import WAIT_FOR_RANK_ZERO_S, WAIT_IF_SEEN_BY_ALL_S, command, option, parse
+from common.cli import command, option, parse
 from common.errors import UsageError
 from tests.support.launch import REPOSITORY, run_ranks
 
@@ -270,50 +269,16 @@ def test_a_mistake_in_that_style_is_one_line_too() -> None:
         parse_lists("-num_workers", "x", underscores=True)
 
 
-def end_of(main: Callable[[], None], rank: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[float]]:
-    """The exit status of a command that meets a mistake, and how long it slept before."""
-    waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code, waits
-
-
 @command
 def wrong() -> None:
     raise UsageError("--lr 0 is out of range")
 
 
-@command
-def wrong_on_all() -> None:
-    error = UsageError("--data-dir is empty")
-    error.seen_by_all = True
-    raise error
-
-
-@pytest.mark.parametrize("rank", [None, "0"])
-def test_rank_0_says_it_in_one_line_at_once_and_ends_with_status_2(
-    rank: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert end_of(wrong, rank, monkeypatch) == (2, [])
+def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        wrong()
+    assert end.value.code == 2
     assert capsys.readouterr() == ("", "error: --lr 0 is out of range\n")
-
-
-def test_another_rank_speaks_only_if_nobody_ends_it_while_it_waits(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert end_of(wrong, "1", monkeypatch) == (2, [WAIT_FOR_RANK_ZERO_S])
-    assert capsys.readouterr() == ("", "error: [rank 1] --lr 0 is out of range\n")
-
-
-def test_another_rank_is_silent_when_all_have_met_the_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert end_of(wrong_on_all, "1", monkeypatch) == (2, [WAIT_IF_SEEN_BY_ALL_S])
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_command_that_succeeds_just_returns(capsys: pytest.CaptureFixture[str]) -> None:

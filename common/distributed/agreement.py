@@ -1,0 +1,146 @@
+"""Before the ranks form a process group: were all started alike?
+
+Two hosts that were given different learning rates would train on without an error, and average gradients that do not belong
+together. Other differences would end as a hang, or as a crash in a collective. So each rank puts its *facts* into the store
+(common/distributed/launch_facts.py lists them), rank 0 compares them, and a difference is one line on every rank.
+
+The store is used, and not a collective: ranks that disagree on WORLD_SIZE or on the backend cannot form a group.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from common.errors import UsageError
+
+POLL_S = 0.01
+OTHERS_S = 2.0  # after a difference is found, for ranks that have not come yet: they are named too
+READ_S = 3.0  # for the others to read the verdict: rank 0 may serve the store, and leaves after an error
+MOST_DIFFERENCES = 4
+MOST_RANKS = 8
+
+Facts = Mapping[str, str]
+
+
+class RanksDiffer(UsageError):
+    """The ranks were not started alike.
+
+    :param seen_by_all: False if rank 0 and others may have begun without this rank
+    """
+
+    def __init__(self, message: str, seen_by_all: bool = True) -> None:
+        super().__init__(message)
+        self.seen_by_all = seen_by_all
+
+
+def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, timeout: datetime.timedelta) -> None:
+    """Wait until all ranks have called this, and compare their facts.
+
+    :param store: in which no key is an earlier start's
+    :param facts: by name, what must be the same on all ranks
+    :param timeout: how long to wait for the other ranks
+    :raises RanksDiffer: on every rank, naming the facts that differ, the ranks and their values; or when two processes were
+        given the same rank. A rank that comes when the others have begun without it raises it alone
+    :raises torch.distributed.DistStoreError: when not all ranks come in time, or rank 0 does not
+    """
+    facts = {"WORLD_SIZE": str(world_size), **facts}
+    _require_one_process(store, rank)
+    store.set(f"facts/{rank}", json.dumps(facts))
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        everyone, differences = _compare_all(store, world_size, facts, deadline)
+        store.set("verdict", differences or "")
+        if differences:
+            _wait_for([f"read/{other}" for other in everyone if other > 0], store, time.monotonic() + READ_S)
+    else:
+        if _wait_for(["verdict"], store, deadline):
+            raise dist.DistStoreError("rank 0 did not come")
+        # A rank that rank 0 does not know of, since their WORLD_SIZE differs, finds that by itself.
+        differences = store.get("verdict").decode()
+        store.set(f"read/{rank}", "")
+        if not differences and (own := describe({0: _facts_of(store, 0), rank: facts})):
+            raise RanksDiffer(own, seen_by_all=False)
+    if differences:
+        raise RanksDiffer(differences)
+
+
+def describe(everyone: Mapping[int, Facts]) -> str | None:
+    """What differs between the facts of these ranks, as one line; None if nothing does."""
+    differences = []
+    for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, facts in sorted(everyone.items()):
+            ranks_with.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(ranks_with) > 1:
+            differences.append(f"{name} is " + ", but ".join(f"{v} on {_listed(r)}" for v, r in ranks_with.items()))
+    if not differences:
+        return None
+    more = len(differences) - MOST_DIFFERENCES
+    listed = "; ".join(differences[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    return f"the ranks were started differently: {listed}: give all the same flags, versions and environment"
+
+
+def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -> tuple[dict[int, Facts], str | None]:
+    """Rank 0: the facts of all ranks, and what differs.
+
+    :raises torch.distributed.DistStoreError: when not all come in time
+    """
+    everyone: dict[int, Facts] = {0: facts}
+    differ = False
+    while absent := sorted(set(range(world_size)) - everyone.keys()):
+        if store.check(["taken"]):
+            return everyone, store.get("taken").decode()
+        came = {rank: _facts_of(store, rank) for rank in absent if store.check([f"facts/{rank}"])}
+        everyone |= came
+        if not differ and any(theirs != facts for theirs in came.values()):
+            differ = True
+            world_size = max(int(theirs["WORLD_SIZE"]) for theirs in everyone.values())
+            deadline = time.monotonic() + OTHERS_S
+        if time.monotonic() > deadline:
+            if differ:
+                break
+            raise dist.DistStoreError(f"ranks {absent} did not come")
+        if not came:
+            time.sleep(POLL_S)
+    return everyone, describe(everyone)
+
+
+def _require_one_process(store: Store, rank: int) -> None:
+    """:raises RanksDiffer: when another process has this rank"""
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    first = store.compare_set(f"process/{rank}", "", me).decode()
+    if first != me:
+        taken = f"RANK={rank} was given to two processes, {first} and {me}: give each rank to one"
+        store.set("taken", taken)
+        raise RanksDiffer(taken, seen_by_all=False)
+
+
+def _facts_of(store: Store, rank: int) -> Facts:
+    facts: Facts = json.loads(store.get(f"facts/{rank}"))
+    return facts
+
+
+def _wait_for(keys: list[str], store: Store, deadline: float) -> list[str]:
+    """Wait until the store has these keys; returns those that it does not have by then."""
+    while keys := [key for key in keys if not store.check([key])]:
+        if time.monotonic() > deadline:
+            return keys
+        time.sleep(POLL_S)
+    return []
+
+
+def _listed(ranks: list[int]) -> str:
+    """``rank 1``, ``ranks 0 and 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ranks[:-1] if len(ranks) <= MOST_RANKS else ranks[:MOST_RANKS]
+    last = str(ranks[-1]) if len(ranks) <= MOST_RANKS else f"{len(ranks) - MOST_RANKS} more"
+    return f"ranks {', '.join(map(str, shown))} and {last}"

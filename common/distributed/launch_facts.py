@@ -1,0 +1,57 @@
+"""What must be the same on all ranks of a job: its settings, its software, and the environment that changes results."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.cli import settings_of
+from common.distributed.dist_env import DistEnv
+
+PACKAGES = ("common", "ddp", "dataloading", "dataparallel")
+# Variables that change what is computed, or whether the ranks' collectives fit together.
+VARIABLES = (
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_CBWR",
+    "TORCH_DIST_USE_NCCL2",
+)
+
+
+def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
+    """By name, as text, what :func:`common.distributed.agreement.require_agreement` compares.
+
+    :param settings: the command's dataclass, see :func:`common.cli.option`; None if it has none
+    """
+    return {
+        **({} if settings is None else settings_of(settings)),
+        "the backend": f"{env.backend} on {env.device.type}",
+        "the version of torch": torch.__version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "the digest of this project's source": source_digest(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": str(torch.backends.cudnn.allow_tf32),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "cudnn.deterministic": str(torch.backends.cudnn.deterministic),
+        "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+        **{name: os.environ.get(name, "not set") for name in VARIABLES},
+    }
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of all Python files of this project's packages: two hosts may have different checkouts of one version."""
+    root = Path(__file__).parent.parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]

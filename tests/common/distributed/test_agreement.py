@@ -1,0 +1,248 @@
+"""common/distributed/agreement.py: ranks that were started differently say so, all of them, and soon."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from common.cli import flag_of, parse, settings_of
+from common.distributed import agreement
+from common.distributed.agreement import Facts, RanksDiffer, describe, require_agreement
+from common.distributed.dist_env import DistEnv
+from common.distributed.launch_facts import launch_facts, source_digest
+from common.distributed.process_group import TORCHRUN_VARIABLES, process_group
+from common.errors import UsageError
+from ddp.config import TrainConfig
+from tests.support.launch import error_lines, free_port, run_ranks, start_command
+
+PATIENT = datetime.timedelta(seconds=60)
+
+
+def meet(
+    everyone: list[tuple[int, int, Facts]], timeout: datetime.timedelta = PATIENT, late_s: float = 0.0
+) -> list[str | None]:
+    """What each rank of (rank, WORLD_SIZE, facts) is told. Rank 0 serves the store, and the last one comes late."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(number: int) -> str | None:
+        place, world_size, facts = everyone[number]
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+        time.sleep(late_s * (number == len(everyone) - 1))
+        try:
+            require_agreement(store, place, world_size, facts, timeout)
+        except RanksDiffer as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(everyone)) as threads:
+        return list(threads.map(rank, range(len(everyone))))
+
+
+def test_ranks_that_agree_go_on() -> None:
+    assert meet([(rank, 3, {"--lr": "0.1"}) for rank in range(3)], late_s=0.3) == [None] * 3
+
+
+def test_a_difference_names_the_flag_the_ranks_and_their_values_on_all_ranks() -> None:
+    facts = [{"--lr": "0.1", "--seed": "0"}, {"--lr": "0.05", "--seed": "0"}, {"--lr": "0.1", "--seed": "0"}]
+    told = meet([(rank, 3, own) for rank, own in enumerate(facts)], late_s=0.3)
+    assert told == [told[0]] * 3
+    assert told[0] is not None
+    assert "--lr is 0.1 on ranks 0 and 2, but 0.05 on rank 1" in told[0]
+    assert "--seed" not in told[0]
+
+
+def test_all_say_it_although_a_rank_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "OTHERS_S", 0.3)
+    told = meet([(0, 3, {"--lr": "0.1"}), (1, 3, {"--lr": "1"})])
+    assert told[0] == told[1] is not None
+
+
+def test_world_sizes_that_differ() -> None:
+    assert (
+        meet([(0, 2, {}), (1, 3, {}), (2, 3, {})])
+        == [
+            "the ranks were started differently: WORLD_SIZE is 2 on rank 0, but 3 on ranks 1 and 2: "
+            "give all the same flags, versions and environment"
+        ]
+        * 3
+    )
+
+
+def test_a_rank_that_the_others_do_not_know_of_says_it_alone() -> None:
+    *others, told = meet([(0, 2, {}), (1, 2, {}), (2, 3, {})], late_s=0.5)
+    assert others == [None, None]
+    assert told is not None and "WORLD_SIZE is 2 on rank 0, but 3 on rank 2" in told
+
+
+def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["one", "two", "three"])
+    monkeypatch.setattr("socket.gethostname", lambda: next(names))
+    told = meet([(0, 3, {}), (1, 3, {}), (1, 3, {})])
+    assert all(
+        text and text.startswith("RANK=1 was given to two processes, process ")
+        for text in (told[0], told[2] or told[1])
+    )
+
+
+def test_ranks_that_do_not_come_in_time_are_named() -> None:
+    for present, words in ((0, r"ranks \[1, 2\] did not come"), (2, "rank 0 did not come")):
+        with pytest.raises(dist.DistStoreError, match=words):
+            meet([(present, 3, {})], datetime.timedelta(seconds=0.3))
+
+
+def test_many_differences_and_many_ranks_are_still_one_line() -> None:
+    everyone = {rank: {f"--flag-{i}": str(rank > 19) for i in range(9)} for rank in range(40)}
+    told = describe(everyone)
+    assert told is not None
+    assert "--flag-0 is False on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, but True on ranks 20, " in told
+    assert "--flag-3" in told and "--flag-4" not in told and "and 5 more: give all" in told
+    assert describe({0: {"a": "1"}, 1: {}}) is not None  # a fact that a rank lacks
+
+
+def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All settings but paths, software, and what changes arithmetic."""
+    config = TrainConfig(run_dir=tmp_path)
+    facts = launch_facts(DistEnv.alone(torch.device("cpu")), config)
+    flags = {flag_of(field.name) for field in dataclasses.fields(config)}
+    assert flags - facts.keys() == {"--run-dir", "--data-dir"}
+    assert facts["the version of torch"] == torch.__version__
+    assert facts["the digest of this project's source"] == source_digest()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        others = launch_facts(DistEnv.alone(torch.device("cpu")), config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert {name for name in facts if facts[name] != others[name]} == {
+        "NVIDIA_TF32_OVERRIDE", "deterministic_algorithms", "float32_matmul_precision"
+    }  # fmt: skip
+
+
+# Two different values of each flag that ranks must share.
+VALUES: dict[str, tuple[list[str], list[str]]] = {
+    "--dataset": (["--dataset", "glyphs"], ["--dataset", "fashion-mnist"]),
+    "--min-images-per-person": (
+        ["--dataset", "lfw", "--min-images-per-person", "20"], ["--dataset", "lfw", "--min-images-per-person", "30"],
+    ),
+    "--image-size": (["--dataset", "lfw", "--image-size", "64"], ["--dataset", "lfw", "--image-size", "96"]),
+    "--decoder": (["--dataset", "lfw", "--decoder", "pillow"], ["--dataset", "lfw", "--decoder", "simplejpeg"]),
+    "--loader": (["--dataset", "lfw", "--loader", "stock"], ["--dataset", "lfw", "--loader", "fast"]),
+    "--all-reduce": (
+        ["--strategy", "handwritten", "--all-reduce", "ring"], ["--strategy", "handwritten", "--all-reduce", "tree"],
+    ),
+    "--resume": ([], ["--resume"]),
+    "--auto-resume": ([], ["--auto-resume"]),
+    "--overwrite": ([], ["--overwrite"]),
+    "--device": (["--device", "cpu"], ["--device", "auto"]),
+    "--backend": (["--backend", "gloo"], ["--backend", "auto"]),
+    "--download": (["--dataset", "fashion-mnist"], ["--dataset", "fashion-mnist", "--download"]),
+}  # fmt: skip
+
+
+def two_values(flag: str, random_: random.Random) -> tuple[list[str], list[str]]:
+    """Arguments with two values of a flag."""
+    if flag in VALUES:
+        return VALUES[flag]
+    field = next(field for field in dataclasses.fields(TrainConfig) if flag_of(field.name) == flag)
+    if isinstance(field.default, bool):
+        return [flag], ["--no-" + flag[2:]] if field.default else []
+    if field.metadata["choices"]:
+        one, other = random_.sample(list(field.metadata["choices"]), 2)
+        return [flag, one], [flag, other]
+    if flag == "--checkpoint-every":
+        return [flag, str(random_.randrange(1, 99))], [flag, f"{random_.randrange(1, 99)}min"]
+    if "float" in str(field.type):
+        one, other = random_.sample(["0.01", "0.25", "0.5", "0.75", "0.125"], 2)
+        return [flag, one], [flag, other]
+    one, other = random_.sample([str(number) for number in range(2, 300)], 2)
+    return [flag, one], [flag, other]
+
+
+def differing_flags(seed: int, cases: int) -> list[tuple[str, list[list[str]]]]:
+    """Jobs of two ranks: the flag that differs, and each rank's arguments."""
+    random_ = random.Random(seed)
+    flags = [name for name in settings_of(TrainConfig()) if name != "--warmup-epochs"]  # which other flags determine
+    made: list[tuple[str, list[list[str]]]] = []
+    while len(made) < cases:
+        flag = random_.choice(flags)
+        both = [list(arguments) for arguments in two_values(flag, random_)]
+        common = two_values(random_.choice(["--seed", "--lr", "--log-every", "--momentum"]), random_)[0]
+        if common[0] == flag:
+            common = []
+        random_.shuffle(both)
+        made.append((flag, [own + common for own in both]))
+    return made
+
+
+def told_of(cases: list[tuple[str, list[list[str]]]]) -> list[str]:
+    """On each rank: what it is told in each job, and that it can join the next."""
+    told = []
+    for _, arguments in cases:
+        config = parse(TrainConfig, "ddp.train", None, arguments[int(os.environ["RANK"])])
+        try:
+            with process_group("cpu", timeout_s=60, settings=config):
+                told.append("nothing")
+        except UsageError as error:
+            told.append(str(error))
+    return told
+
+
+def check(seed: int, cases: int) -> None:
+    jobs = differing_flags(seed, cases)
+    first, second = run_ranks(told_of, 2, jobs, timeout_s=60 + cases)
+    assert first == second
+    for (flag, arguments), told in zip(jobs, first, strict=True):
+        assert f" {flag} is " in told, (arguments, told)
+        assert " on rank 0, but " in told and "\n" not in told
+
+
+def test_whatever_flag_differs_it_is_named() -> None:
+    check(seed=0, cases=60)
+
+
+@pytest.mark.slow
+def test_a_thousand_jobs_whose_flags_differ() -> None:
+    check(seed=1, cases=1000)
+
+
+def started_by_hand(arguments: list[list[str]], sizes: list[int], tmp_path: Path) -> list[tuple[int, list[str]]]:
+    """Exit status and error lines of each rank, without torchrun."""
+    port = str(free_port())
+    with ThreadPoolExecutor(len(sizes)) as threads:
+
+        def rank(number: int) -> tuple[int, list[str]]:
+            values = (str(number), str(sizes[number]), str(number), str(max(sizes)), "127.0.0.1", port)
+            env: dict[str, Any] = dict(zip(TORCHRUN_VARIABLES, values, strict=True))
+            command = ("ddp.train", "--device", "cpu", "--run-dir", str(tmp_path / "run"), *arguments[number])
+            with start_command(*command, env=env) as process:
+                _, err = process.communicate(timeout=100)
+            assert "Traceback" not in err
+            return process.returncode, error_lines(err)
+
+        return list(threads.map(rank, range(len(sizes))))
+
+
+def test_two_hosts_started_with_other_learning_rates_do_not_train(tmp_path: Path) -> None:
+    (status, lines), other = started_by_hand([[], ["--lr", "0.05"]], [2, 2], tmp_path)
+    assert (status, other) == (2, (2, []))
+    assert len(lines) == 1 and "--lr is 0.1 on rank 0, but 0.05 on rank 1" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_world_sizes(tmp_path: Path) -> None:
+    (status, lines), other = started_by_hand([[], []], [2, 3], tmp_path)
+    assert (status, other) == (2, (2, []))
+    assert len(lines) == 1 and "WORLD_SIZE is 2 on rank 0, but 3 on rank 1" in lines[0]

@@ -1,0 +1,116 @@
+"""common/error_line.py: which rank prints a user error, and when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from common import error_line
+from common.error_line import PRINT_AFTER, WAIT_FOR_LOCAL_RANK_ZERO_S, WAIT_IF_PRINTED_S, print_error
+from common.errors import UsageError
+from tests.support.launch import error_lines, run_torchrun
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long was slept; and an environment without a job."""
+    for name in os.environ:
+        if name.startswith(("TORCHELASTIC", "MASTER_")) or "RANK" in name:
+            monkeypatch.delenv(name)
+    slept: list[float] = []
+    monkeypatch.setattr("common.error_line.time.sleep", slept.append)
+    return slept
+
+
+def wrong(seen_by_all: bool = False) -> UsageError:
+    error = UsageError("--lr 0 is out of range")
+    error.seen_by_all = seen_by_all
+    return error
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("rank", [None, "0", "abc"])
+def test_the_first_rank_of_a_node_prints_at_once(
+    rank: str | None, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    print_error(wrong())
+    assert (waits, capsys.readouterr().err) == ([], "error: --lr 0 is out of range\n")
+
+
+def test_another_prints_only_if_nobody_ends_it_while_it_waits(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "3")
+    print_error(wrong())
+    assert waits == [WAIT_FOR_LOCAL_RANK_ZERO_S]
+    assert capsys.readouterr().err == "error: [rank 3] --lr 0 is out of range\n"
+
+
+def test_another_is_silent_when_all_have_met_the_error(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    print_error(wrong(seen_by_all=True))
+    assert (waits, capsys.readouterr().err) == ([WAIT_IF_PRINTED_S], "")
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """The store of torchrun's agent."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def test_with_an_agent_s_store_the_first_that_comes_prints(
+    agent: TCPStore, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    printed = []
+    for restart, node, rank in (("0", "0", "1"), ("0", "0", "0"), ("0", "1", "0"), ("1", "0", "1"), ("1", "0", "0")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        monkeypatch.setenv("GROUP_RANK", node)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        print_error(wrong())
+        printed.append(capsys.readouterr().err)
+    line = "error: --lr 0 is out of range\n"
+    assert printed == [line, "", line, line, ""]  # once per node and per start of the job
+    assert waits == [WAIT_IF_PRINTED_S] * 2
+
+
+def test_without_an_answer_from_the_store_the_rank_decides(
+    agent: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(error_line, "STORE_S", 0.2)
+    monkeypatch.setenv("MASTER_PORT", "not a number")
+    print_error(wrong())
+    assert capsys.readouterr().err == "error: --lr 0 is out of range\n"
+
+
+def test_the_line_is_printed_when_the_process_has_ended_though_nobody_has_waited_for_it() -> None:
+    with subprocess.Popen(["sleep", "0.3"]) as reporting:
+        start = time.monotonic()
+        command = [sys.executable, "-I", "-S", "-c", PRINT_AFTER, str(reporting.pid), "20", "error: ä"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert reporting.returncode is None  # a zombie until now
+        assert (done.stderr, done.returncode) == ("error: ä\n", 0)
+        assert time.monotonic() - start >= 0.25
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_under_torchrun_the_line_is_the_last_and_the_only_one(ranks: int) -> None:
+    done = run_torchrun(ranks, "ddp.train", "--epochs", "0")
+    assert done.returncode != 0
+    assert len(error_lines(done.stderr)) == 1
+    assert done.stderr.splitlines()[-1].startswith("error: --epochs 0 is out of range")
