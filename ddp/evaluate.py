@@ -15,15 +15,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from common.cli import command, option, parse
+from common.cli import command, from_settings, option, parse
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
+from common.errors import UsageError
 from common.training.evaluation import evaluate, table
 from common.training.models import build_model
 from common.training.precision import PRECISIONS
 from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, choose
+from ddp.checkpoint.folder import MANIFEST, Damaged
 from ddp.checkpoint.storage import Manifest
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
 from ddp.data import load_data, open_test_loader
@@ -33,9 +35,13 @@ from ddp.data import load_data, open_test_loader
 class EvaluateConfig:
     """Settings of ``ddp.evaluate``; the model, the data set and the way it is loaded are those of the run."""
 
-    run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run of which a checkpoint is evaluated")
+    run_dir: Path = option(
+        Path("runs/glyphs-fashion-cnn"), "directory of the run of which a checkpoint is evaluated", per_node=True
+    )
     checkpoint: str | None = option(None, CHOICE)
-    data_dir: str | None = option(None, "where the files of fashion-mnist, lfw or folder are (default: the run's)")
+    data_dir: str | None = option(
+        None, "where the files of fashion-mnist, lfw or folder are (default: the run's)", per_node=True
+    )
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
     precision: str = option("fp32", "of the evaluation, whatever the run was trained in", choices=PRECISIONS)
     device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
@@ -56,12 +62,24 @@ def choose_on_rank_0(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manife
     return chosen[0]
 
 
+def settings_of_run(path: Path, manifest: Manifest) -> TrainConfig:
+    """The settings of the run that wrote the checkpoint, but for its directory.
+
+    :raises Damaged: when this version does not take them
+    """
+    settings = {name: value for name, value in manifest.config.items() if name not in LAUNCH_SETTINGS}
+    try:
+        return from_settings(TrainConfig, "ddp.train", settings)
+    except UsageError as error:
+        raise Damaged(path, f"{MANIFEST} has settings that this version does not take: {error}") from error
+
+
 @command
 def main() -> None:
     config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
-    with process_group(config.device, config.backend) as env, rank_logging(env):
+    with process_group(config.device, config.backend, settings=config) as env, rank_logging(env):
         path, manifest = choose_on_rank_0(config, env)
-        run = TrainConfig(**{name: value for name, value in manifest.config.items() if name not in LAUNCH_SETTINGS})
+        run = settings_of_run(path, manifest)
         # The training samples too: the images are normalized by their mean and standard deviation.
         run = dataclasses.replace(
             run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.process_group import DistEnv
-from common.training.optimization import begin_momentum
+from common.training.optimization import begin_momentum, match_layout
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
+from ddp.checkpoint.contents import wrong_optimizer, wrong_ranks
+from ddp.checkpoint.folder import MANIFEST, Damaged
 from ddp.checkpoint.storage import Manifest
 from ddp.job import Job
 
@@ -79,23 +81,22 @@ def manifest_of(job: Job) -> Manifest:
 def restore(job: Job, path: Path, manifest: Manifest) -> None:
     """Restore all of a checkpoint but the weights, with which :func:`ddp.train.build_job` built the network. A collective.
 
-    :raises UsageError: on every rank, when a file cannot be loaded
+    :raises UsageError: on every rank, when a file cannot be loaded, or holds what does not fit this job
     """
     env, progress = job.env, manifest.progress
     contents: list[Any] = [None, None]
     with env.fail_together():
         if env.is_main:
             contents = [storage.read(path, "optimizer"), storage.read(path, "ranks")]
+            _require_fitting(job, path, manifest, *contents)
     ranks = [contents[1]]
     dist.broadcast_object_list(ranks, src=0, device=env.device)
     job.optimizer.state.clear()  # first, so that memory never holds it twice
-    optimizer = broadcast_tree(contents[0], env)
-
-    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
-    job.optimizer.load_state_dict(optimizer)
-    for group, own in zip(job.optimizer.param_groups, hyperparameters, strict=True):
-        group.update(own)  # this run's flags decide, not those of the run before
+    state = broadcast_tree(contents[0] and contents[0]["state"], env)
+    own = job.optimizer.state_dict()["param_groups"]  # this run's flags decide, not those of the run before
+    job.optimizer.load_state_dict({"state": state, "param_groups": own})
     begin_momentum(job.optimizer)
+    match_layout(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
     if len(ranks[0]) == env.world_size:
@@ -107,6 +108,21 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     job.windows = [WindowTotals(**window) for window in progress["windows"]]
     job.step, job.epoch = manifest.step, manifest.epoch
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
+
+
+def _require_fitting(job: Job, path: Path, manifest: Manifest, optimizer: dict[str, Any], ranks: list[Any]) -> None:
+    """:raises Damaged: when the contents are not those of this job: a forged file can have a matching digest"""
+    steps = job.sampler.steps_per_epoch
+    if not (0 <= manifest.step_in_epoch < steps and manifest.step == manifest.epoch * steps + manifest.step_in_epoch):
+        raise Damaged(
+            path, f"{MANIFEST} has step {manifest.step_in_epoch} of an epoch of {steps}, and {manifest.step} in all"
+        )
+    nothing_kept = manifest.config.get("momentum") == 0 or manifest.config.get("precision") == "fp16"
+    may_be_empty = nothing_kept or manifest.progress["skipped_steps"] >= manifest.step
+    if problem := wrong_optimizer(optimizer, job.optimizer, may_be_empty):
+        raise Damaged(path, f"optimizer.pt {problem}")
+    if problem := wrong_ranks(ranks, manifest.world_size, job.network):
+        raise Damaged(path, f"ranks.pt {problem}")
 
 
 def broadcast_tree(tree: Any, env: DistEnv) -> Any:

@@ -25,6 +25,7 @@ from torch import nn
 from common.errors import UsageError
 from common.reporting.run_directory import writing
 from ddp.checkpoint import directory, folder
+from ddp.checkpoint.contents import wrong_progress, wrong_tensors
 from ddp.checkpoint.folder import FORMAT, MANIFEST, Checkpoint, Damaged, wrong_field
 
 FOLDER = "checkpoints"
@@ -96,6 +97,8 @@ def manifest_in(checkpoint: Checkpoint) -> Manifest:
     if problem := wrong_field(checkpoint.facts, types):
         raise Damaged(path, f"{MANIFEST} {problem}")
     manifest = Manifest(step=checkpoint.step, files=files, **checkpoint.facts)
+    if problem := wrong_progress(manifest.progress):
+        raise Damaged(path, f"{MANIFEST} {problem}")
     if path.name != manifest.name:
         raise Damaged(path, f"{MANIFEST} is that of {manifest.name}")
     if missing := {f"{kind}.pt" for kind in KINDS} - files.keys():
@@ -141,15 +144,18 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
     They are read onto the CPU and copied from there, so that no device ever holds them twice (pytorch#23138).
 
+    :raises Damaged: when they are those of another kind of network
     :raises UsageError: when the network was built for other data: other classes, or other images
     """
-    weights = read(path, "model")
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
+    weights, expected = read(path, "model"), network.state_dict()
+    if problem := wrong_tensors(weights, expected, shapes=False):
+        raise Damaged(path, f"model.pt {problem}")
+    if problem := wrong_tensors(weights, expected):
         raise UsageError(
-            f"{path} was trained on other data than is there now, with other classes or images: give its --data-dir"
-        ) from error
+            f"{path} was trained on other data than is there now, with other classes or images (it {problem}): give its "
+            "--data-dir"
+        )
+    network.load_state_dict(weights)
 
 
 def all_of(run_dir: Path) -> list[Path]:

@@ -29,7 +29,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def add_checkpoint(run_dir: Path, step: int, best: str | None) -> None:
-    progress = {"accuracy": 0.9, "best": best and {"name": best, "accuracy": 0.912}}
+    progress = manifest(step).progress | {"accuracy": 0.9, "best": best and {"name": best, "accuracy": 0.912}}
     facts = dataclasses.replace(manifest(step), model=MODEL, progress=progress)
     storage.write(run_dir, facts, contents(step) | {"model": weights(step)})
 
@@ -96,7 +96,8 @@ def test_inspect_if_all_are_damaged(
 def test_an_accuracy_that_is_not_known_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage.write(tmp_path, dataclasses.replace(manifest(15), progress={}), contents(15))
+    unknown = manifest(15).progress | {"accuracy": None}
+    storage.write(tmp_path, dataclasses.replace(manifest(15), progress=unknown), contents(15))
     row = call(monkeypatch, capsys, "inspect", "--run-dir", tmp_path).splitlines()[1]
     assert row.split()[1:4] == ["15", "1", "5"]
     assert "%" not in row and row.endswith("whole")

@@ -47,7 +47,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         "large": torch.randn(1 << 18, generator=generator),
     }
     whole = {"model": model, "optimizer": {"state": {}}, "ranks": [{"rng": torch.get_rng_state()}, None]}
-    before = dataclasses.replace(manifest(123), progress=odd)
+    before = dataclasses.replace(manifest(123), extra=odd)
     path = storage.write(tmp_path, before, whole)
 
     assert path == tmp_path / FOLDER / "epoch-0012-step-00000123"
@@ -57,7 +57,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     after = dataclasses.asdict(found[1])
     assert after.pop("files") == {f"{kind}.pt": (path / f"{kind}.pt").stat().st_size for kind in KINDS}
     assert bits(after) == bits({k: v for k, v in dataclasses.asdict(before).items() if k != "files"})
-    assert list(after["progress"]) == list(odd)  # also the order
+    assert list(after["extra"]) == list(odd)  # also the order
     assert bits({kind: storage.read(path, kind) for kind in KINDS}) == bits(whole)
     assert storage.read(path, "model")["channels_last"].is_contiguous(memory_format=torch.channels_last)
 
