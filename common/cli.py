@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import UsageError
+from common.resilience import early_signals
 from common.resilience.signal_redelivery import keep_stops
+from common.stdout import stdout_errors
 
 Config = TypeVar("Config")
 
@@ -175,13 +177,18 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(main)
     def run() -> None:
         try:
-            with keep_stops(lambda error: signal.SIGINT if isinstance(error, KeyboardInterrupt) else None):
+            with (
+                keep_stops(lambda error: signal.SIGINT if isinstance(error, KeyboardInterrupt) else None),
+                stdout_errors(),
+            ):
                 main()
+            early_signals.leave_with(0)
         except KeyboardInterrupt:
             sys.exit(130)  # the shell's status for Ctrl-C, without a traceback
         except UsageError as error:
             from common.error_line import print_error
 
+            early_signals.leave_with(2)
             print_error(error)
             sys.exit(2)
 

@@ -85,8 +85,11 @@ def _print(line: str) -> None:
         return
     sys.stderr.flush()
     command = [sys.executable, "-I", "-S", "-c", PRINT_AFTER, str(agent), str(REPORT_S), line]
+    needed = {
+        name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"
+    }  # it is no rank of the job
     # A session of its own, since torchrun ends the session of each rank.
-    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=needed, start_new_session=True)
 
 
 def _agent_that_will_report() -> int | None:

@@ -36,7 +36,9 @@ from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.reporting.atomic_files import write_bytes, write_json
 from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, prepare
+from common.reporting.run_directory import prepare, require_lock
+from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, MODEL_FILE
+from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size
 from common.training.metrics import MetricsWriter
 from common.training.models import LEAST_SAMPLES, build_model
@@ -51,7 +53,6 @@ from dataparallel.parallel import HandwrittenDataParallel
 logger = logging.getLogger("dataparallel.train")
 
 WRAPPERS = ("handwritten", "torch")
-MODEL_FILE = "model.pt"
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,13 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
                 job.metrics.write("epoch", job.step, epoch=epoch, **epoch_record(totals, result))
                 logger.info(epoch_line(epoch + 1, config.epochs, totals, result))
 
+        require_lock(config.run_dir)
         save(config.run_dir / MODEL_FILE, job.network)
         from common.reporting.report import finish  # and matplotlib with it
 
         title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
         with job.env.fail_together():
-            print(finish(config.run_dir, title, job.network, data, job.env, result), flush=True)
+            print_results(finish(config.run_dir, title, job.network, data, job.env, result, config.epochs))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """One process per device: DistributedDataParallel and everything around it that a real job needs."""
 
+import sys as _sys
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 
@@ -12,3 +13,7 @@ if _ours not in [_Path(folder).resolve() for folder in _found]:
         f"{__name__} needs its package 'common' in {_ours}, but Python finds {_found[0]} first: rename that one, or start "
         "Python in another folder"
     )
+if _sys.argv[:1] == ["-m"]:  # python -m is importing this package, to run one of its modules as a command
+    from common.resilience import early_signals as _early_signals
+
+    _early_signals.hear()

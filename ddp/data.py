@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
+from common.data.datasets import Batch, ImageData, Images, keep_batch
 from common.data.loaders import stock_loader
 from common.distributed.process_group import DistEnv
+from common.resilience.loader_limits import require_room_for_workers
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
 from ddp.config import FROM_FILES, Loading, TrainConfig
-from ddp.sampler import ShardSampler
+from ddp.sampler import MicroBatchSampler, ShardSampler
 
 Loader = Iterable[Batch]
 
@@ -58,32 +58,41 @@ def load_files(config: TrainConfig) -> ImageData:
     return load_lfw(config.data_dir, min_images_per_person=people, decoder=config.decoder, **taken)
 
 
-def open_loader(images: Images, batch_sampler: Iterable[BatchKey], device: torch.device, loading: Loading) -> Loader:
-    """The loader of the batches that a sampler asks for: torch's own, or for images in files the fast one."""
-    pin_memory = device.type == "cuda"
-    if loading.loader == "fast":
-        from dataloading.dataset.batches import LFWBatches
-        from dataloading.loader.fast_loader import FastLoader
+def open_loader(
+    images: Images, batch_sampler: MicroBatchSampler | ShardSampler, env: DistEnv, loading: Loading
+) -> Loader:
+    """The loader of the batches that a sampler asks for: torch's own, or for images in files the fast one. A collective.
 
-        assert isinstance(images, LFWBatches)
-        return FastLoader(
+    :raises UsageError: on every rank, when a node cannot hold so many workers
+    """
+    pin_memory = env.device.type == "cuda"
+    with env.fail_together():
+        if loading.loader == "fast":
+            from dataloading.dataset.batches import LFWBatches
+            from dataloading.loader.fast_loader import FastLoader
+
+            assert isinstance(images, LFWBatches)
+            require_room_for_workers(loading.workers, env.local_world_size)
+            return FastLoader(
+                images,
+                batch_sampler=batch_sampler,
+                num_workers=loading.workers,
+                persistent_workers=loading.persistent,
+                pin_memory=pin_memory,
+            )
+        return stock_loader(
             images,
+            loading.workers,
+            batch_bytes=batch_sampler.micro_batch_size * math.prod(images.shape),
+            ranks=env.local_world_size,
             batch_sampler=batch_sampler,
-            num_workers=loading.workers,
-            persistent_workers=loading.persistent,
+            collate_fn=keep_batch,
+            persistent_workers=loading.persistent and loading.workers > 0,
             pin_memory=pin_memory,
         )
-    return stock_loader(
-        images,
-        loading.workers,
-        batch_sampler=batch_sampler,
-        collate_fn=keep_batch,
-        persistent_workers=loading.persistent and loading.workers > 0,
-        pin_memory=pin_memory,
-    )
 
 
 def open_test_loader(data: ImageData, env: DistEnv, loading: Loading) -> Loader:
     """A loader of this rank's shard of the test set."""
     shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), env.world_size, env.rank)
-    return open_loader(data.test, shard, env.device, loading)
+    return open_loader(data.test, shard, env, loading)

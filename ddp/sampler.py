@@ -81,11 +81,11 @@ class ShardSampler:
 
     def __init__(self, samples: int, batch_size: int, num_replicas: int, rank: int) -> None:
         self._indices = np.arange(rank, samples, num_replicas)
-        self._batch_size = batch_size
+        self.micro_batch_size = batch_size
 
     def __iter__(self) -> Iterator[BatchKey]:
-        for start in range(0, len(self._indices), self._batch_size):
-            yield BatchKey(0, self._indices[start : start + self._batch_size])
+        for start in range(0, len(self._indices), self.micro_batch_size):
+            yield BatchKey(0, self._indices[start : start + self.micro_batch_size])
 
     def __len__(self) -> int:
-        return -(-len(self._indices) // self._batch_size)
+        return -(-len(self._indices) // self.micro_batch_size)

@@ -122,7 +122,7 @@ def build_job(
         model = torch.compile(model)  # type: ignore[assignment]
     accumulation = config.grad_accumulation_steps
     sampler = MicroBatchSampler(data.train, config.batch_size, accumulation, env.world_size, env.rank, config.seed)
-    loader = open_loader(data.train, sampler, env.device, config.loading)
+    loader = open_loader(data.train, sampler, env, config.loading)
     test_loader = open_test_loader(data, env, config.loading)
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,8 @@ import torch
 
 from tests.support.ranks import close_pool, pool_pids
 from tests.support.user_errors import user_error as user_error
+
+TESTS = Path(__file__).parent
 
 # Deadlines would assert times; random examples would make a red test unrepeatable.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -52,7 +55,24 @@ def _require_no_process(allowed: set[int]) -> None:
     assert not others, f"left running: {[process.cmdline() for process in others]}"
 
 
+# They start many commands or jobs of ranks; the longest first.
+LONG_FILES = (
+    "ddp/test_train.py",
+    "ddp/test_commands.py",
+    "ddp/by_hand/test_semantics.py",
+    "common/distributed/test_process_group.py",
+    "dataparallel/test_train.py",
+    "ddp/test_files.py",
+    "dataloading/bench/test_command.py",
+    "ddp/by_hand/test_equality.py",
+    "common/distributed/test_worker_group.py",
+    "ddp/test_evaluate.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.relative_to(TESTS).as_posix(), len(rank)))  # stable
     if torch.cuda.is_available():
         return
     for item in items:
@@ -62,9 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``, one process runs all tests of a file, which share its fixtures."""
+    """With ``-n``, one process runs all tests of a file, which share its fixtures. The files that take minutes come first, or
+    one process would end with such a file while the others have nothing left to do."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # it would begin with the files of most tests, most of which are short
     return LoadFileScheduling(config, log)
 
 

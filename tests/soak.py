@@ -30,7 +30,8 @@ from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import CONFIG_FILE, prepare_output
+from common.reporting.run_directory import prepare_output
+from common.reporting.run_files import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.reporting.run_directory import CONFIG_FILE
+from common.reporting.run_files import CONFIG_FILE, LOCK_FILE
 from common.resilience.stop_request import REQUEUE
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
@@ -225,6 +225,30 @@ def test_two_runs_on_one_directory(tmp_path: Path, expected: dict[str, Any]) -> 
             assert third.wait() == 0, third.output
             assert differences(run_dir, expected) == []
             assert_nothing_left(first, second, third)
+
+
+def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """Its ranks lived on, and the next start was refused."""
+    run_dir = tmp_path / "run"
+    with training(run_dir, *SMALL) as first:
+        assert first.until(lambda: first.step() >= 4)
+        ranks = list(first.ranks().values())
+        first.torchrun.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=15)
+        assert not alive
+        assert "has ended without its ranks, most likely by SIGKILL" in first.output
+        with training(run_dir, *SMALL, "--auto-resume") as second:
+            assert second.wait() == 0, second.output
+            assert differences(run_dir, expected) == []
+            assert_nothing_left(first, second)
+
+
+def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with training(run_dir, *SMALL, "--checkpoint-every", "1") as run:
+        assert run.until(lambda: run.step() >= 2)
+        (run_dir / LOCK_FILE).unlink()
+        assert "lock is no longer this run's but that of nobody" in refusal_of(run)
 
 
 @pytest.mark.slow

@@ -8,13 +8,24 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from common.resilience.loader_limits import require_room_for_workers, require_shared_memory
 
-def stock_loader(dataset: Any, workers: int, **settings: Any) -> DataLoader[Any]:
+PREFETCH_FACTOR = 2  # DataLoader's own default
+
+
+def stock_loader(
+    dataset: Any, workers: int, *, batch_bytes: int = 0, ranks: int = 1, **settings: Any
+) -> DataLoader[Any]:
     """Construct a ``DataLoader`` whose dead workers are found and whose stopped workers end quietly.
 
     :param workers: loader processes; 0 loads in the main process
+    :param batch_bytes: bytes of a batch, if it is known; all that are prefetched must fit into ``/dev/shm``
+    :param ranks: of this node, each with a loader like this one
     :param settings: other arguments of ``DataLoader``
+    :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
+    require_room_for_workers(workers, ranks)
+    require_shared_memory(batch_bytes * workers * ranks * settings.get("prefetch_factor", PREFETCH_FACTOR))
     poll_for_deaths()
     return DataLoader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})
 

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
 from common.errors import UsageError
+from common.resilience.agent_watch import ending_with_agent
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
 
@@ -68,10 +69,10 @@ def process_group(
 def clean_exit(env: DistEnv) -> Iterator[None]:
     """A block in which the process joins a group. The group is left on success and on an error.
 
-    Ctrl-C, SIGTERM and SIGUSR1 end the block as ``SystemExit``, and forks of loader workers are made safe.
+    Ctrl-C, SIGTERM, SIGUSR1, SIGHUP and the death of torchrun end the block as ``SystemExit``, and forks of loader workers are made safe.
     """
     rest_before_forks()
-    with stop_signals():
+    with stop_signals(), ending_with_agent():
         failed = True
         try:
             yield

@@ -15,7 +15,7 @@ from common.reporting.atomic_files import write_json
 from common.reporting.run_directory import files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 from common.training.evaluation import Evaluation, predict
-from common.training.metrics import read_metrics
+from common.training.metrics import TIMES, read_metrics
 
 SAMPLES_SHOWN = 32
 
@@ -41,6 +41,7 @@ def finish(
     data: ImageData,
     env: DistEnv,
     result: Evaluation,
+    epochs: int,
     remedies: Sequence[str] = (),
 ) -> str:
     """Draw the figures, write ``result.json``, and return the summary. For rank 0, when the run is complete.
@@ -48,16 +49,18 @@ def finish(
     :param run_dir: which holds the run's ``metrics.jsonl``
     :param network: the plain module
     :param result: that of its evaluation
+    :param epochs: passes over the training set that are done; ``metrics.jsonl`` may have lost records of some
     :param remedies: as in :func:`data_verdict`
     """
     records = read_metrics(run_dir)
-    epochs = [r for r in records if r["kind"] == "epoch"]
-    seconds = sum(r["seconds"] for r in epochs)
+    recorded = [r for r in records if r["kind"] == "epoch" and r.keys() >= set(TIMES)]
+    seconds = sum(r["seconds"] for r in recorded)
     totals: dict[str, Any] = {
-        "epochs": len(epochs),
+        "epochs": epochs,
+        "epochs_recorded": len(recorded),
         "train_seconds": seconds,
-        "images_per_s": sum(r["seconds"] * r["images_per_s"] for r in epochs) / seconds,
-        "data_wait": sum(r["seconds"] * r["data_wait"] for r in epochs) / seconds,
+        "images_per_s": sum(r["seconds"] * r["images_per_s"] for r in recorded) / seconds if seconds else None,
+        "data_wait": sum(r["seconds"] * r["data_wait"] for r in recorded) / seconds if seconds else None,
     }
     write_json(run_dir / "result.json", {**totals, "test": result.as_dict(data.classes)})
 
@@ -66,10 +69,16 @@ def finish(
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
     predictions = predict(network, data, env, shown.images)
     plot_samples(run_dir / "samples.png", shown.images.numpy(), shown.labels.tolist(), predictions, data.classes, title)
+    times = "the times of training are lost: metrics.jsonl has no record of an epoch\n"
+    if seconds:
+        part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"
+        times = (
+            f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} images/s{part}\n"
+            f"{data_verdict(totals['data_wait'], remedies)}\n"
+        )
     return (
-        f"test accuracy {100 * result.accuracy:.2f} % after {totals['epochs']} epochs "
+        f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "
         f"({result.confusion.trace()} of {result.confusion.sum()} samples)\n"
-        f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} images/s\n"
-        f"{data_verdict(totals['data_wait'], remedies)}\n"
+        f"{times}"
         f"{files_line(run_dir, ('curves.png', 'confusion.png', 'samples.png', 'result.json', 'metrics.jsonl'))}"
     )

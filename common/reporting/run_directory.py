@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -19,12 +20,17 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.reporting.atomic_files import SCRATCH
-
-CONFIG_FILE = "config.json"
-LOG_FOLDER = "logs"
-LOCK_FILE = "lock"
-LAUNCH_FILE = "launch.json"  # the torchrun agents that have started this run; see ddp/resilience/restarts.py
-
+from common.reporting.run_files import (
+    CHECKPOINT,
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    LAUNCH_FILE,
+    LOCK_FILE,
+    LOG_FOLDER,
+    read_regular,
+    require_only_a_run,
+    require_regular_files,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +53,14 @@ class RunLock:
         except OSError as error:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
-            self._file.close()
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(f"{folder} cannot be locked ({error.strerror}): a second run in it is not refused")
-                return
-            raise UsageError(
-                f"--run-dir {folder} is in use by {holder}: wait for it or stop it, or give another directory"
-            ) from error
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._file.close()
+                raise UsageError(
+                    f"--run-dir {folder} is in use by {holder}: wait for it or stop it, or give another directory"
+                ) from error
+            logger.warning(f"{folder} cannot be locked ({error.strerror}): a second run in it is not refused")
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.write(_this_process())
         self._file.flush()
 
     def close(self) -> None:
@@ -66,6 +71,26 @@ class RunLock:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def require_lock(folder: Path) -> None:
+    """Check that this process still holds the lock of its directory, before it writes there.
+
+    :raises UsageError: when the lock file was removed or is another process's: another run may write into the directory
+    """
+    try:
+        holder = read_regular(folder / LOCK_FILE).decode(errors="replace")
+    except OSError:
+        holder = "nobody\n"
+    if holder != _this_process():
+        raise UsageError(
+            f"{folder / LOCK_FILE} is no longer this run's but that of {holder.strip()}: the lock was removed while the run "
+            "went on; nothing more is saved, so that no other run's files are overwritten"
+        )
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> RunLock:
@@ -80,6 +105,7 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
         raise UsageError("--resume continues the run in its directory and --overwrite deletes it: give one of them")
     try:
         exists = folder.is_dir() and any(not _precedes_a_run(entry.name) for entry in folder.iterdir())
+        require_regular_files(folder)
         is_run = holds_run(folder)
         if resume and not is_run:
             raise UsageError(f"--resume: {folder} holds no run; start it without --resume, or name its --run-dir")
@@ -88,6 +114,8 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
         if exists and not (resume or overwrite):
             remedies = f"{'--resume to continue it, ' * resumable}--overwrite to delete it, or another folder"
             raise UsageError(f"--run-dir {folder} holds a run: give {remedies}")
+        if exists and overwrite:
+            require_only_a_run(folder)
         require_writable(folder)
         lock = RunLock(folder)
         if exists and overwrite:
@@ -120,10 +148,17 @@ def require_writable(folder: Path) -> None:
 
 
 def holds_run(folder: Path) -> bool:
+    """Whether the folder's ``config.json`` is one of ours, or if that is missing or damaged, whether there are checkpoints."""
+    return has_config(folder) or any(
+        re.fullmatch(CHECKPOINT, path.parent.name) for path in folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
+    )
+
+
+def has_config(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours; many programs write a file of that name."""
     try:
-        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        content = json.loads(read_regular(folder / CONFIG_FILE))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "dataset_fingerprint" in content
 

@@ -1,7 +1,7 @@
 """A graceful stop: a signal is a request, which the training loop answers when its step is done.
 
-Schedulers announce a preemption by SIGTERM or SIGUSR1, and a terminal sends SIGINT. Torchrun passes on the signals that it
-gets, so that one Ctrl-C may come twice. A later second signal ends the process at once.
+Schedulers announce a preemption by SIGTERM or SIGUSR1. A terminal sends SIGINT, and SIGHUP when it is closed. Torchrun passes
+on the signals that it gets, so that one Ctrl-C may come twice. A later second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.resilience.signal_redelivery import keep_stops
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the last: a terminal was closed
 SAME_REQUEST_S = 1.0  # signals that follow the first so soon are the same request, passed on by torchrun
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure; the scheduler should start the job again
 INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C ended
@@ -61,7 +61,7 @@ class StopRequest:
         thread.start()
         # A forked loader worker inherits the descriptor: the signals that it gets must not count as its rank's.
         register_after_fork(self, lambda _: signal.set_wakeup_fd(-1))
-        before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        before = {number: signal.signal(number, lambda *_: None) for number in signals_to_hear()}
         others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             yield self
@@ -98,6 +98,11 @@ def to_be_requeued() -> Iterator[None]:
         raise SystemExit(exit_status(numbers) if numbers else end.code) from end
 
 
+def signals_to_hear() -> list[signal.Signals]:
+    """:data:`SIGNALS`, but not SIGHUP for a process that was started by ``nohup``."""
+    return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
 def signal_name(number: int) -> str:
     """``SIGTERM`` for 15."""
     return signal.Signals(number).name
@@ -114,7 +119,7 @@ def exit_status(numbers: Iterable[int | None]) -> int:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGUSR1 unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
 
     A second Ctrl-C does not interrupt the unwinding: the terminal and torchrun may both send the first one. A second SIGTERM
     ends the process at once.
@@ -136,7 +141,7 @@ def stop_signals() -> Iterator[None]:
         signal.signal(error.code - 128, stop)  # stop() had replaced itself
         return error.code - 128
 
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
+    before = {number: signal.signal(number, stop) for number in signals_to_hear()}
     try:
         with keep_stops(stopped_by):
             yield

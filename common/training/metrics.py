@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UsageError
 from common.reporting.atomic_files import write_bytes
 from common.reporting.run_directory import CONTINUE, writing
+from common.reporting.run_files import METRICS_FILE, read_regular
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Record = dict[str, Any]
+logger = logging.getLogger(__name__)
+
+TIMES = ("seconds", "images_per_s", "data_wait")  # of a window or an epoch: always finite numbers
 
 
 class MetricsWriter:
@@ -48,9 +54,11 @@ class MetricsWriter:
             return
         if tensorboard:
             check_tensorboard()
-        path = self._path = folder / "metrics.jsonl"
-        kept = [] if after is None else [record for record in read_metrics(folder) if _is_done(record, *after)]
+        path = self._path = folder / METRICS_FILE
         with writing(path, remedy):
+            kept = [] if after is None else [record for record in read_metrics(folder) if _is_done(record, *after)]
+            if after is not None:
+                _report_lacking(path, kept, epochs=after[1])
             write_bytes(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = _summary_writer(folder / "tensorboard", after[0] if after else None) if tensorboard else None
@@ -94,13 +102,37 @@ class MetricsWriter:
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """All complete records of a run, in order, up to the first line that a crash cut short or filled with something else."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else [""]
-    records: list[Record] = []
-    with contextlib.suppress(json.JSONDecodeError):
-        records.extend(json.loads(line) for line in lines[:-1])  # extend keeps the records before a broken line
-    return records
+    """All complete records of a run, in order, without lines that a crash cut short or filled with something else.
+
+    :raises OSError: when the file cannot be read
+    """
+    try:
+        lines = read_regular(folder / METRICS_FILE).decode("utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [record for record in map(_record_in, lines[:-1]) if record is not None]
+
+
+def _record_in(line: str) -> Record | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    whole_numbers = [record.get("step"), record.get("epoch", None if record["kind"] == "epoch" else 0)]
+    times = [record.get(name, 0.0) for name in TIMES]
+    return record if {*map(type, whole_numbers)} == {int} and {*map(type, times)} <= {int, float} else None
+
+
+def _report_lacking(path: Path, records: Sequence[Record], epochs: int) -> None:
+    """Log which of the epochs that are done have no record: the figures and the times of the summary lack them too."""
+    recorded = {record["epoch"] for record in records if record["kind"] == "epoch"}
+    if lacking := sorted(set(range(epochs)) - recorded):
+        logger.warning(
+            f"{path} is damaged: it lacks the records of epochs {', '.join(str(epoch + 1) for epoch in lacking)}; training "
+            "goes on from the checkpoint, and the figures show the others"
+        )
 
 
 def _is_done(record: Record, steps: int, epochs: int) -> bool:

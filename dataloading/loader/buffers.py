@@ -8,7 +8,6 @@ the memory returns to the pool. While a user keeps a batch, its memory is never 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UsageError
-from common.resilience.loader_errors import MORE_SHARED_MEMORY
+from common.resilience.loader_limits import require_shared_memory, shared_memory_is_full
 from dataloading.dataset.decoders import Pixels
 
 Allocate = Callable[[tuple[int, ...]], Any]
@@ -99,23 +98,4 @@ def shared(shape: tuple[int, ...]) -> Tensor:
         memory.untyped_storage()._share_fd_cpu_()  # like share_memory_(), but always by file descriptor, never by name
         return memory
     except RuntimeError as error:
-        raise UsageError(f"{_full(needed, None)} ({str(error).splitlines()[0]})") from error
-
-
-def require_shared_memory(needed: int) -> None:
-    """Check the free space of ``/dev/shm`` before batches are put there.
-
-    torch does not check it, and leaves partial files behind when the space runs out.
-
-    :param needed: bytes
-    :raises UsageError: when fewer bytes are free
-    """
-    if os.path.isdir("/dev/shm"):
-        state = os.statvfs("/dev/shm")
-        if state.f_bavail * state.f_frsize < needed:
-            raise UsageError(_full(needed, state.f_bavail * state.f_frsize))
-
-
-def _full(needed: int, free: int | None) -> str:
-    left = "" if free is None else f" and {free / 1e6:.1f} MB are left"
-    return f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB{left}; {MORE_SHARED_MEMORY}"
+        raise UsageError(f"{shared_memory_is_full(needed, None)} ({str(error).splitlines()[0]})") from error

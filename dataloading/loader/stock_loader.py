@@ -10,10 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from common.data import loaders
-from dataloading.loader.buffers import require_shared_memory
 
 FLOAT_BYTES = 4
-PREFETCH_FACTOR = 2  # DataLoader's own default
 
 
 def stock_loader(dataset: Any, workers: int, *, image_bytes: int = 0, **settings: Any) -> DataLoader[Any]:
@@ -22,12 +20,11 @@ def stock_loader(dataset: Any, workers: int, *, image_bytes: int = 0, **settings
     :param workers: loader processes; 0 loads in the main process
     :param image_bytes: bytes per image. If given, check that /dev/shm holds all prefetched batches
     :param settings: other arguments of ``DataLoader``
-    :raises UsageError: if /dev/shm is too small
+    :raises UsageError: if /dev/shm is too small, or memory for so many workers
     """
-    prefetched_images = workers * settings.get("prefetch_factor", PREFETCH_FACTOR) * settings.get("batch_size", 1)
-    require_shared_memory(image_bytes * prefetched_images)
+    batch_bytes = image_bytes * settings.get("batch_size", 1)
     with _no_warning_of_many_workers():
-        return loaders.stock_loader(dataset, workers, **settings)
+        return loaders.stock_loader(dataset, workers, batch_bytes=batch_bytes, **settings)
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:

@@ -120,6 +120,8 @@ def export(argv: Sequence[str]) -> None:
     output = config.output
     if output.is_dir():
         raise UsageError(f"--output {output} is a folder: name a file")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise UsageError(f"--output {output} is a link or a device: name a regular file")
     if os.path.lexists(output) and not config.overwrite:
         raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
     path, manifest = choose(config.run_dir, config.checkpoint)

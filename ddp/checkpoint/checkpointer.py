@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -27,9 +28,13 @@ class Checkpointer:
     """Writes a run's checkpoints. :meth:`save` and :meth:`finish` are collectives.
 
     :param metrics: synced before each checkpoint, so that no checkpoint is ahead of the metrics on the disk
+    :param may_write: called on rank 0 before each checkpoint; it raises a UsageError if the directory is no longer this run's
     """
 
-    def __init__(self, config: TrainConfig, env: DistEnv, metrics: MetricsWriter) -> None:
+    def __init__(
+        self, config: TrainConfig, env: DistEnv, metrics: MetricsWriter, may_write: Callable[[], None] = lambda: None
+    ) -> None:
+        self._may_write = may_write
         self._config, self._env, self._metrics = config, env, metrics
         self._every_steps, self._every_seconds = config.checkpoint_interval
         self._saved_at = time.monotonic()
@@ -89,6 +94,7 @@ class Checkpointer:
     def _write(self, manifest: Manifest, state: dict[str, Any]) -> None:
         try:
             self._metrics.sync()
+            self._may_write()
             storage.write(self._config.run_dir, manifest, state)
             best = manifest.progress["best"]
             storage.prune(self._config.run_dir, self._config.keep_last, best["name"] if best else None)

@@ -152,6 +152,7 @@ def clean(directory: str | Path) -> None:
         place = directory / entry.name.removeprefix(REPLACED).rpartition("-")[0]
         if entry.name.startswith(REPLACED) and not os.path.lexists(place):
             os.rename(entry, place)  # the process was killed before it moved the new one there
+            sync_folder(directory)
         elif entry.name.startswith((SAVING, REPLACED, REMOVED)):
             _remove(entry)
 
@@ -180,6 +181,7 @@ def _set_aside(path: Path) -> None:
     names = (f"damaged-{path.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 10**6))))
     target = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
     os.rename(path, target)
+    sync_folder(path.parent)
     logger.warning("%s is now %s", path.name, target.name)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
 from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import LAUNCH_FILE
+from common.reporting.run_files import LAUNCH_FILE, read_regular
 
 if TYPE_CHECKING:
     import psutil
@@ -57,8 +57,8 @@ def _start_of(process: psutil.Process) -> str:
 def is_restart(run_dir: Path, agents: list[str]) -> bool:
     """Whether one of the agents has worked in the directory."""
     try:
-        before = json.loads((run_dir / LAUNCH_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        before = json.loads(read_regular(run_dir / LAUNCH_FILE))
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(before, list) and any(agent in before for agent in agents)
 

@@ -23,8 +23,9 @@ from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
 from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import CONFIG_FILE, LOG_FOLDER, holds_run, prepare, require_writable
-from common.resilience.stop_request import REQUEUE
+from common.reporting.run_directory import has_config, holds_run, prepare, require_writable
+from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, REQUEUE_FILE
+from common.resilience.stop_request import REQUEUE, SIGNALS
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import Manifest
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 IDENTITY = (
     "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer"
 )  # fmt: skip
-
-REQUEUE_FILE = "requeue.json"  # exists from a preemption until the next start
 
 
 class Found(NamedTuple):
@@ -69,7 +68,12 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                 storage.clean(config.run_dir)
                 if resume:
                     found[0] = _newest(config, must_exist=config.resume and not restarted)
-                if found[0] is None:
+                damaged = found[0] is not None and not has_config(config.run_dir)
+                if damaged:
+                    logger.warning(
+                        f"{config.run_dir / CONFIG_FILE} was missing or damaged: it now has this start's settings"
+                    )
+                if found[0] is None or damaged:
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         with env.fail_together():  # on every node
             require_writable(config.run_dir)
@@ -82,7 +86,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
             yield found[0]
         except SystemExit as end:
             # torchrun's own status is 1, whatever its ranks' was.
-            if env.is_main and end.code in (REQUEUE, 128 + signal.SIGTERM, 128 + signal.SIGUSR1):
+            if env.is_main and end.code in (REQUEUE, *(128 + n for n in SIGNALS if n != signal.SIGINT)):
                 write_json(config.run_dir / REQUEUE_FILE, {"status": REQUEUE})
             raise
 

@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from common.data.datasets import Batch
 from common.distributed.rank_logging import Progress
+from common.reporting.run_directory import require_lock
 from common.resilience.loader_errors import loader_errors
 from common.resilience.stop_request import StopRequest, exit_status, signal_name
+from common.stdout import print_results
 from common.training.evaluation import Evaluation
 from common.training.metrics import MetricsWriter
 from common.training.window import WindowTotals, epoch_line, epoch_record
@@ -62,7 +64,9 @@ class Supervisor:
             )
         with contextlib.ExitStack() as entered:
             entered.enter_context(job.metrics)
-            self.checkpointer = entered.enter_context(Checkpointer(config, env, job.metrics))
+            self.checkpointer = entered.enter_context(
+                Checkpointer(config, env, job.metrics, lambda: require_lock(config.run_dir))
+            )
             entered.enter_context(job.watchdog)
             entered.enter_context(self._stop.listening())
             steps = config.epochs * job.sampler.steps_per_epoch
@@ -131,7 +135,8 @@ class Supervisor:
                 config = job.config
                 title = f"{config.model} on {config.dataset}, {job.env.world_size} ranks, {config.precision}"
                 remedies = config.faster_loading()
-                print(finish(config.run_dir, title, job.network, job.data, job.env, result, remedies), flush=True)
+                summary = finish(config.run_dir, title, job.network, job.data, job.env, result, job.epoch, remedies)
+                print_results(summary)
 
     def _leave(self) -> NoReturn:
         """Save the step that is just over, and exit with a status that asks to be started again."""

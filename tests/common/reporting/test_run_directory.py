@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from common.errors import UsageError
 from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import CONFIG_FILE, LOCK_FILE, LOG_FOLDER, prepare
+from common.reporting.run_directory import prepare, require_lock
+from common.reporting.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
+from ddp.checkpoint.directory import NAME
 
 
 def absent(folder: Path) -> None:
@@ -23,7 +27,7 @@ def empty(folder: Path) -> None:
 def run(folder: Path) -> None:
     prepare(folder, resume=False, overwrite=False).close()
     write_json(folder / CONFIG_FILE, {"dataset_fingerprint": "0123"})
-    (folder / "checkpoint.pt").write_bytes(b"weights")
+    (folder / "model.pt").write_bytes(b"weights")
 
 
 def other(folder: Path) -> None:
@@ -154,3 +158,88 @@ def test_only_a_command_with_resume_advises_it(tmp_path: Path) -> None:
     run(tmp_path / "run")
     with pytest.raises(UsageError, match="holds a run: give --overwrite to delete it, or another folder"):
         prepare(tmp_path / "run", overwrite=False, resumable=False)
+
+
+WRITTEN = (
+    "metrics.jsonl", "launch.json", "requeue.json", "result.json", "curves.png", "confusion.png", "samples.png",
+    "logs/rank0.log", "logs/rank12.log", "tensorboard/events.out.tfevents.1790000000.host.12.0", "profile/rank0.json.gz",
+    "checkpoints/epoch-0001-step-00000010/model.pt", "checkpoints/epoch-0001-step-00000010/manifest.json",
+    "checkpoints/epoch-0001-step-00000010/SHA256SUMS", "checkpoints/damaged-epoch-0001-step-00000010-2/ranks.pt",
+    "checkpoints/.saving-0123/model.pt", "checkpoints/.removed-0123/model.pt", f".config.json.{'0a' * 16}",
+    "checkpoints/.replaced-epoch-0001-step-00000010-0123/optimizer.pt", "checkpoints/step-00000010.pt",
+)  # fmt: skip
+FOREIGN = (
+    "notes.txt", "logs/notes.txt", "checkpoints/epoch-0001-step-00000010/notes.txt", "checkpoints/epoch-1/model.pt",
+    "other-run/config.json", "thesis/metrics.jsonl", "profile/rank0.json", "lock2", "model.pt.bak",
+)  # fmt: skip
+
+
+def put(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("something")
+
+
+def test_overwrite_deletes_all_that_a_run_writes(tmp_path: Path) -> None:
+    run(tmp_path)
+    put(tmp_path, WRITTEN)
+    prepare(tmp_path, overwrite=True).close()
+    assert content(tmp_path).keys() == {LOCK_FILE}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_overwrite_refuses_a_folder_that_holds_something_else_and_names_it(name: str, tmp_path: Path) -> None:
+    run(tmp_path)
+    put(tmp_path, (*WRITTEN, name))
+    before = content(tmp_path)
+    with pytest.raises(
+        UsageError, match=rf"^--overwrite: {tmp_path} also holds .*{name.split('/')[-1]}.*, which no run has"
+    ):
+        prepare(tmp_path, overwrite=True)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("link", ["metrics.jsonl", "checkpoints", "logs/rank0.log"])
+def test_overwrite_refuses_a_link(link: str, tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / link).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=f"also holds {link}, which no run has written|{link} is no regular file"):
+        prepare(tmp_path / "run", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "lock", "launch.json", "logs/rank0.log"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_pipe_in_place_of_a_file_is_named(name: str, resume: bool, tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match=f"^{tmp_path / name} is no regular file: remove it$"):
+        prepare(tmp_path, overwrite=not resume, resume=resume)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[" * 10**5, b"\xff\xfe", b"{}", None])
+def test_without_a_whole_config_the_checkpoints_make_it_a_run(damage: bytes | None, tmp_path: Path) -> None:
+    run(tmp_path)
+    put(tmp_path, ["checkpoints/epoch-0001-step-00000010/manifest.json"])
+    (tmp_path / CONFIG_FILE).unlink()
+    if damage is not None:
+        (tmp_path / CONFIG_FILE).write_bytes(damage)
+    prepare(tmp_path, overwrite=False, resume=True).close()
+    prepare(tmp_path, overwrite=True).close()
+    assert content(tmp_path).keys() == {LOCK_FILE}
+
+
+def test_a_checkpoints_name_is_the_one_that_is_written() -> None:
+    assert re.compile(CHECKPOINT, re.ASCII) == NAME
+
+
+def test_a_lock_that_was_removed_is_noticed_before_anything_is_saved(tmp_path: Path) -> None:
+    with prepare(tmp_path, overwrite=False):
+        require_lock(tmp_path)
+        (tmp_path / LOCK_FILE).unlink()
+        with pytest.raises(UsageError, match=r"lock is no longer this run's but that of nobody: the lock was removed"):
+            require_lock(tmp_path)
+        (tmp_path / LOCK_FILE).write_text("process 1 on another-host\n")
+        with pytest.raises(UsageError, match="but that of process 1 on another-host: the lock was removed"):
+            require_lock(tmp_path)

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from common.errors import UsageError
-from common.reporting.run_directory import LOCK_FILE, RunLock
+from common.reporting.run_directory import RunLock
+from common.reporting.run_files import LOCK_FILE
 from tests.support.launch import FORK_SERVER, kill, kill_tree
 
 

@@ -231,4 +231,4 @@ def test_other_errors_pass() -> None:
 
 
 def test_signals_have_their_names() -> None:
-    assert [signal_name(number) for number in SIGNALS] == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    assert [signal_name(number) for number in SIGNALS] == ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]

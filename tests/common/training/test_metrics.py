@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def steps_of(folder: Path) -> list[int]:
 def test_records_come_back_in_order_as_they_were_written(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write("step", 20, epoch=0, loss=0.1 + 0.2, note="a\nb €")
-        writer.write("epoch", 20, accuracy=np.float64(0.5))
+        writer.write("epoch", 20, epoch=0, accuracy=np.float64(0.5))
     assert read_metrics(tmp_path) == [
         {"kind": "step", "step": 20, "epoch": 0, "loss": 0.1 + 0.2, "note": "a\nb €"},
-        {"kind": "epoch", "step": 20, "accuracy": 0.5},
+        {"kind": "epoch", "step": 20, "epoch": 0, "accuracy": 0.5},
     ]
 
 
@@ -92,6 +93,38 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_gone_after_a_resume(cut:
     assert steps_of(tmp_path) == [1, 2]
     write_steps(tmp_path, 3, after_step=9)
     assert read_metrics(tmp_path) == [record(1), record(2), record(3)]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "", "3", "{}", "[]", "null", "{", "\0" * 40, '{"kind": "step"}', '{"kind": "step", "step": "2"}', "[" * 10**5,
+        '{"kind": 1, "step": 2}', '{"kind": "epoch", "step": 2}', '{"kind": "epoch", "step": 2, "epoch": true}',
+        '{"kind": "epoch", "step": 2, "epoch": 0, "seconds": "many"}', "\ud800",
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_passed_over(damaged: str, tmp_path: Path) -> None:
+    write_steps(tmp_path, 1, 2, 3)
+    path = tmp_path / FILE
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = damaged.encode("utf-8", "surrogatepass")
+    path.write_bytes(b"\n".join(lines))
+    assert steps_of(tmp_path) == [1, 3]
+    write_steps(tmp_path, 4, after_step=3)
+    assert steps_of(tmp_path) == [1, 3, 4]
+
+
+def test_epochs_without_a_record_are_named_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write("epoch", 20, epoch=1)
+    MetricsWriter(tmp_path, after=(30, 3)).close()
+    assert "it lacks the records of epochs 1, 3;" in caplog.text
+
+
+def test_a_pipe_in_its_place_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(UsageError, match=rf"{tmp_path / FILE} cannot be written \(Not a regular file\)"):
+        MetricsWriter(tmp_path, after=(1, 0))
 
 
 def test_a_run_without_records_has_none(tmp_path: Path) -> None:

@@ -214,6 +214,21 @@ def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert "commands: inspect, verify, export" in call(monkeypatch, capsys, *arguments)
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_weights_are_written_to_a_regular_file_only(kind: str, tmp_path: Path, user_error: UserError) -> None:
+    """As root, a rename would have replaced /dev/null."""
+    storage.write(tmp_path, manifest(10), contents(10))
+    output = tmp_path / "weights.pt"
+    if kind == "link":
+        (tmp_path / "precious").write_text("years of work")
+        output.symlink_to(tmp_path / "precious")
+    else:
+        os.mkfifo(output)
+    line = user_error(checkpoint.main, "export", "--run-dir", tmp_path, "--output", output, "--overwrite")
+    assert line == f"error: --output {output} is a link or a device: name a regular file"
+    assert output.is_symlink() or output.is_fifo()
+
+
 def test_the_command_in_a_shell(run: Path) -> None:
     (run / FOLDER / BEST / "model.pt").unlink()
     done = run_command(checkpoint.__name__, "verify", "--run-dir", str(run))

@@ -149,7 +149,7 @@ def test_a_signal_before_the_first_step_asks_for_another_start(tmp_path: Path) -
         assert run.exit_statuses()[1] == REQUEUE
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_process_without_a_job_leaves_with_a_status_that_says_why(tmp_path: Path, number: int) -> None:
     with training(tmp_path / "run", "--model", "mlp", world_size=0) as run:
         done = run.wait_for_step(5)

@@ -14,13 +14,13 @@ import pytest
 from common.cli import flag_of
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.reporting.run_directory import CONFIG_FILE
+from common.reporting.run_files import CONFIG_FILE, REQUEUE_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.directory import SAVING
 from ddp.checkpoint.storage import FOLDER
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.resilience.resume import REQUEUE_FILE, check_identity, differences, open_run
+from ddp.resilience.resume import check_identity, differences, open_run
 from tests.ddp.checkpoint.samples import contents, forge, manifest
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks

@@ -1,0 +1,43 @@
+"""Stop signals during the imports, which take seconds: one line, and the status that they have later.
+
+Python's default would be a traceback from inside an import for Ctrl-C, and for SIGTERM a status that no scheduler takes for a
+preemption. A package calls :func:`hear` when one of its modules is started with ``python -m``, before anything heavy is
+imported. Nothing is open by then, so the process may end at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import types
+
+TO_BE_REQUEUED = ("ddp.train",)  # commands that a scheduler starts again
+REQUEUE = 75  # as in common/resilience/stop_request.py
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+_status: int | None = None  # of a command that has ended
+
+
+def hear() -> None:
+    """From here on, a stop signal ends this process; a signal that it was started to ignore (``nohup``) stays ignored."""
+    for number in NUMBERS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def leave_with(status: int) -> None:
+    """The command has ended with this status. A stop signal that comes now changes nothing, and ends the process silently."""
+    global _status
+    _status = status
+
+
+def _end(number: int, frame: types.FrameType | None) -> None:
+    if _status is not None:
+        os._exit(_status)
+    requeue = number != signal.SIGINT and any(name in sys.orig_argv for name in TO_BE_REQUEUED)
+    message = f"stopped by {signal.Signals(number).name} before the command began\n"
+    try:
+        os.write(2, message.encode())
+    finally:
+        os._exit(REQUEUE if requeue else 128 + number)

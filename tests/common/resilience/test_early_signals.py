@@ -1,0 +1,70 @@
+"""common/resilience/early_signals.py: a stop signal during the imports is one line and a status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.resilience import early_signals, stop_request
+from tests.support.launch import clean_environment, start_command
+
+
+@pytest.mark.parametrize(
+    ("module", "number", "status"),
+    [
+        ("ddp.train", signal.SIGTERM, 75),
+        ("ddp.train", signal.SIGHUP, 75),
+        ("ddp.train", signal.SIGINT, 130),
+        ("ddp.bench", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("dataparallel.train", signal.SIGINT, 130),
+        ("dataloading.bench", signal.SIGINT, 130),
+    ],
+)
+def test_a_signal_during_the_imports_is_one_line(
+    module: str, number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    arguments = ("overhead",) if module == "ddp.bench" else ()
+    with start_command(module, *arguments, env={"PYTHONPATH": str(tmp_path)}) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert err == f"stopped by {number.name} before the command began\n"
+
+
+def test_what_is_imported_by_another_program_hears_nothing() -> None:
+    program = (
+        "import signal, ddp, dataparallel, dataloading; "
+        "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.getsignal(signal.SIGHUP) == signal.SIG_DFL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment(), cwd="."
+    )
+    assert done.stdout == "True True\n", done.stderr
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stop_request.signals_to_hear()
+        with start_command("ddp.train", env={"PYTHONPATH": str(tmp_path)}) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.5)
+            assert process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_numbers_are_those_of_a_later_stop() -> None:
+    assert set(early_signals.NUMBERS) == set(stop_request.SIGNALS)
+    assert early_signals.REQUEUE == stop_request.REQUEUE

@@ -1,0 +1,62 @@
+"""common/stdout.py: a reader who has gone, a full disk and a closed stdout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch import REPOSITORY, clean_environment
+
+PROGRAM = """
+import logging
+from common.cli import command
+from common.stdout import print_results
+logging.basicConfig()
+
+@command
+def results() -> None:
+    print_results("12.3 %")
+
+@command
+def table() -> None:
+    print("12.3 %")
+"""
+
+
+def end_of(function: str, stdout: str) -> tuple[int, str]:
+    """The exit status and stderr of a command whose stdout is a path, a pipe that nobody reads, or closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-c", f"{PROGRAM}\n{function}()"]
+    if stdout == "closed":
+        program = ["sh", "-c", 'exec "$@" >&-', "sh", *program]
+    with open(os.devnull if "/" not in stdout else stdout, "w") as file:
+        done = subprocess.run(
+            program, stdout=writer if stdout == "pipe" else file, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
+            env=clean_environment(), timeout=60,
+        )  # fmt: skip
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("function", ["results", "table"])
+@pytest.mark.parametrize("stdout", ["pipe", "closed"])
+def test_a_reader_who_has_gone_is_no_failure(function: str, stdout: str) -> None:
+    assert end_of(function, stdout) == (0, "")
+
+
+def test_a_stdout_that_cannot_be_written_is_named() -> None:
+    words = "stdout cannot be written (No space left on device)"
+    assert end_of("table", "/dev/full") == (2, f"error: {words}\n")
+    status, said = end_of("results", "/dev/full")
+    assert (status, said) == (0, f"WARNING:common.stdout:{words}: the summary is lost, the results are complete\n")
+
+
+def test_errors_of_other_files_pass(tmp_path: Path) -> None:
+    program = f"{PROGRAM}\n@command\ndef other():\n    open({str(tmp_path)!r} + '/none/x')\nother()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert done.returncode == 1 and "FileNotFoundError" in done.stderr
