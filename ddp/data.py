@@ -13,7 +13,6 @@ from typing import Any
 from common.data.datasets import Batch, ImageData, Images, keep_batch
 from common.data.loaders import stock_loader
 from common.distributed.process_group import DistEnv
-from common.resilience.loader_limits import require_room_for_workers
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
 from ddp.config import FROM_FILES, Loading, TrainConfig
@@ -68,6 +67,7 @@ def open_loader(
     pin_memory = env.device.type == "cuda"
     with env.fail_together():
         if loading.loader == "fast":
+            from common.resilience.loader_limits import require_room_for_workers
             from dataloading.dataset.batches import LFWBatches
             from dataloading.loader.fast_loader import FastLoader
 

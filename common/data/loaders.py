@@ -8,8 +8,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from common.resilience.loader_limits import require_room_for_workers, require_shared_memory
-
 PREFETCH_FACTOR = 2  # DataLoader's own default
 
 
@@ -24,8 +22,11 @@ def stock_loader(
     :param settings: other arguments of ``DataLoader``
     :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
-    require_room_for_workers(workers, ranks)
-    require_shared_memory(batch_bytes * workers * ranks * settings.get("prefetch_factor", PREFETCH_FACTOR))
+    if workers:
+        from common.resilience.loader_limits import require_room_for_workers, require_shared_memory
+
+        require_room_for_workers(workers, ranks)
+        require_shared_memory(batch_bytes * workers * ranks * settings.get("prefetch_factor", PREFETCH_FACTOR))
     poll_for_deaths()
     return DataLoader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})
 

@@ -24,7 +24,6 @@ from torch.distributed.distributed_c10d import Store
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
 from common.errors import UsageError
-from common.resilience.agent_watch import ending_with_agent
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
 
@@ -72,7 +71,7 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
     Ctrl-C, SIGTERM, SIGUSR1, SIGHUP and the death of torchrun end the block as ``SystemExit``, and forks of loader workers are made safe.
     """
     rest_before_forks()
-    with stop_signals(), ending_with_agent():
+    with stop_signals(), _ending_with_agent():
         failed = True
         try:
             yield
@@ -85,6 +84,14 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
             # After a failure, NCCL would wait here for ranks that are stuck in a collective. The process's end frees them.
             if dist.is_initialized() and not (failed and env.backend == "nccl"):
                 dist.destroy_process_group()
+
+
+def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return contextlib.nullcontext()
+    from common.resilience.agent_watch import ending_with_agent  # only under torchrun
+
+    return ending_with_agent()
 
 
 def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:

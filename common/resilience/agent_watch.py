@@ -22,10 +22,7 @@ END_S = 8.0  # for the main thread to save and leave; one that waits in a collec
 
 @contextlib.contextmanager
 def ending_with_agent() -> Iterator[None]:
-    """Within this block, the death of torchrun's agent is a request to stop, as SIGTERM is. Does nothing without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        yield
-        return
+    """Within this block, the death of this process's parent, torchrun's agent, is a request to stop, as SIGTERM is."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(os.getppid(), over), name="agent watch", daemon=True)
     thread.start()

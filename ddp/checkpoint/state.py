@@ -20,7 +20,6 @@ from common.distributed.process_group import DistEnv
 from common.training.optimization import begin_momentum, match_layout
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
-from ddp.checkpoint.contents import wrong_optimizer, wrong_ranks
 from ddp.checkpoint.folder import MANIFEST, Damaged
 from ddp.checkpoint.storage import Manifest
 from ddp.job import Job
@@ -112,6 +111,8 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
 
 def _require_fitting(job: Job, path: Path, manifest: Manifest, optimizer: dict[str, Any], ranks: list[Any]) -> None:
     """:raises Damaged: when the contents are not those of this job: a forged file can have a matching digest"""
+    from ddp.checkpoint.contents import wrong_optimizer, wrong_ranks  # only when something is read
+
     steps = job.sampler.steps_per_epoch
     if not (0 <= manifest.step_in_epoch < steps and manifest.step == manifest.epoch * steps + manifest.step_in_epoch):
         raise Damaged(

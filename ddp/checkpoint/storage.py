@@ -25,7 +25,6 @@ from torch import nn
 from common.errors import UsageError
 from common.reporting.run_directory import writing
 from ddp.checkpoint import directory, folder
-from ddp.checkpoint.contents import wrong_progress, wrong_tensors
 from ddp.checkpoint.folder import FORMAT, MANIFEST, Checkpoint, Damaged, wrong_field
 
 FOLDER = "checkpoints"
@@ -97,6 +96,8 @@ def manifest_in(checkpoint: Checkpoint) -> Manifest:
     if problem := wrong_field(checkpoint.facts, types):
         raise Damaged(path, f"{MANIFEST} {problem}")
     manifest = Manifest(step=checkpoint.step, files=files, **checkpoint.facts)
+    from ddp.checkpoint.contents import wrong_progress  # only when something is read
+
     if problem := wrong_progress(manifest.progress):
         raise Damaged(path, f"{MANIFEST} {problem}")
     if path.name != manifest.name:
@@ -147,6 +148,8 @@ def load_weights(network: nn.Module, path: Path) -> None:
     :raises Damaged: when they are those of another kind of network
     :raises UsageError: when the network was built for other data: other classes, or other images
     """
+    from ddp.checkpoint.contents import wrong_tensors  # only when something is read
+
     weights, expected = read(path, "model"), network.state_dict()
     if problem := wrong_tensors(weights, expected, shapes=False):
         raise Damaged(path, f"model.pt {problem}")
