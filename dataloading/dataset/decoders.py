@@ -26,6 +26,8 @@ Decoder = Callable[[bytes, Pixels | None], Pixels]
 
 DECODERS = ("pillow", "simplejpeg", "torchcodec")
 START = b"\xff\xd8\xff"  # of every JPEG file: the marker of an image's start, and that of its first segment
+FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, without tables
+MOST_PIXELS = 89_478_485  # Pillow's own limit for a warning: 256 MB of RGB
 METADATA = b"\xff\xe1"  # the marker of a segment with EXIF data; never in an image's own data
 
 
@@ -64,6 +66,36 @@ def get_decoder(name: str) -> Decoder:
     return {"pillow": decode_pillow, "simplejpeg": _decode_simplejpeg, "torchcodec": _decode_torchcodec}[name]
 
 
+def require_size(height: int, width: int) -> None:
+    """Checked by every decoder before memory is taken: a file of 2 kB may claim 65500 x 65500 pixels.
+
+    :raises NotDecodable: when these are more than :data:`MOST_PIXELS`
+    """
+    if height * width > MOST_PIXELS:
+        raise NotDecodable(f"{width} x {height} pixels, and {MOST_PIXELS:,} are the most that are decoded")
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width in a JPEG file's header (the frame header of ITU-T T.81, B.2.2); None if there is none.
+
+    :param data: the file's content
+    """
+    if not data.startswith(START):
+        return None
+    place = 2
+    while place + 9 <= len(data) and data[place] == 0xFF:
+        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        if marker == 0xFF:  # a fill byte
+            place += 1
+        elif marker in FRAME_MARKERS:
+            return int.from_bytes(data[place + 5 : place + 7], "big"), int.from_bytes(
+                data[place + 7 : place + 9], "big"
+            )
+        else:
+            place += 2 + length
+    return None
+
+
 def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Image.Image:
     """A file's content as a Pillow image in RGB.
 
@@ -73,8 +105,14 @@ def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Ima
     from PIL import Image, UnidentifiedImageError
 
     try:
-        return Image.open(io.BytesIO(data), formats=formats).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        if claimed := jpeg_size(data):
+            require_size(*claimed)
+        image = Image.open(io.BytesIO(data), formats=formats)
+        require_size(image.height, image.width)
+        return image.convert("RGB")
+    except MemoryError as error:
+        raise NotDecodable("too large for the memory that is free") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         expected = "image that Pillow reads" if formats is None else "JPEG file"
         what = f"no {expected}" if isinstance(error, UnidentifiedImageError) else f"damaged: {error}"
         raise NotDecodable("empty" if not data else what) from error
@@ -89,6 +127,7 @@ def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
 
     try:
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+        require_size(height, width)
         if colors in ("CMYK", "YCCK"):  # simplejpeg would return inverted colors
             return decode_pillow(data, out)
         if out is not None and (height, width) == out.shape[:2]:
@@ -96,7 +135,7 @@ def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
             return out
         pixels: Pixels = simplejpeg.decode_jpeg(data)
         return pixels
-    except ValueError:
+    except (ValueError, MemoryError):
         # simplejpeg refuses what libjpeg only warns of. Pillow decides, so that all decoders accept the same files.
         return decode_pillow(data, out)
 
@@ -108,11 +147,15 @@ def _decode_torchcodec(data: bytes, out: Pixels | None = None) -> Pixels:
     # torchcodec skips leading garbage and rotates by EXIF data; the other decoders do neither.
     if not data.startswith(START) or METADATA in data:
         return decode_pillow(data, out)
+    size = jpeg_size(data)
+    if size is None:  # damaged: Pillow says how
+        return decode_pillow(data, out)
+    require_size(*size)
     try:
         # torch.frombuffer needs writable memory
         pixels: Pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0).numpy()
         return _place(pixels, out)
-    except RuntimeError:
+    except (RuntimeError, MemoryError):
         return decode_pillow(data, out)
 
 

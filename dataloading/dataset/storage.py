@@ -12,6 +12,7 @@ import http.client
 import io
 import os
 import re
+import stat
 import threading
 import time
 import urllib.parse
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import UsageError
+from dataloading.dataset.http_connection import TIMEOUT_S, TOTAL_S, Connection, TooLong
 
 SUFFIXES = (".jpg", ".jpeg")
 ARCHIVES = (".tgz", ".tar", ".tar.gz", ".zip")
-TIMEOUT_S = 10.0
+MOST_BYTES = 100_000_000  # of one file: an image of the most pixels takes fewer
 TRIES = 4
 FIRST_PAUSE_S = 0.1  # doubled before each further try
 LISTING_THREADS = 32
+MOST_WORDS = 200  # letters of an error's text that are shown
 
 
 class BadFile(UsageError):
@@ -108,7 +111,9 @@ class LocalFolder:
     def open(self, name: str) -> Reader:
         path = os.path.join(self.root, name)
         try:
-            return _Descriptor(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)), path)
+            # Not blocking: the open of a pipe would wait for a writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+            return _Descriptor(descriptor, path)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 advice = "raise the limit with ulimit -n, or use fewer workers or threads"
@@ -124,7 +129,12 @@ class _Descriptor:
 
     def read(self) -> bytes:
         try:
-            size = os.fstat(self._descriptor).st_size
+            found = os.fstat(self._descriptor)
+            size = found.st_size
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):  # os.read names a folder
+                raise BadFile(f"{self._path} is no regular file: remove it")
+            if size > MOST_BYTES:
+                raise BadFile(_too_long(self._path, f"{size:,} bytes"))
             data = os.read(self._descriptor, size)
             while len(data) < size and (more := os.read(self._descriptor, size - len(data))):
                 data += more
@@ -136,31 +146,38 @@ class _Descriptor:
         os.close(self._descriptor)
 
 
+def _too_long(name: str, size: str) -> str:
+    return f"{name} has {size}, and an image may have {MOST_BYTES:,}: remove it"
+
+
 class HttpFolder:
     """A folder that an HTTP server lists as links, as ``python -m http.server``, nginx and Apache do.
 
     It uses the standard library, since fsspec's HTTP needs aiohttp, which torch does not bring, and sends all requests
     through one thread. Each thread here keeps its own connection. A request that fails is repeated: :data:`TRIES` in all.
 
+    :param root: the URL; a user and a password in it are sent to the server, and never printed
+    :param timeout_s: seconds without a byte after which a request fails
+    :param total_s: seconds that a whole request may take
     :raises UsageError: when the URL is malformed
     """
 
-    def __init__(self, root: str, timeout_s: float = TIMEOUT_S) -> None:
-        self.root = root.rstrip("/")
+    def __init__(self, root: str, timeout_s: float = TIMEOUT_S, total_s: float = TOTAL_S) -> None:
+        self.root = without_password(root).rstrip("/")
         try:
-            self._url = urllib.parse.urlsplit(self.root)
-            self._host, self._port = self._url.hostname or "", self._url.port
-            self._host.encode("idna")
+            self._url = urllib.parse.urlsplit(root.rstrip("/"))
+            host, _ = self._url.hostname or "", self._url.port
+            host.encode("idna")
         except ValueError as error:
-            raise UsageError(f"{root} is no URL: {error}") from error
-        if not self._host:
-            raise UsageError(f"{root} names no host")
+            raise UsageError(f"{self.root} is no URL: {error}") from error
+        if not host:
+            raise UsageError(f"{self.root} names no host")
         self._path = urllib.parse.quote(self._url.path, safe="/%")
-        self._timeout_s = timeout_s
+        self._limits = timeout_s, total_s
         self._local = threading.local()
 
-    def __reduce__(self) -> tuple[type[HttpFolder], tuple[str, float]]:
-        return HttpFolder, (self.root, self._timeout_s)  # without the connections
+    def __reduce__(self) -> tuple[type[HttpFolder], tuple[str, float, float]]:
+        return HttpFolder, (self._url.geturl(), *self._limits)  # without the connections
 
     def names(self) -> list[str]:
         top = self._links("")
@@ -190,41 +207,39 @@ class HttpFolder:
                 time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             connection = self._connection()
             try:
-                connection.request("GET", path)
-                response = connection.getresponse()
-                body = response.read()
+                status, words, body = connection.get(path, MOST_BYTES)
+            except TooLong:
+                connection.close()
+                raise BadFile(_too_long(f"{self.root}/{name}", "more bytes")) from None
             except (OSError, http.client.HTTPException) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {_printable(str(error))}"
                 connection.close()  # the next request opens it again
                 continue
-            if response.status == 200:
+            if status == 200:
                 return body
-            reason = f"the server says {response.status} {response.reason}"
-            if response.status < 500 and response.status != 429:  # these statuses are final
+            reason = f"the server says {status} {_printable(words)}"
+            if status < 500 and status != 429:  # these statuses are final
                 raise BadFile(f"{self.root}/{name} cannot be read: {reason}")
         raise Unskippable(f"{self.root}/{name} cannot be read in {TRIES} tries: {reason}; check the server")
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self) -> Connection:
         """The connection of this thread, in this process: a socket inherited through fork must not be shared."""
         if getattr(self._local, "process", None) != os.getpid():
-            kind = _HttpsConnection if self._url.scheme == "https" else _HttpConnection
-            self._local.connection = kind(self._host, self._port, timeout=self._timeout_s)
+            self._local.connection = Connection(self._url, *self._limits)
             self._local.process = os.getpid()
-        connection: http.client.HTTPConnection = self._local.connection
+        connection: Connection = self._local.connection
         return connection
 
 
-class _ClosedWhenFreed:
-    """Closes the socket when the thread that owns it, or the storage, ends; Python would warn of an open socket."""
-
-    def __del__(self) -> None:
-        self.close()  # type: ignore[attr-defined]
+def without_password(url: str) -> str:
+    """The URL as it may be printed: ``http://user:***@host/``."""
+    return re.sub(r"(://[^/?#@:]*:)[^/?#]*@", r"\1***@", url)
 
 
-class _HttpConnection(_ClosedWhenFreed, http.client.HTTPConnection): ...
-
-
-class _HttpsConnection(_ClosedWhenFreed, http.client.HTTPSConnection): ...
+def _printable(words: str) -> str:
+    """What a server says, as a part of one line."""
+    shown = " ".join("".join(c if c.isprintable() else " " for c in words).split())
+    return shown if len(shown) <= MOST_WORDS else f"{shown[:MOST_WORDS]}..."
 
 
 class FsspecFolder:
@@ -234,31 +249,38 @@ class FsspecFolder:
     """
 
     def __init__(self, root: str) -> None:
-        self.root = root.rstrip("/")
+        self._given, self.root = root.rstrip("/"), without_password(root).rstrip("/")
         try:
             files, self._path = self._connect()
             if not files.isdir(self._path):
-                raise UsageError(f"{root} is not there, or not a folder")
+                raise UsageError(f"{self.root} is not there, or not a folder")
         except (ValueError, ImportError) as error:
-            raise UsageError(f"{root} cannot be opened by fsspec: {error}") from error
+            raise UsageError(f"{self.root} cannot be opened by fsspec: {self._words(error)}") from error
         except UsageError:
             raise
         except Exception as error:  # each plugin has its own types of errors
-            raise UsageError(f"{root} cannot be read: {type(error).__name__}: {error}") from error
+            raise UsageError(f"{self.root} cannot be read: {type(error).__name__}: {self._words(error)}") from error
 
     def names(self) -> list[str]:
         prefix = self._path.rstrip("/") + "/"
         try:
             paths = self._connect()[0].find(self._path, maxdepth=2)
         except Exception as error:
-            raise UsageError(f"{self.root} cannot be listed: {type(error).__name__}: {error}") from error
+            raise UsageError(f"{self.root} cannot be listed: {type(error).__name__}: {self._words(error)}") from error
         return [path.removeprefix(prefix) for path in paths if is_image(path)]
 
     def open(self, name: str) -> Reader:
         try:
-            return io.BytesIO(self._connect()[0].cat_file(f"{self._path.rstrip('/')}/{name}"))
+            content = self._connect()[0].cat_file(f"{self._path.rstrip('/')}/{name}", start=0, end=MOST_BYTES + 1)
         except Exception as error:  # each plugin has its own types of errors
-            raise BadFile(f"{self.root}/{name} cannot be read: {type(error).__name__}: {error}") from error
+            raise BadFile(f"{self.root}/{name} cannot be read: {type(error).__name__}: {self._words(error)}") from error
+        if len(content) > MOST_BYTES:
+            raise BadFile(_too_long(f"{self.root}/{name}", "more bytes"))
+        return io.BytesIO(content)
+
+    def _words(self, error: Exception) -> str:
+        """An error's text, in which a plugin may have quoted the whole URL."""
+        return _printable(without_password(str(error)))
 
     def _connect(self) -> tuple[Any, str]:
         """The plugin's file system and the path in it.
@@ -267,7 +289,7 @@ class FsspecFolder:
         """
         import fsspec
 
-        found: tuple[Any, str] = fsspec.core.url_to_fs(self.root)
+        found: tuple[Any, str] = fsspec.core.url_to_fs(self._given)
         return found
 
 

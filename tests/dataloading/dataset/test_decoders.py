@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import resource
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from PIL import Image
 
 from common.errors import UsageError
 from dataloading.dataset import decoders
-from dataloading.dataset.decoders import DECODERS, NotDecodable, Pixels, get_decoder, installed, open_pillow
+from dataloading.dataset.decoders import DECODERS, NotDecodable, Pixels, get_decoder, installed, jpeg_size, open_pillow
 from dataloading.synthetic.faces import draw, encode
 
 each = pytest.mark.parametrize(
@@ -173,13 +175,55 @@ def test_all_decoders_accept_the_same_damaged_files_with_the_same_pixels(data: b
     assert (batch[[0, 2]] == 77).all()
 
 
-def test_an_image_that_claims_to_be_enormous_is_refused() -> None:
+@pytest.mark.parametrize(("height", "width"), [(65535, 65535), (65500, 65500), (9460, 9460)])
+def test_an_image_that_claims_to_be_enormous_is_refused_before_memory_is_taken(height: int, width: int) -> None:
     data = bytearray(jpeg())
     start_of_frame = data.find(b"\xff\xc0")
-    data[start_of_frame + 5 : start_of_frame + 9] = b"\xff\xff\xff\xff"
-    for decoder in set(installed()) - {"torchcodec"}:
-        with pytest.raises(NotDecodable, match=r"^damaged: Image size .* exceeds limit"):
+    data[start_of_frame + 5 : start_of_frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for decoder in installed():
+        with pytest.raises(
+            NotDecodable, match=rf"^{width} x {height} pixels, and 89,478,485 are the most that are decoded$"
+        ):
             get_decoder(decoder)(bytes(data), None)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_an_image_of_another_format_that_claims_to_be_enormous_is_refused() -> None:
+    stream = io.BytesIO()
+    Image.new("1", (1, 1)).save(stream, "PNG")
+    data = bytearray(stream.getvalue())
+    data[16:24] = (65500).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    with pytest.raises(NotDecodable, match=r"65500 x 65500 pixels|exceeds limit"):
+        open_pillow(bytes(data), formats=None)
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_the_size_in_the_header_is_the_images(kind: str) -> None:
+    data = GOOD[kind]()
+    image = open_pillow(data)
+    assert jpeg_size(data) == (image.height, image.width)
+    assert jpeg_size(data[:2] + b"\xff" * 5 + data[2:]) == (
+        image.height,
+        image.width,
+    )  # fill bytes may precede a marker
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_have_a_size_or_none(data: bytes) -> None:
+    for content in (data, b"\xff\xd8\xff" + data):
+        size = jpeg_size(content)
+        assert size is None or len(size) == 2
+
+
+def test_too_little_memory_is_a_damaged_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "convert", none_left)
+    with pytest.raises(NotDecodable, match=r"^too large for the memory that is free$"):
+        open_pillow(jpeg())
 
 
 def test_pillows_image_is_in_rgb_whatever_the_file_has() -> None:

@@ -145,6 +145,23 @@ def test_a_file_that_cannot_be_opened_or_read_is_named(own_pictures: Path) -> No
         assert str(bad.value) == f"{own_pictures / name} {reason}"
 
 
+def test_a_pipe_or_device_in_place_of_a_file_is_named(own_pictures: Path) -> None:
+    os.mkfifo(own_pictures / "pipe.jpg")
+    (own_pictures / "zero.jpg").symlink_to("/dev/zero")
+    for name in ("pipe.jpg", "zero.jpg"):
+        with pytest.raises(BadFile, match=f"^{own_pictures / name} is no regular file: remove it$"):
+            read(open_storage(own_pictures), name)
+
+
+def test_a_file_that_is_too_long_for_an_image_is_not_read(own_pictures: Path, memory: str) -> None:
+    with open(own_pictures / "long.jpg", "wb") as file:
+        file.truncate(10**12)  # sparse
+    with pytest.raises(
+        BadFile, match=r"long\.jpg has 1,000,000,000,000 bytes, and an image may have 100,000,000: remove"
+    ):
+        read(open_storage(own_pictures), "long.jpg")
+
+
 def test_too_many_open_files_come_with_what_to_do(own_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
