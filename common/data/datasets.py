@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ class Images(Protocol):
         """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
 
 
-class ImageDataset(Dataset[Batch]):
+class ImageDataset(Dataset[Any]):
     """Images and labels in memory.
 
     :param images: uint8 ``[samples, channels, height, width]``
@@ -85,7 +85,21 @@ class ImageDataset(Dataset[Batch]):
     def shape(self) -> tuple[int, int, int]:
         return self.images.shape[1:]
 
-    def __getitems__(self, key: BatchKey) -> Batch:
+    def __getitem__(self, sample: int) -> tuple[Tensor, Tensor]:
+        """Image uint8 ``[channels, height, width]`` and label int64 ``[]``, as they are in epoch 0."""
+        return self.__getitems__([sample])[0]
+
+    @overload
+    def __getitems__(self, key: BatchKey) -> Batch: ...
+
+    @overload
+    def __getitems__(self, key: list[int]) -> list[tuple[Tensor, Tensor]]: ...
+
+    def __getitems__(self, key: BatchKey | list[int]) -> Batch | list[tuple[Tensor, Tensor]]:
+        """A whole batch for a :class:`BatchKey`; samples, as they are in epoch 0, for a list of indices, as a ``DataLoader``
+        with a ``batch_size`` asks for."""
+        if not isinstance(key, BatchKey):
+            return as_samples(self.__getitems__(BatchKey(0, np.array(key, np.int64))))
         images = self.images[key.samples]
         if self._augmentation.shift or self._augmentation.flip:
             images = self._augmentation(images, self._seed, key.epoch, key.samples)
@@ -96,6 +110,11 @@ def fetch_batches(images: Images, samples: npt.NDArray[np.int64], batch_size: in
     """Fetch samples in this process, in the given order and augmented for this epoch; the last batch may be smaller."""
     for start in range(0, len(samples), batch_size):
         yield images.__getitems__(BatchKey(epoch, samples[start : start + batch_size]))
+
+
+def as_samples(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """The samples of a batch one by one: what ``DataLoader``'s own ``collate_fn`` makes a batch of."""
+    return list(zip(batch.images, batch.labels, strict=True))
 
 
 def keep_batch(batch: Batch) -> Batch:

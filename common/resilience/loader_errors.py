@@ -16,15 +16,15 @@ from collections.abc import Iterator
 from common.errors import UsageError
 
 MORE_SHARED_MEMORY = (
-    "make it larger (in a container, --shm-size or --ipc=host), or use a smaller --batch-size, a smaller "
-    "--prefetch-factor, fewer --workers, or a loader of threads"
+    "make it larger (in a container, --shm-size or --ipc=host), or use a smaller batch size (--batch-size), "
+    "fewer prefetched batches (--prefetch-factor), fewer workers (--workers), or a loader of threads"
 )
 # The likely reason for each signal that ends a loader process, and the advice.
 KILLED_BY = {
     signal.SIGKILL: "the kernel does this when memory runs out (see dmesg); use fewer workers or smaller batches",
     signal.SIGBUS: f"shared memory ran out (df /dev/shm); {MORE_SHARED_MEMORY}",
     signal.SIGTERM: "another process asked it to end",
-    signal.SIGSEGV: "a library in it crashed; try another --decoder",
+    signal.SIGSEGV: "a library in it crashed; try another decoder (--decoder)",
 }
 
 
@@ -56,7 +56,7 @@ def explain(error: BaseException) -> str | None:
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
             "too many open files: each prefetched batch holds some; raise the limit (ulimit -n 65536), or use fewer "
-            "workers or a smaller --prefetch-factor"
+            "workers (--workers) or fewer prefetched batches (--prefetch-factor)"
         )
     if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
         return f"shared memory (/dev/shm) is full: {_last_line(text)}; {MORE_SHARED_MEMORY}"

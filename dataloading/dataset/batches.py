@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.data.datasets import Batch, BatchKey
+from common.data.datasets import Batch, BatchKey, as_samples
 from dataloading.dataset.decoders import Pixels
 from dataloading.dataset.lfw import LFWDataset, Skipped
-from dataloading.dataset.sampler import SampleKey
+from dataloading.dataset.sampler import SampleKey, as_batch_key
 from dataloading.dataset.storage import BadFile, Unskippable
 
 
@@ -33,7 +33,9 @@ def collate(items: list[Any]) -> Any:
     images = [item[0] if isinstance(item, tuple) else item for item in kept]
     shapes = sorted({tuple(image.shape) for image in images if isinstance(image, Tensor)})
     if len(shapes) > 1:
-        raise Unskippable(f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give --image-size")
+        raise Unskippable(
+            f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give image_size (--image-size)"
+        )
     return default_collate(kept) if kept else []
 
 
@@ -82,7 +84,7 @@ class ThreadedFetch(Dataset[Any]):
         return {**self.__dict__, "_pool": None}
 
 
-class LFWBatches(Dataset[Batch]):
+class LFWBatches(Dataset[Any]):
     """An :class:`LFWDataset` that fills a batch's buffer in place: no tensor per image, no collate, no float.
 
     For the fast loader, and for the stock ``DataLoader`` with a batch sampler that yields :class:`BatchKey` and
@@ -90,9 +92,15 @@ class LFWBatches(Dataset[Batch]):
 
     :param files: the images
     :param augmentation: of the whole batch, after that of each image; see :mod:`common.data.augmentation`
+    :raises ValueError: for files with a ``transform``, which needs an image object for each sample
     """
 
     def __init__(self, files: LFWDataset, augmentation: Augmentation = NO_AUGMENTATION) -> None:
+        if files.transform is not None:
+            raise ValueError(
+                "LFWBatches makes no image object that LFWDataset's transform could be called with: leave transform out and use "
+                "image_size and augmentation, or give the LFWDataset itself to torch's DataLoader"
+            )
         self.files, self._augmentation = files, augmentation
         self.image_shape = files.image_shape()
 
@@ -114,8 +122,21 @@ class LFWBatches(Dataset[Batch]):
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return self.files.labels
 
-    def __getitems__(self, key: BatchKey) -> Batch:
-        """Fetch a batch, as the stock loader's worker does."""
+    def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, Tensor]:
+        """Image uint8 ``[3, height, width]`` and label int64 ``[]``, in the key's epoch (0 for a plain index)."""
+        return self.__getitems__([key])[0]
+
+    @overload
+    def __getitems__(self, key: BatchKey) -> Batch: ...
+
+    @overload
+    def __getitems__(self, key: list[int | SampleKey]) -> list[tuple[Tensor, Tensor]]: ...
+
+    def __getitems__(self, key: BatchKey | list[int | SampleKey]) -> Batch | list[tuple[Tensor, Tensor]]:
+        """Fetch a batch, as the stock loader's worker does: whole for a :class:`BatchKey`; as samples for a list of indices,
+        as a ``DataLoader`` with a ``batch_size`` asks for."""
+        if not isinstance(key, BatchKey):
+            return as_samples(self.__getitems__(as_batch_key(key, epoch=0)))
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
         return self.assemble(key, buffer, self.fill(buffer, key))
 
@@ -158,7 +179,8 @@ class LFWBatches(Dataset[Batch]):
         :param memory: the tensor whose view the buffer is, if any. The batch must share the storage of a pinned tensor, since
             torch's allocator tracks unfinished copies by storage
         :returns: images uint8 ``[n, 3, height, width]`` in channels-last memory, as decoded: reordering costs a third of the
-            decoding time, and convolutions are fast in this order
+            decoding time, and convolutions are fast in this order. So ``flatten`` and ``reshape`` copy, and ``view`` refuses,
+            as of every channels-last tensor; ``images.contiguous()`` has the other layout
         """
         samples = key.samples
         if skipped:

@@ -62,7 +62,9 @@ def get_decoder(name: str) -> Decoder:
     :raises UsageError: when the decoder is not installed
     """
     if name not in installed():
-        raise UsageError(f"--decoder {name} is not installed: pip install {name}, or use {' or '.join(installed())}")
+        raise UsageError(
+            f"decoder {name} (--decoder) is not installed: pip install {name}, or use {' or '.join(installed())}"
+        )
     return {"pillow": decode_pillow, "simplejpeg": _decode_simplejpeg, "torchcodec": _decode_torchcodec}[name]
 
 

@@ -189,7 +189,7 @@ class LFWDataset(Dataset[Any]):
             height, width = pixels.shape[:2]
             raise Unskippable(
                 f"{self.path(sample)} has {width}x{height} pixels, where the first image has {out.shape[1]}x{out.shape[0]}: "
-                "images of several sizes make no batch; give --image-size"
+                "images of several sizes make no batch; give image_size (--image-size)"
             )
 
     def image_shape(self) -> tuple[int, int, int]:

@@ -43,7 +43,8 @@ class FastLoader:
 
     :param dataset: the files, and the augmentation of a whole batch
     :param batch_size: images per batch, unless ``batch_sampler`` is given
-    :param shuffle: by (seed of the data set, epoch); not together with a sampler
+    :param shuffle: by (seed of the data set, epoch); not together with a sampler. Each epoch has another order: without
+        :meth:`set_epoch`, the epochs are counted
     :param sampler: yields indices, or :class:`SampleKey`
     :param batch_sampler: yields lists of these, or :class:`BatchKey`
     :param num_workers: threads or processes; 0 decodes each batch in the calling thread; None takes the usable cores
@@ -95,6 +96,7 @@ class FastLoader:
             raise UsageError("pin_memory=True needs a GPU to copy to, and there is none here: leave it out")
         if pool == "processes" and pin_memory:
             raise ValueError("processes cannot write to this process's pinned memory: use threads")
+        self._counts_epochs = batch_sampler is None and sampler is None
         if batch_sampler is None:
             if sampler is None:
                 sampler = ShuffledSampler(len(dataset), seed=dataset.files.seed, shuffle=shuffle)
@@ -120,7 +122,8 @@ class FastLoader:
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the epoch's order and augmentations. Call it before each epoch."""
+        """Select the epoch's order and augmentations. Call it before each epoch. (With the loader's own order, epochs that are
+        not selected are counted from the one before.)"""
         self._epoch = epoch
         if hasattr(self.batch_sampler, "set_epoch"):
             self.batch_sampler.set_epoch(epoch)
@@ -133,7 +136,10 @@ class FastLoader:
         :raises BadFile: instead of the batch with the file that cannot be read
         """
         epoch = self._epoch  # now: a later set_epoch is for the next iterator
-        keys = (as_batch_key(batch, epoch) for batch in self.batch_sampler)
+        batches = iter(self.batch_sampler)
+        keys = (as_batch_key(batch, epoch) for batch in batches)
+        if self._counts_epochs:
+            self.set_epoch(epoch + 1)
         return self._prefetch(keys) if self.num_workers else self._load_here(keys)
 
     def close(self) -> None:

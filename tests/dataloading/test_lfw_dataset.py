@@ -152,7 +152,7 @@ def test_images_of_several_sizes_are_one_line(user_error: UserError, few: Path, 
     folder = shutil.copytree(few, tmp_path / "people")
     save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
     line = user_error("-path_to_folder", folder, "-batch_size", "14")
-    assert line == "images of several sizes make no batch: (3, 20, 24) and (3, 32, 31); give --image-size"
+    assert line == "images of several sizes make no batch: (3, 20, 24) and (3, 32, 31); give image_size (--image-size)"
 
 
 def test_a_first_batch_of_which_nothing_can_be_read_is_one_line(user_error: UserError, tmp_path: Path) -> None:

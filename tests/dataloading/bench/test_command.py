@@ -111,7 +111,7 @@ def test_pinned_memory_needs_a_gpu() -> None:
 
 def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataloading.dataset.decoders.installed", lambda: ("pillow",))
-    with pytest.raises(UsageError, match="--decoder simplejpeg is not installed: pip install simplejpeg"):
+    with pytest.raises(UsageError, match=r"decoder simplejpeg \(--decoder\) is not installed: pip install simplejpeg"):
         config("--decoder", "pillow,simplejpeg")
 
 

@@ -212,7 +212,9 @@ def test_more_bad_files_than_the_limit_over_all_workers_are_an_error(own_picture
 def test_images_of_several_sizes_are_one_line_with_what_to_do(own_pictures: Path, loader: str) -> None:
     save_picture(own_pictures / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(30, 31))
     message = error_in(load(loader, LFWDataset(own_pictures)))
-    assert message == "images of several sizes make no batch: (3, 20, 24) and (3, 31, 30); give --image-size"
+    assert (
+        message == "images of several sizes make no batch: (3, 20, 24) and (3, 31, 30); give image_size (--image-size)"
+    )
 
 
 @pytest.mark.parametrize("loader", ["whole-batches", "whole-batches-2", "fast", "fast-3-threads", "fast-2-processes"])
@@ -220,7 +222,7 @@ def test_an_image_of_another_size_is_named_with_what_to_do(own_pictures: Path, l
     files = LFWDataset(own_pictures)
     save_picture(Path(files.path(5)), 0, size=(30, 31))
     message = error_in(load(loader, files))
-    assert re.fullmatch(f"{files.path(5)} has 30x31 pixels, .* give --image-size", message)
+    assert re.fullmatch(f"{files.path(5)} has 30x31 pixels, .* give image_size \\(--image-size\\)", message)
 
 
 # collate

@@ -233,7 +233,7 @@ def test_pillows_image_is_in_rgb_whatever_the_file_has() -> None:
 def test_a_decoder_that_is_missing_is_refused_with_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "_is_installed", lambda name: name == "pillow")
     assert installed() == ("pillow",)
-    message = "^--decoder simplejpeg is not installed: pip install simplejpeg, or use pillow$"
+    message = r"^decoder simplejpeg \(--decoder\) is not installed: pip install simplejpeg, or use pillow$"
     with pytest.raises(UsageError, match=message):
         get_decoder("simplejpeg")
 

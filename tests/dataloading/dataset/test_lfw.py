@@ -109,7 +109,7 @@ def test_a_folder_without_a_jpeg_is_refused_with_what_it_should_be(tmp_path: Pat
 
 def test_a_missing_decoder_is_told_at_once(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "_is_installed", lambda name: name == "pillow")
-    with pytest.raises(UsageError, match="--decoder torchcodec is not installed"):
+    with pytest.raises(UsageError, match=r"^decoder torchcodec \(--decoder\) is not installed"):
         LFWDataset(pictures, decoder="torchcodec")
 
 
@@ -177,7 +177,9 @@ def test_an_image_of_another_size_is_named_with_both_sizes(own_pictures: Path) -
     save_picture(own_pictures / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(30, 31))
     files = LFWDataset(own_pictures)
     place = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
-    message = r"^.*Ann_Lee_0001\.jpg has 30x31 pixels, where the first image has 24x20: .*; give --image-size$"
+    message = (
+        r"^.*Ann_Lee_0001\.jpg has 30x31 pixels, where the first image has 24x20: .*; give image_size \(--image-size\)$"
+    )
     with pytest.raises(BadFile, match=message):
         files.pixels_into(place, 0)
     files.image_size = 16

@@ -26,7 +26,7 @@ from fsspec import AbstractFileSystem
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torchvision.transforms import PILToTensor
 
-from common.data.datasets import Batch, BatchKey
+from common.data.datasets import Batch, BatchKey, ImageDataset
 from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
 from dataloading.dataset.lfw import LFWDataset
@@ -106,6 +106,54 @@ def test_every_epoch_has_its_own_order_and_augmentation(pictures: Path, pool: st
         (batch,) = loader
         assert_equal(batch, fresh(dataset, ShuffledSampler(PICTURES, seed=4).order(epoch), epoch))
     loader.close()
+
+
+@every_pool
+def test_epochs_that_are_not_selected_are_counted(pictures: Path, pool: str) -> None:
+    """Otherwise each would repeat the first one's order."""
+    dataset = LFWBatches(LFWDataset(pictures, augmentation="affine", seed=4))
+    loader = make(dataset, pool, PICTURES, shuffle=True)
+    order = ShuffledSampler(PICTURES, seed=4).order
+    for epoch in (0, 1, 7, 8):
+        if epoch == 7:
+            loader.set_epoch(7)
+        (batch,) = loader
+        assert_equal(batch, fresh(dataset, order(epoch), epoch))
+    loader.close()
+
+
+def test_a_transform_is_refused_and_not_ignored(pictures: Path) -> None:
+    with pytest.raises(
+        ValueError, match="no image object that LFWDataset's transform could be called with: leave transform out"
+    ):
+        LFWBatches(LFWDataset(pictures, transform=np.asarray))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_torchs_loader_takes_any_of_the_data_sets(pictures: Path, workers: int, shuffle: bool) -> None:
+    """With nothing but a ``batch_size``: its own samplers and its own ``collate_fn``."""
+    files = LFWDataset(pictures, transform=PILToTensor(), with_label=True)
+    whole = LFWBatches(LFWDataset(pictures))
+    in_memory = ImageDataset(np.stack([files[i][0].numpy() for i in range(len(files))]), files.labels)
+    for dataset in (files, whole, in_memory, ThreadedFetch(files, 2)):
+        loader, expected = (
+            DataLoader(
+                one, batch_size=5, num_workers=workers, shuffle=shuffle, generator=torch.Generator().manual_seed(0)
+            )
+            for one in (dataset, files)
+        )
+        for (images, labels), (same_images, same_labels) in zip(loader, expected, strict=True):
+            assert torch.equal(images, same_images) and torch.equal(labels, same_labels)
+    assert torch.equal(whole[3][0], files[3][0])
+
+
+def test_a_batch_is_channels_last_and_torch_says_what_that_means(dataset: LFWBatches) -> None:
+    (images, _) = next(iter(FastLoader(dataset, 4, num_workers=0)))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(images.flatten(1), images.contiguous().view(4, -1))
+    with pytest.raises(RuntimeError, match=r"Use \.reshape"):
+        images.view(4, -1)
 
 
 SAMPLES = [[5, 3], [], [7], [1, 1, 2, 0]]
