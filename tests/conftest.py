@@ -24,6 +24,9 @@ hypothesis.settings.load_profile("repeatable")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# And nohup has them ignore the closing of the terminal. They still do, but what they start hears it.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
