@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +19,12 @@ def user_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
     def run_here(main: Callable[[], None], *arguments: str | Path) -> str:
         monkeypatch.setattr("sys.argv", [main.__module__, *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as end:
+                main()
+        finally:
+            signal.signal(signal.SIGTERM, before)  # a command may set its own, for the rest of its process
         out, err = capsys.readouterr()
         assert end.value.code == 2
         assert out == ""
