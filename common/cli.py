@@ -177,6 +177,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(main)
     def run() -> None:
         try:
+            early_signals.begin()
             with (
                 keep_stops(lambda error: signal.SIGINT if isinstance(error, KeyboardInterrupt) else None),
                 stdout_errors(),

@@ -1,7 +1,8 @@
 """A user error is one line: printed once per node and not once per rank, and after torchrun's report of the failure.
 
-Every rank of a job may meet the same error. Which one prints it? The first one that says so in the store of torchrun's agent;
-without such a store, the node's first rank. The others wait a moment, so that the job is not ended before the line is printed.
+Every rank of a job may meet the same error. Which one prints it? If all have met it together, the node's first rank. Otherwise
+the first one that says so in the store of torchrun's agent, or without such a store, the node's first rank again. The others
+wait a moment: torchrun ends all ranks when one has ended, and must not end the one that still closes its files.
 
 When a rank has failed, torchrun ends the others and prints some thirty lines, below which ours would be lost. So a small
 process waits for torchrun's end, and prints the line then.
@@ -38,20 +39,19 @@ os.write(2, os.fsencode(sys.argv[3]) + b"\\n")
 def print_error(error: UsageError) -> None:
     """Print the error, if this rank is the one to do so; returns when this process may end."""
     message = one_line(str(error))
-    alone = os.environ.get("LOCAL_RANK", "0")
-    first = _is_first_to_print(message)
-    if first is None:
-        first = alone == "0" or not alone.isdecimal()
-        if not (first or error.seen_by_all):
-            time.sleep(
-                WAIT_FOR_LOCAL_RANK_ZERO_S
-            )  # torchrun or the scheduler ends this one, if the first has met it too
-            _print(f"error: [rank {os.environ.get('RANK')}] {message}")
-            return
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    first = local_rank == "0" or not local_rank.isdecimal()
+    claimed = None
+    if not error.seen_by_all:  # or else the node's first rank does it, when it has closed what it had open
+        claimed = _is_first_to_print(message)
+        first = first if claimed is None else claimed
     if first:
         _print(f"error: {message}")
-    else:
+    elif error.seen_by_all or claimed is not None:
         time.sleep(WAIT_IF_PRINTED_S)
+    else:
+        time.sleep(WAIT_FOR_LOCAL_RANK_ZERO_S)  # torchrun or the scheduler ends this one, if the first has met it too
+        _print(f"error: [rank {os.environ.get('RANK')}] {message}")
 
 
 def one_line(message: str) -> str:

@@ -16,20 +16,31 @@ TO_BE_REQUEUED = ("ddp.train",)  # commands that a scheduler starts again
 REQUEUE = 75  # as in common/resilience/stop_request.py
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
+_heard: list[
+    signal.Signals
+] = []  # the signals that are handled here; none in a process that was not started as a command
 _status: int | None = None  # of a command that has ended
 
 
 def hear() -> None:
     """From here on, a stop signal ends this process; a signal that it was started to ignore (``nohup``) stays ignored."""
-    for number in NUMBERS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _end)
+    _heard.extend(number for number in NUMBERS if signal.getsignal(number) != signal.SIG_IGN)
+    for number in _heard:
+        signal.signal(number, _end)
+
+
+def begin() -> None:
+    """The imports are over: Python's defaults again. From now on something is open, which Ctrl-C must let be closed."""
+    for number in _heard:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def leave_with(status: int) -> None:
     """The command has ended with this status. A stop signal that comes now changes nothing, and ends the process silently."""
     global _status
     _status = status
+    for number in _heard:
+        signal.signal(number, _end)
 
 
 def _end(number: int, frame: types.FrameType | None) -> None:

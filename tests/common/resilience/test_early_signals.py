@@ -20,7 +20,7 @@ from tests.support.launch import clean_environment, start_command
         ("ddp.train", signal.SIGTERM, 75),
         ("ddp.train", signal.SIGHUP, 75),
         ("ddp.train", signal.SIGINT, 130),
-        ("ddp.bench", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("ddp.evaluate", signal.SIGTERM, 128 + signal.SIGTERM),
         ("dataparallel.train", signal.SIGINT, 130),
         ("dataloading.bench", signal.SIGINT, 130),
     ],
@@ -29,8 +29,7 @@ def test_a_signal_during_the_imports_is_one_line(
     module: str, number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    arguments = ("overhead",) if module == "ddp.bench" else ()
-    with start_command(module, *arguments, env={"PYTHONPATH": str(tmp_path)}) as process:
+    with start_command(module, env={"PYTHONPATH": str(tmp_path)}) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(number)
