@@ -113,8 +113,10 @@ def _require_fitting(job: Job, path: Path, manifest: Manifest, optimizer: dict[s
     """:raises Damaged: when the contents are not those of this job: a forged file can have a matching digest"""
     from ddp.checkpoint.contents import wrong_optimizer, wrong_ranks  # only when something is read
 
-    steps = job.sampler.steps_per_epoch
-    if not (0 <= manifest.step_in_epoch < steps and manifest.step == manifest.epoch * steps + manifest.step_in_epoch):
+    steps = (
+        job.sampler.steps_per_epoch
+    )  # all are done, but the epoch is not, in a run that was stopped in its evaluation
+    if not (0 <= manifest.step_in_epoch <= steps and manifest.step == manifest.epoch * steps + manifest.step_in_epoch):
         raise Damaged(
             path, f"{MANIFEST} has step {manifest.step_in_epoch} of an epoch of {steps}, and {manifest.step} in all"
         )
