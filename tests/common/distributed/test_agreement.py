@@ -37,7 +37,7 @@ def meet(
 
     def rank(number: int) -> str | None:
         place, world_size, facts = everyone[number]
-        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=PATIENT)
         time.sleep(late_s * (number == len(everyone) - 1))
         try:
             require_agreement(store, place, world_size, facts, timeout)
