@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from common.errors import UsageError
+from common.errors import UsageError, one_line
 
 # Seconds that a rank waits for its node's first rank to print the error. Its imports may take a while longer.
 WAIT_FOR_LOCAL_RANK_ZERO_S = 4.0
@@ -52,11 +52,6 @@ def print_error(error: UsageError) -> None:
     else:
         time.sleep(WAIT_FOR_LOCAL_RANK_ZERO_S)  # torchrun or the scheduler ends this one, if the first has met it too
         _print(f"error: [rank {os.environ.get('RANK')}] {message}")
-
-
-def one_line(message: str) -> str:
-    """The message with a space for each control character: what it quotes may come from a file or a server."""
-    return " ".join("".join(c if c.isprintable() else " " for c in message).split())
 
 
 def _is_first_to_print(message: str) -> bool | None:

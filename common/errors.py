@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def one_line(text: str) -> str:
+    """The text with a space for each control character: what an error quotes may come from a file or a server."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 class UsageError(Exception):
     """A user error. The message names the flag or file, the value, and what to do.
 

@@ -19,7 +19,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.errors import UsageError
+from common.errors import UsageError, one_line
 from dataloading.dataset.http_connection import TIMEOUT_S, TOTAL_S, Connection, TooLong
 
 SUFFIXES = (".jpg", ".jpeg")
@@ -238,7 +238,7 @@ def without_password(url: str) -> str:
 
 def _printable(words: str) -> str:
     """What a server says, as a part of one line."""
-    shown = " ".join("".join(c if c.isprintable() else " " for c in words).split())
+    shown = one_line(words)
     return shown if len(shown) <= MOST_WORDS else f"{shown[:MOST_WORDS]}..."
 
 
