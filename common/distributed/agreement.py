@@ -56,35 +56,42 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
     store.set(f"facts/{rank}", json.dumps(facts))
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        everyone, differences = _compare_all(store, world_size, facts, deadline)
-        store.set("verdict", differences or "")
-        if differences:
+        everyone, verdict = _compare_all(store, world_size, facts, deadline)
+        store.set("verdict", verdict or "")
+        if verdict:
             _wait_for([f"read/{other}" for other in everyone if other > 0], store, time.monotonic() + READ_S)
     else:
         if _wait_for(["verdict"], store, deadline):
             raise dist.DistStoreError("rank 0 did not come")
         # A rank that rank 0 does not know of, since their WORLD_SIZE differs, finds that by itself.
-        differences = store.get("verdict").decode()
+        verdict = store.get("verdict").decode()
         store.set(f"read/{rank}", "")
-        if not differences and (own := describe({0: _facts_of(store, 0), rank: facts})):
+        if not verdict and (own := describe({0: _facts_of(store, 0), rank: facts})):
             raise RanksDiffer(own, seen_by_all=False)
-    if differences:
-        raise RanksDiffer(differences)
+    if verdict:
+        raise RanksDiffer(verdict)
 
 
-def describe(everyone: Mapping[int, Facts]) -> str | None:
-    """What differs between the facts of these ranks, as one line; None if nothing does."""
-    differences = []
+def differences(everyone: Mapping[int, Facts]) -> list[str]:
+    """A text for each fact that differs between these ranks: its name, the values, and the ranks that have them."""
+    found = []
     for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
         ranks_with: dict[str, list[int]] = {}
         for rank, facts in sorted(everyone.items()):
             ranks_with.setdefault(facts.get(name, "missing"), []).append(rank)
         if len(ranks_with) > 1:
-            differences.append(f"{name} is " + ", but ".join(f"{v} on {_listed(r)}" for v, r in ranks_with.items()))
-    if not differences:
+            first, *others = (f"{value} on {_listed(ranks)}" for value, ranks in ranks_with.items())
+            found.append(f"{name} is {first}, but {' and '.join(others)}")
+    return found
+
+
+def describe(everyone: Mapping[int, Facts]) -> str | None:
+    """All that differs between the facts of these ranks, as one line; None if nothing does."""
+    found = differences(everyone)
+    if not found:
         return None
-    more = len(differences) - MOST_DIFFERENCES
-    listed = "; ".join(differences[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    more = len(found) - MOST_DIFFERENCES
+    listed = "; ".join(found[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     return f"the ranks were started differently: {listed}: give all the same flags, versions and environment"
 
 

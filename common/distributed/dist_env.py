@@ -103,8 +103,8 @@ class DistEnv:
 
             everyone: list[dict[str, str]] = [{}] * self.world_size
             dist.all_gather_object(everyone, {name.replace("_", " "): str(fact) for name, fact in facts.items()})
-            if differences := describe(dict(enumerate(everyone))):
-                raise RanksDiffer(differences)
+            if problem := describe(dict(enumerate(everyone))):
+                raise RanksDiffer(problem)
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce a tensor of any shape, in place, by sum; returns it."""

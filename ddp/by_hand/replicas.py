@@ -25,18 +25,19 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
     :param module: this rank's
     :param settings: other values that must be the same on all ranks
     :param group: the default group when None
-    :raises ReplicasDiffer: on every rank, naming the first rank whose parameters, buffers or settings are not rank 0's
+    :raises ReplicasDiffer: on every rank, naming the first parameter, buffer or setting that differs, and the ranks
     """
     mine = {name: _describe(tensor) for name, tensor in replicated(module).items()}
     mine |= {name: str(value) for name, value in settings.items()}
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
+    if all(list(theirs.items()) == list(mine.items()) for theirs in everyone):
+        return
+    from common.distributed.agreement import differences
+
+    if found := differences(dict(enumerate(everyone))):
+        raise ReplicasDiffer(f"the ranks' modules differ: {found[0]}")
     for rank, theirs in enumerate(everyone):
-        for name in dict.fromkeys([*everyone[0], *theirs]):
-            here, there = theirs.get(name, "none of that name"), everyone[0].get(name, "none of that name")
-            if here != there:
-                difference = f"{name} is {here} on rank {rank}, but {there} on rank 0"
-                raise ReplicasDiffer(f"the ranks' modules differ: {difference}")
         if list(theirs) != list(everyone[0]):
             raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
 

@@ -780,28 +780,28 @@ def refused_modules() -> None:
         same, other = layers(3, 2), layers(3, 4)
 
         assert message(ValueError, lambda: wrap(other if env.rank == 2 else same)) == (
-            "the ranks' modules differ: 0.weight is float32 [4, 3] with strides [3, 1] on rank 2, "
-            "but float32 [2, 3] with strides [3, 1] on rank 0"
+            "the ranks' modules differ: 0.weight is float32 [2, 3] with strides [3, 1] on ranks 0 and 1, "
+            "but float32 [4, 3] with strides [3, 1] on rank 2"
         )
         assert message(ValueError, lambda: wrap(layers(3, 2, 2) if env.rank == 0 else same)) == (
-            "the ranks' modules differ: 1.weight is none of that name on rank 1, "
-            "but float32 [2, 2] with strides [2, 1] on rank 0"
+            "the ranks' modules differ: 1.weight is float32 [2, 2] with strides [2, 1] on rank 0, "
+            "but missing on ranks 1 and 2"
         )
         assert message(ValueError, lambda: wrap(layers(3, 2).requires_grad_(env.rank == 0))) == (
-            "the ranks' modules differ: 0.weight is float32 [2, 3] with strides [3, 1], without gradient on rank 1, "
-            "but float32 [2, 3] with strides [3, 1] on rank 0"
+            "the ranks' modules differ: 0.weight is float32 [2, 3] with strides [3, 1] on rank 0, "
+            "but float32 [2, 3] with strides [3, 1], without gradient on ranks 1 and 2"
         )
         assert message(ValueError, lambda: wrap(layers(3, 2).double() if env.rank == 1 else same)).startswith(
-            "the ranks' modules differ: 0.weight is float64 [2, 3] with strides [3, 1] on rank 1, but float32"
+            "the ranks' modules differ: 0.weight is float32 [2, 3] with strides [3, 1] on ranks 0 and 2, but float64"
         )
         columns = nn.Parameter(torch.zeros(3, 2).t() if env.rank else torch.zeros(2, 3))
-        assert "0 is float32 [2, 3] with strides [1, 2] on rank 1" in message(
+        assert "but float32 [2, 3] with strides [1, 2] on ranks 1 and 2" in message(
             ValueError, lambda: wrap(nn.ParameterList([columns]))
         )
         buffered = layers(3, 2)
         if env.rank == 1:
             buffered.register_buffer("mask", torch.zeros(3))
-        assert "mask is float32 [3] with strides [1], without gradient on rank 1, but none of that name on rank 0" in (
+        assert "mask is missing on ranks 0 and 2, but float32 [3] with strides [1], without gradient on rank 1" in (
             message(ValueError, lambda: wrap(buffered))
         )
         names = ("a", "b") if env.rank else ("b", "a")
@@ -810,11 +810,11 @@ def refused_modules() -> None:
             "the ranks' modules differ: rank 1 has rank 0's parameters in another order"
         )
         assert message(ValueError, lambda: wrap(same, bucket_cap_mb=1 + env.rank)) == (
-            "the ranks' modules differ: bucket_cap_mb is 2 on rank 1, but 1 on rank 0"
+            "the ranks' modules differ: bucket_cap_mb is 1 on rank 0, but 2 on rank 1 and 3 on rank 2"
         )
         for option in ("find_unused_parameters", "static_graph"):
             assert message(ValueError, lambda option=option: wrap(same, **{option: env.rank == 0})) == (  # type: ignore[misc]
-                f"the ranks' modules differ: {option} is False on rank 1, but True on rank 0"
+                f"the ranks' modules differ: {option} is True on rank 0, but False on ranks 1 and 2"
             )
         assert "all_reduce is" in message(
             ValueError, lambda: wrap(same, all_reduce=Recorder() if env.rank else Backend())
