@@ -23,9 +23,14 @@ def stock_loader(
     :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
     if workers:
-        from common.resilience.loader_limits import require_room_for_workers, require_shared_memory
+        from common.resilience.loader_limits import (
+            require_room_for_workers,
+            require_shared_memory,
+            require_short_temporary_folder,
+        )
 
         require_room_for_workers(workers, ranks)
+        require_short_temporary_folder()
         require_shared_memory(batch_bytes * workers * ranks * settings.get("prefetch_factor", PREFETCH_FACTOR))
     poll_for_deaths()
     return DataLoader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})

@@ -15,23 +15,25 @@ LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 def require_room_for_workers(workers: int, ranks: int = 1) -> None:
-    """Check the memory and the temporary folder before worker processes are started.
+    """Check the free memory before workers are started.
 
     :param workers: of one rank
     :param ranks: of this node, each with as many
-    :raises UsageError: when the machine has less memory than so many processes take, or the folder's path is too long
+    :raises UsageError: when the machine has less than so many workers take
     """
-    if not workers:
-        return
     import psutil  # only for workers
 
     available = psutil.virtual_memory().available
     if workers * ranks * WORKER_BYTES > available:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise UsageError(
-            f"--workers {workers}: so many loader processes{each} take {workers * ranks * WORKER_BYTES / 1e9:.1f} GB, and "
+            f"--workers {workers}: so many loader workers{each} take {workers * ranks * WORKER_BYTES / 1e9:.1f} GB, and "
             f"{available / 1e9:.1f} GB are free: use fewer; more than the cores of the machine seldom load faster"
         )
+
+
+def require_short_temporary_folder() -> None:
+    """:raises UsageError: when the folder's path is too long for the sockets of ``DataLoader``'s workers"""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
         raise UsageError(

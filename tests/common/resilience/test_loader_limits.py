@@ -12,7 +12,11 @@ import pytest
 
 from common.data.loaders import stock_loader
 from common.errors import UsageError
-from common.resilience.loader_limits import LONGEST_TEMPORARY_FOLDER, require_room_for_workers
+from common.resilience.loader_limits import (
+    LONGEST_TEMPORARY_FOLDER,
+    require_room_for_workers,
+    require_short_temporary_folder,
+)
 from ddp.train import main
 from tests.support.user_errors import UserError
 
@@ -21,9 +25,7 @@ def test_more_workers_than_memory_are_refused_with_both_numbers(monkeypatch: pyt
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
     require_room_for_workers(0)
     require_room_for_workers(50, ranks=3)
-    message = (
-        r"^--workers 100: so many loader processes on each of 3 ranks take 3\.8 GB, and 2\.0 GB are free: use fewer"
-    )
+    message = r"^--workers 100: so many loader workers on each of 3 ranks take 3\.8 GB, and 2\.0 GB are free: use fewer"
     with pytest.raises(UsageError, match=message):
         require_room_for_workers(100, ranks=3)
 
@@ -44,19 +46,17 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(
 ) -> None:
     """torch's workers would report it on stderr, and never hand over a batch."""
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (LONGEST_TEMPORARY_FOLDER - 1))
-    require_room_for_workers(1)
+    require_short_temporary_folder()
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * LONGEST_TEMPORARY_FOLDER)
-    require_room_for_workers(0)
+    stock_loader([1], 0)
     with pytest.raises(
         UsageError, match=r"^TMPDIR /x+ is too long for the sockets of loader workers: use one of at most 75"
     ):
-        require_room_for_workers(1)
+        stock_loader([1], 1)
 
 
 def test_a_command_says_so(tmp_path: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
     small = ("--train-samples", "144", "--test-samples", "10", "--device", "cpu", "--run-dir", tmp_path / "run")
-    assert "error: --workers 5000: so many loader processes take 62.9 GB" in user_error(
-        main, *small, "--workers", "5000"
-    )
+    assert "error: --workers 5000: so many loader workers take 62.9 GB" in user_error(main, *small, "--workers", "5000")
     assert user_error(main, "--data-dir=") == "error: --data-dir is empty: name a folder, or leave it out"
