@@ -14,6 +14,7 @@ from common.distributed.process_group import DistEnv
 from common.reporting.atomic_files import write_json
 from common.reporting.run_directory import files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
+from common.reporting.run_files import METRICS_FILE, RESULTS
 from common.training.evaluation import Evaluation, predict
 from common.training.metrics import TIMES, read_metrics
 
@@ -80,5 +81,5 @@ def finish(
         f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "
         f"({result.confusion.trace()} of {result.confusion.sum()} samples)\n"
         f"{times}"
-        f"{files_line(run_dir, ('curves.png', 'confusion.png', 'samples.png', 'result.json', 'metrics.jsonl'))}"
+        f"{files_line(run_dir, (*RESULTS, METRICS_FILE))}"
     )

@@ -17,6 +17,7 @@ import socket
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from common.errors import UsageError
 from common.reporting.atomic_files import SCRATCH
@@ -84,8 +85,8 @@ def require_lock(folder: Path) -> None:
         holder = "nobody\n"
     if holder != _this_process():
         raise UsageError(
-            f"{folder / LOCK_FILE} is no longer this run's but that of {holder.strip()}: the lock was removed while the run "
-            "went on; nothing more is saved, so that no other run's files are overwritten"
+            f"{folder / LOCK_FILE} is no longer this run's but that of {holder.strip()}: it was removed, or another run was "
+            "started here; nothing more is saved, so that no other run's files are overwritten"
         )
 
 
@@ -149,18 +150,31 @@ def require_writable(folder: Path) -> None:
 
 def holds_run(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours, or if that is missing or damaged, whether there are checkpoints."""
-    return has_config(folder) or any(
-        re.fullmatch(CHECKPOINT, path.parent.name) for path in folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
+    config = _read_config(folder)
+    return _is_ours(config) or (
+        not config
+        and any(
+            re.fullmatch(CHECKPOINT, file.parent.name) for file in folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
+        )
     )
 
 
 def has_config(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours; many programs write a file of that name."""
+    return _is_ours(_read_config(folder))
+
+
+def _is_ours(config: dict[str, Any]) -> bool:
+    return "dataset_fingerprint" in config
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Empty when it is missing or damaged."""
     try:
         content = json.loads(read_regular(folder / CONFIG_FILE))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "dataset_fingerprint" in content
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 CONTINUE = "continue with --resume"

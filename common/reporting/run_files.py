@@ -75,8 +75,8 @@ def require_regular_files(folder: Path) -> None:
     :raises UsageError: naming the first of a run's files that is something else. (Checkpoints are verified when they are read.)
     """
     for path in (*(folder / name for name in FILES), *(folder / LOG_FOLDER).glob("*")):
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no regular file: remove it")
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a folder is an error of its own when it is opened
+            raise UsageError(f"{path} is no regular file: remove it, or give another --run-dir")
 
 
 def read_regular(path: Path) -> bytes:

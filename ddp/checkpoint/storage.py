@@ -24,10 +24,11 @@ from torch import nn
 
 from common.errors import UsageError
 from common.reporting.run_directory import writing
+from common.reporting.run_files import CHECKPOINT_FOLDER
 from ddp.checkpoint import directory, folder
 from ddp.checkpoint.folder import FORMAT, MANIFEST, Checkpoint, Damaged, wrong_field
 
-FOLDER = "checkpoints"
+FOLDER = CHECKPOINT_FOLDER
 KINDS: dict[str, type] = {"model": dict, "optimizer": dict, "ranks": list}  # what each of the files KIND.pt holds
 
 

@@ -68,12 +68,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                 storage.clean(config.run_dir)
                 if resume:
                     found[0] = _newest(config, must_exist=config.resume and not restarted)
-                damaged = found[0] is not None and not has_config(config.run_dir)
-                if damaged:
-                    logger.warning(
-                        f"{config.run_dir / CONFIG_FILE} was missing or damaged: it now has this start's settings"
-                    )
-                if found[0] is None or damaged:
+                if found[0] is None:
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         with env.fail_together():  # on every node
             require_writable(config.run_dir)
@@ -81,6 +76,9 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
         if found[0] is not None:
             with env.fail_together():
                 check_identity(found[0].manifest, config, data)
+                if env.is_main and not has_config(config.run_dir):
+                    logger.warning(f"{config.run_dir / CONFIG_FILE} was damaged: it now has the settings of this start")
+                    write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
             yield found[0]

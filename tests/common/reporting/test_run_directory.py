@@ -35,6 +35,12 @@ def other(folder: Path) -> None:
     (folder / "thesis.tex").write_text("years of work")
 
 
+def other_with_a_config_and_checkpoints(folder: Path) -> None:
+    other_with_a_config(folder)
+    (folder / "thesis.tex").unlink()
+    put(folder, ["checkpoints/step-00000010/manifest.json"])
+
+
 def other_with_a_config(folder: Path) -> None:
     """A folder as Hugging Face saves a model."""
     other(folder)
@@ -110,6 +116,8 @@ NO_RUN = "--resume: {} holds no run; start it without --resume, or name its --ru
         (other, False, False, NOT_A_RUN),
         (other, False, True, NOT_A_RUN),
         (other_with_a_config, False, True, NOT_A_RUN),
+        (other_with_a_config_and_checkpoints, False, True, NOT_A_RUN),
+        (other_with_a_config_and_checkpoints, True, False, NO_RUN),
     ],
 )
 def test_a_refusal_names_the_folder_and_what_to_do_and_changes_nothing(
@@ -214,7 +222,9 @@ def test_a_pipe_in_place_of_a_file_is_named(name: str, resume: bool, tmp_path: P
     run(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UsageError, match=f"^{tmp_path / name} is no regular file: remove it$"):
+    with pytest.raises(
+        UsageError, match=f"^{tmp_path / name} is no regular file: remove it, or give another --run-dir$"
+    ):
         prepare(tmp_path, overwrite=not resume, resume=resume)
 
 
@@ -238,8 +248,8 @@ def test_a_lock_that_was_removed_is_noticed_before_anything_is_saved(tmp_path: P
     with prepare(tmp_path, overwrite=False):
         require_lock(tmp_path)
         (tmp_path / LOCK_FILE).unlink()
-        with pytest.raises(UsageError, match=r"lock is no longer this run's but that of nobody: the lock was removed"):
+        with pytest.raises(UsageError, match=r"lock is no longer this run's but that of nobody: it was removed"):
             require_lock(tmp_path)
         (tmp_path / LOCK_FILE).write_text("process 1 on another-host\n")
-        with pytest.raises(UsageError, match="but that of process 1 on another-host: the lock was removed"):
+        with pytest.raises(UsageError, match="but that of process 1 on another-host: it was removed"):
             require_lock(tmp_path)
