@@ -12,19 +12,18 @@ import signal
 import sys
 import types
 
-TO_BE_REQUEUED = ("ddp.train",)  # commands that a scheduler starts again
-REQUEUE = 75  # as in common/resilience/stop_request.py
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from common.resilience.stop_request import REQUEUE, SIGNALS
 
-_heard: list[
-    signal.Signals
-] = []  # the signals that are handled here; none in a process that was not started as a command
+TO_BE_REQUEUED = ("ddp.train",)  # commands that a scheduler starts again
+
+# The signals that are handled here; none in a process that was not started as a command.
+_heard: list[signal.Signals] = []
 _status: int | None = None  # of a command that has ended
 
 
 def hear() -> None:
     """From here on, a stop signal ends this process; a signal that it was started to ignore (``nohup``) stays ignored."""
-    _heard.extend(number for number in NUMBERS if signal.getsignal(number) != signal.SIG_IGN)
+    _heard.extend(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
     for number in _heard:
         signal.signal(number, _end)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.resilience import early_signals, stop_request
+from common.resilience import stop_request
 from tests.support.launch import clean_environment, start_command
 
 
@@ -62,8 +62,3 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
             assert process.poll() is None
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_the_numbers_are_those_of_a_later_stop() -> None:
-    assert set(early_signals.NUMBERS) == set(stop_request.SIGNALS)
-    assert early_signals.REQUEUE == stop_request.REQUEUE
