@@ -43,9 +43,8 @@ def import_function(flag: str, value: str, signature: str, arguments: tuple[Any,
     if not callable(function):
         raise UsageError(f"{flag} {value} is a {type(function).__name__} and cannot be called: {expected}")
     try:
-        with contextlib.suppress(
-            ValueError
-        ):  # a function written in C may not tell its parameters: then the call checks them
+        # ValueError: a function written in C may not tell its parameters. Then the call checks them.
+        with contextlib.suppress(ValueError):
             inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise UsageError(f"{flag} {value} takes other arguments ({error}): {expected}") from None
