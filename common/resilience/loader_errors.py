@@ -10,6 +10,7 @@ import contextlib
 import errno
 import re
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -42,7 +43,18 @@ def loader_errors() -> Iterator[None]:
         explanation = explain(error)
         if explanation is None:
             raise
+        _forget_what_was_begun(error)
         raise UsageError(explanation) from error
+
+
+def _forget_what_was_begun(error: BaseException) -> None:
+    """An iterator of torch's that could not be built to its end lives in the error's frames. When it is deleted, it looks for
+    attributes that it has not, and Python would print a traceback below our line (torch 2.15)."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = hook
 
 
 def explain(error: BaseException) -> str | None:
