@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from common.error_line import print_error
 from common.errors import UsageError
 from common.resilience import early_signals
 from common.resilience.signal_redelivery import keep_stops
@@ -120,6 +121,8 @@ def parse(
             if field.metadata["or_function"]:
                 settings |= {"type": _name_or_function(choices), "choices": None}
                 settings["metavar"] = f"{{{','.join((*choices, 'MODULE:FUNCTION'))}}}"
+            elif kind in (str, Path) and not choices:
+                settings["type"] = _filled(kind)
             if _is_list(hints[field.name]):
                 settings |= {"type": _list_of(kind, choices), "choices": None}
                 settings["metavar"] = f"{'|'.join(choices or [kind.__name__.upper()])},..."
@@ -187,8 +190,6 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
         except KeyboardInterrupt:
             sys.exit(130)  # the shell's status for Ctrl-C, without a traceback
         except UsageError as error:
-            from common.error_line import print_error
-
             early_signals.leave_with(2)
             print_error(error)
             sys.exit(2)
@@ -199,6 +200,18 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 def is_function_name(value: str) -> bool:
     """Whether an option that takes ``module:function`` was given one, and not one of its choices."""
     return ":" in value
+
+
+def _filled(kind: type) -> Callable[[str], Any]:
+    """argparse's ``type`` for a text or path. An empty one comes from a shell variable that is not set, and must not be taken
+    for the default or the current directory."""
+
+    def read(text: str) -> Any:
+        if not text.strip():
+            raise argparse.ArgumentTypeError("the value is empty: give one, or leave the flag out")
+        return kind(text)
+
+    return read
 
 
 def _name_or_function(choices: Sequence[str]) -> Callable[[str], str]:

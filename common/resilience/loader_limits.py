@@ -27,8 +27,8 @@ def require_room_for_workers(workers: int, ranks: int = 1) -> None:
     if workers * ranks * WORKER_BYTES > available:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise UsageError(
-            f"--workers {workers}: so many loader workers{each} take {workers * ranks * WORKER_BYTES / 1e9:.1f} GB, and "
-            f"{available / 1e9:.1f} GB are free: use fewer; more than the cores of the machine seldom load faster"
+            f"{workers} loader workers{each} take {workers * ranks * WORKER_BYTES / 1e9:.1f} GB, and {available / 1e9:.1f} GB "
+            "are free: use fewer (--workers, or --num-workers); more than the cores of the machine seldom load faster"
         )
 
 

@@ -91,8 +91,6 @@ class LearningConfig:
     channels_last: bool = option(True, "keep images as NHWC, which convolutions prefer")
 
     def __post_init__(self) -> None:
-        if self.data_dir is not None and not self.data_dir.strip():
-            raise UsageError("--data-dir is empty: name a folder, or leave it out")
         if self.dataset == "fashion-mnist":
             from common.data import fashion_mnist
 

@@ -126,6 +126,8 @@ def test_a_share_is_read_exactly_when_it_is_in_its_range(value: float) -> None:
         (["--seed", "1.5"], ["--seed: invalid int value: '1.5'"]),
         (["--lr", "fast"], ["--lr: invalid float value: 'fast'"]),
         (["--model", "vgg"], ["--model: invalid choice: 'vgg'", "cnn", "mlp"]),
+        (["--run-dir="], ["--run-dir: the value is empty: give one, or leave the flag out"]),
+        (["--title", " "], ["--title: the value is empty"]),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line_that_names_it(arguments: list[str], fragments: list[str]) -> None:
