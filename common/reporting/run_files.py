@@ -75,7 +75,10 @@ def require_regular_files(folder: Path) -> None:
     :raises UsageError: naming the first of a run's files that is something else. (Checkpoints are verified when they are read.)
     """
     for path in (*(folder / name for name in FILES), *(folder / LOG_FOLDER).glob("*")):
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a folder is an error of its own when it is opened
+        if path.is_dir() and not path.is_symlink():
+            if path.parent == folder:  # there may be folders among the logs: torchrun's --log-dir
+                raise UsageError(f"{path} is a folder: move it away, or give another --run-dir")
+        elif path.exists() and not path.is_file():
             raise UsageError(f"{path} is no regular file: remove it, or give another --run-dir")
 
 
@@ -84,9 +87,11 @@ def read_regular(path: Path) -> bytes:
 
     :raises OSError: when it cannot be read, or is no regular file: a pipe would make the reader wait forever
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
         return file.read()
 
 

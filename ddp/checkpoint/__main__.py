@@ -118,20 +118,25 @@ def export(argv: Sequence[str]) -> None:
     """
     config = parse(ExportConfig, "ddp.checkpoint export", __doc__, argv)
     output = config.output
-    if output.is_dir():
-        raise UsageError(f"--output {output} is a folder: name a file")
-    if output.is_symlink() or (output.exists() and not output.is_file()):
-        raise UsageError(f"--output {output} is a link or a device: name a regular file")
-    if os.path.lexists(output) and not config.overwrite:
-        raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
-    path, manifest = choose(config.run_dir, config.checkpoint)
-    weights = storage.read(path, "model")
     try:
+        _require_file(output, config.overwrite)
+        path, manifest = choose(config.run_dir, config.checkpoint)
+        weights = storage.read(path, "model")
         with atomic_file(output) as file:
             save_tensors(file, weights)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written ({error.strerror})") from error
     print(f"{output}: {len(weights)} tensors of {manifest.model}, from {manifest.name}")
+
+
+def _require_file(output: Path, overwrite: bool) -> None:
+    """:raises UsageError: when this is something else than a file that is not there, or one that may be replaced"""
+    if output.is_dir():
+        raise UsageError(f"--output {output} is a folder: name a file")
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise UsageError(f"--output {output} is a link or a device: name a regular file")
+    if os.path.lexists(output) and not overwrite:
+        raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
 
 
 COMMANDS = {"inspect": inspect, "verify": verify, "export": export}

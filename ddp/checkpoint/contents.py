@@ -7,12 +7,14 @@ over the end of a momentum buffer that is too short. So every name, shape, dtype
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from common.reporting.run_files import CHECKPOINT
 from common.training.optimization import STATE_OF
 from common.training.window import WindowState, WindowTotals
 
@@ -31,9 +33,9 @@ def wrong_progress(progress: Mapping[str, Any]) -> str | None:
         "windows": isinstance(windows, list)
         and all(_has(window, fields) and all(map(_is_number, window.values())) for window in windows),
         "skipped_steps": type(progress["skipped_steps"]) is int and progress["skipped_steps"] >= 0,
-        "accuracy": progress["accuracy"] is None or _is_number(progress["accuracy"]),
+        "accuracy": progress["accuracy"] is None or _is_share(progress["accuracy"]),
         "best": best is None
-        or (_has(best, {"name", "accuracy"}) and isinstance(best["name"], str) and _is_number(best["accuracy"])),
+        or (_has(best, {"name", "accuracy"}) and _is_name(best["name"]) and _is_share(best["accuracy"])),
     }
     wrong = [name for name in PROGRESS if not right[name]]
     return f"has a progress whose {wrong[0]} is {_short(progress[wrong[0]])}" if wrong else None
@@ -124,6 +126,15 @@ def _unlike(found: object, expected: Tensor, shapes: bool = True) -> str | None:
 
 def _has(value: object, names: set[str]) -> bool:
     return isinstance(value, dict) and value.keys() == names
+
+
+def _is_name(value: object) -> bool:
+    """Whether it is a checkpoint's name, and no path to somewhere else."""
+    return isinstance(value, str) and re.fullmatch(CHECKPOINT, value, re.ASCII) is not None
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and bool(0 <= value <= 1)
 
 
 def _is_number(value: object) -> bool:

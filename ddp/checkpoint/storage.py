@@ -81,6 +81,12 @@ class Manifest:
         """The name of the checkpoint's folder. Names sort in time."""
         return name_of(self.epoch, self.step)
 
+    def other_data(self, length: int, fingerprint: str) -> str | None:
+        """How a training set differs from that of the run, or None."""
+        if (length, fingerprint) == (self.dataset_length, self.dataset_fingerprint):
+            return None
+        return f"{self.dataset_length} training samples with digest {self.dataset_fingerprint}, not {length} with {fingerprint}"
+
     def facts(self) -> dict[str, Any]:
         """All but the step and the files, which every checkpoint has."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("step", "files")}

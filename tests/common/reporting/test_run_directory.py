@@ -228,6 +228,15 @@ def test_a_pipe_in_place_of_a_file_is_named(name: str, resume: bool, tmp_path: P
         prepare(tmp_path, overwrite=not resume, resume=resume)
 
 
+def test_a_folder_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "result.json").unlink(missing_ok=True)
+    (tmp_path / "result.json").mkdir()
+    (tmp_path / "logs" / "torchrun").mkdir(parents=True)  # its --log-dir may be there
+    with pytest.raises(UsageError, match=r"result\.json is a folder: move it away, or give another --run-dir$"):
+        prepare(tmp_path, overwrite=False, resume=True)
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"[" * 10**5, b"\xff\xfe", b"{}", None])
 def test_without_a_whole_config_the_checkpoints_make_it_a_run(damage: bytes | None, tmp_path: Path) -> None:
     run(tmp_path)

@@ -278,5 +278,6 @@ def test_forged_checkpoints_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_thousand_forged_checkpoints(tmp_path: Path) -> None:
     check(tmp_path, seed=1, cases=1000)
