@@ -65,8 +65,10 @@ def choose_on_rank_0(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manife
 def settings_of_run(path: Path, manifest: Manifest) -> TrainConfig:
     """The settings of the run that wrote the checkpoint, but for its directory.
 
-    :raises Damaged: when this version does not take them
+    :raises Damaged: when this version does not take them, or those are missing without which any guess would be silent
     """
+    if missing := [name for name in ("model", "dataset") if name not in manifest.config]:
+        raise Damaged(path, f"{MANIFEST} has settings without {', '.join(missing)}")
     settings = {name: value for name, value in manifest.config.items() if name not in LAUNCH_SETTINGS}
     try:
         return from_settings(TrainConfig, "ddp.train", settings)
@@ -85,6 +87,9 @@ def main() -> None:
             run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False
         )
         data = load_data(run, env)
+        with env.fail_together():
+            if problem := manifest.other_data(len(data.train), data.fingerprint):
+                raise UsageError(f"{path} was trained on other data than is there now: {problem}: give its --data-dir")
         network = build_model(run.model, data.shape, len(data.classes))
         with env.fail_together():
             if env.is_main:

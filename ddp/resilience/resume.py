@@ -24,7 +24,7 @@ from common.errors import UsageError
 from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import has_config, holds_run, prepare, require_writable
-from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, REQUEUE_FILE
+from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, METRICS_FILE, REQUEUE_FILE
 from common.resilience.stop_request import REQUEUE, SIGNALS
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import Manifest
@@ -82,11 +82,21 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
             yield found[0]
+        except UsageError:
+            if env.is_main and not _has_begun(config.run_dir):
+                # The next start, without the error, finds no run here.
+                (config.run_dir / CONFIG_FILE).unlink(missing_ok=True)
+            raise
         except SystemExit as end:
             # torchrun's own status is 1, whatever its ranks' was.
             if env.is_main and end.code in (REQUEUE, *(128 + n for n in SIGNALS if n != signal.SIGINT)):
                 write_json(config.run_dir / REQUEUE_FILE, {"status": REQUEUE})
             raise
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether there is anything of a run that one could want to keep."""
+    return (run_dir / METRICS_FILE).exists() or (run_dir / storage.FOLDER).exists()
 
 
 def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str, Any]:
@@ -128,11 +138,9 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
                 f"--resume: the run was started with {flag_of(name)} {before.get(name)}, not {now.get(name)}: "
                 f"give {flag_of(name)} {before.get(name)}, or another --run-dir"
             )
-    there, here = (manifest.dataset_length, manifest.dataset_fingerprint), (len(data.train), data.fingerprint)
-    if there != here:
+    if problem := manifest.other_data(len(data.train), data.fingerprint):
         raise UsageError(
-            f"--resume: the run was started with other data: {there[0]} training samples with digest {there[1]}, not "
-            f"{here[0]} with {here[1]}: give its --data-dir, or another --run-dir"
+            f"--resume: the run was started with other data: {problem}: give its --data-dir, or another --run-dir"
         )
     if (manifest.epoch, manifest.step_in_epoch) > (config.epochs, 0):
         behind = (

@@ -137,6 +137,15 @@ def test_a_run_is_not_overwritten_nor_taken_for_another(user_error: UserError, t
     assert (tmp_path / "letter.txt").read_text() == "dear all"
 
 
+def test_after_a_refused_start_the_corrected_one_finds_an_empty_directory(
+    user_error: UserError, tmp_path: Path
+) -> None:
+    small = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
+    line = user_error(train.main, *small, "--epochs", "1", "--device", "cpu", "--model", "json:dumps")
+    assert "--model json:dumps takes other arguments" in line
+    assert run_forked("ddp.train", *small, "--epochs", "1", "--device", "cpu")[0].returncode == 0
+
+
 def test_fewer_epochs_than_are_done_are_refused(user_error: UserError, tmp_path: Path) -> None:
     common = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
     assert run_forked("ddp.train", *common, "--epochs", "2")[0].returncode == 0
