@@ -33,9 +33,14 @@ class ImageAugmentation:
 
     :param name: ``none``; ``affine``: a small rotation and shift and a large change of scale; ``heavy``: the same with
         bilinear interpolation, a mirror image half of the time, changed brightness, contrast and saturation, and a blur
+    :raises ValueError: for another name
     """
 
     name: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.name not in AUGMENTATIONS:
+            raise ValueError(f"there is no augmentation {self.name!r} (--augmentation): {', '.join(AUGMENTATIONS)}")
 
     def __bool__(self) -> bool:
         return self.name != "none"

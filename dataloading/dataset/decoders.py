@@ -59,8 +59,10 @@ def get_decoder(name: str) -> Decoder:
     array if ``out`` is None or of another size. It raises :class:`NotDecodable` for an incomplete or other file.
 
     :param name: one of :data:`DECODERS`
-    :raises UsageError: when the decoder is not installed
+    :raises UsageError: when there is no such decoder, or it is not installed
     """
+    if name not in DECODERS:
+        raise UsageError(f"there is no decoder {name!r} (--decoder): {', '.join(DECODERS)}")
     if name not in installed():
         raise UsageError(
             f"decoder {name} (--decoder) is not installed: pip install {name}, or use {' or '.join(installed())}"

@@ -29,7 +29,7 @@ class FileList:
 
     def __getitem__(self, index: int) -> str:
         if not 0 <= index < len(self._ends):
-            raise IndexError(f"file {index} of {len(self._ends)}")
+            raise IndexError(f"there is no file {index}: the data set has {len(self._ends)}")
         start = self._ends[index - 1] if index else 0
         return self._bytes[start : self._ends[index]].tobytes().decode("utf-8", "surrogateescape")
 

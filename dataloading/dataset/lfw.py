@@ -61,6 +61,7 @@ class LFWDataset(Dataset[Any]):
         with its name; :func:`dataloading.dataset.batches.collate` leaves it out
     :param skip_limit: the number of files that may be skipped, over all workers and epochs, before that is an error
     :raises UsageError: when there is no such folder, or no JPEG in it
+    :raises ValueError: for arguments out of their range
     """
 
     def __init__(
@@ -76,6 +77,12 @@ class LFWDataset(Dataset[Any]):
         on_error: str = "raise",
         skip_limit: int = SKIP_LIMIT,
     ) -> None:
+        if on_error not in ON_ERROR:
+            raise ValueError(f"on_error (--on-error) is {on_error!r}: it must be {' or '.join(ON_ERROR)}")
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"image_size (--image-size) is {image_size}: it must be at least 1")
+        if skip_limit < 0:
+            raise ValueError(f"skip_limit is {skip_limit}: it must be at least 0")
         self.storage = open_storage(root) if isinstance(root, str | Path) else root
         self.transform, self.with_label = transform, with_label
         self.decoder, self.augmentation, self.seed = decoder, ImageAugmentation(augmentation), seed

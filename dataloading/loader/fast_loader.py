@@ -16,6 +16,7 @@ dataloading/README.md has the measurements; ``python -m dataloading.ladder`` mak
 
 from __future__ import annotations
 
+import multiprocessing
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,6 +93,11 @@ class FastLoader:
             raise ValueError(f"num_workers {num_workers} is less than 0")
         if pool not in POOLS:
             raise ValueError(f"there is no worker pool {pool!r}: {', '.join(POOLS)}")
+        methods = multiprocessing.get_all_start_methods()
+        if multiprocessing_context is not None and multiprocessing_context not in methods:
+            raise ValueError(
+                f"multiprocessing_context (--start-method) is {multiprocessing_context!r}: it must be one of {', '.join(methods)}"
+            )
         if pin_memory and not torch.cuda.is_available():
             raise UsageError("pin_memory=True needs a GPU to copy to, and there is none here: leave it out")
         if pool == "processes" and pin_memory:

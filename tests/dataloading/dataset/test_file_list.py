@@ -44,7 +44,7 @@ def test_a_subset_has_the_names_asked_for_in_that_order(given_names: list[str], 
 
 @pytest.mark.parametrize("index", [-1, 3, 100])
 def test_there_is_nothing_before_the_first_and_after_the_last(index: int) -> None:
-    with pytest.raises(IndexError, match=f"file {index} of 3"):
+    with pytest.raises(IndexError, match=f"there is no file {index}: the data set has 3"):
         FileList("abc")[index]
 
 

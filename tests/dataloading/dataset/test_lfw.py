@@ -280,3 +280,25 @@ def test_a_copy_in_another_process_has_the_same_samples(pictures: Path) -> None:
         for (image, person), (wanted, its_person) in zip(samples_of(other), samples_of(files), strict=True):
             assert (pixels(image) == pixels(wanted)).all()
             assert person == its_person
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"on_error": "ignore"}, r"^on_error \(--on-error\) is 'ignore': it must be raise or skip$"),
+        ({"image_size": 0}, r"^image_size \(--image-size\) is 0: it must be at least 1$"),
+        ({"skip_limit": -1}, r"^skip_limit is -1: it must be at least 0$"),
+        ({"augmentation": "all"}, r"^there is no augmentation 'all' \(--augmentation\): none, affine, heavy$"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        LFWDataset(tmp_path, **arguments)
+
+
+def test_a_decoder_that_nobody_knows_is_not_to_be_installed(tmp_path: Path) -> None:
+    save_picture(tmp_path / "A_0001.jpg", 0)
+    with pytest.raises(
+        UsageError, match=r"^there is no decoder 'guess' \(--decoder\): pillow, simplejpeg, torchcodec$"
+    ):
+        LFWDataset(tmp_path, decoder="guess")
