@@ -24,6 +24,8 @@ def stdout_errors() -> Iterator[None]:
     if stdout is None:  # the shell has closed it, and Python prints nothing
         yield
         return
+    if hasattr(stdout, "reconfigure"):
+        stdout.reconfigure(errors="backslashreplace")  # as stderr: no name of a file is too strange to be printed
     sys.stdout = _Stdout(stdout)
     try:
         yield

@@ -71,7 +71,7 @@ def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
 def add_log_file(env: DistEnv, folder: Path) -> None:
     """From here to the end of :func:`rank_logging`, also append to ``rank<r>.log`` in ``folder``, tracebacks included."""
     folder.mkdir(parents=True, exist_ok=True)  # another node's disk may lack rank 0's directories
-    file = logging.FileHandler(folder / f"rank{env.rank}.log", encoding="utf-8")
+    file = logging.FileHandler(folder / f"rank{env.rank}.log", encoding="utf-8", errors="backslashreplace")
     file.setFormatter(_formatter(env))
     logging.getLogger().addHandler(file)
 

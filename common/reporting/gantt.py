@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -32,7 +34,7 @@ def new_gantt(
 
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(printable(title), fontsize=12, parse_math=False)
     axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False, sharex=sharex)
     return figure, list(axes[:, 0])
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from common.errors import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -54,7 +56,7 @@ def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequen
     """
     side = min(max(6.8, 2.5 + 0.3 * len(classes)), 16)
     figure, axes = new_figure(1, 1, (side + 0.6, side), title)
-    plot = axes[0, 0]
+    plot, names = axes[0, 0], [printable(name) for name in classes]
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
     plot.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if len(classes) <= MOST_NAMED_CLASSES:
@@ -62,9 +64,9 @@ def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequen
             if count:
                 color = "white" if shares[row, column] > 0.5 else "black"
                 plot.text(column, row, str(count), ha="center", va="center", color=color, fontsize=8)
-        recalls = [f"{name}  {100 * shares[i, i]:.1f} %" for i, name in enumerate(classes)]
-        plot.set_xticks(range(len(classes)), classes, rotation=45, ha="right")
-        plot.set_yticks(range(len(classes)), recalls)
+        recalls = [f"{name}  {100 * shares[i, i]:.1f} %" for i, name in enumerate(names)]
+        plot.set_xticks(range(len(classes)), names, rotation=45, ha="right", parse_math=False)
+        plot.set_yticks(range(len(classes)), recalls, parse_math=False)
     plot.set_xlabel("predicted")
     plot.set_ylabel("true class, and the share of it that was recognized")
     figure.savefig(path, dpi=110)
@@ -85,7 +87,7 @@ def plot_samples(
     :param predictions: predicted class of each image
     :param classes: their names
     """
-    rows = -(-len(images) // 8)
+    rows, names = -(-len(images) // 8), [printable(name) for name in classes]
     figure, axes = new_figure(rows, 8, (9.6, 1.4 * rows + 0.6), title)
     for plot in axes.flat:
         plot.set_axis_off()
@@ -93,10 +95,10 @@ def plot_samples(
         drawn = image if len(image) in (1, 3) else image[:1]
         plot.imshow(drawn.transpose(1, 2, 0).squeeze(), cmap="gray")
         right = label == prediction
-        text = classes[prediction] if right else f"{classes[prediction]}, not {classes[label]}"
+        text = names[prediction] if right else f"{names[prediction]}, not {names[label]}"
         if len(text) > LONG_NAME:
             text = text.replace(", ", ",\n")
-        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8)
+        plot.set_title(text, color="black" if right else "#c0271a", fontsize=8, parse_math=False)
     figure.savefig(path, dpi=110)
 
 
@@ -116,7 +118,7 @@ def plot_grid(path: Path, grid: npt.NDArray[Any], names: Sequence[str], columns:
     for i, name in enumerate(names):
         position = (i % columns + 0.5) * width, (i // columns + 1) * height - 4
         box = {"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1}
-        plot.text(*position, name, ha="center", va="bottom", fontsize=7, bbox=box)
+        plot.text(*position, printable(name), ha="center", va="bottom", fontsize=7, bbox=box, parse_math=False)
     figure.savefig(path, dpi=110)
 
 
@@ -131,7 +133,7 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], title: str) -
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(printable(title), fontsize=11, parse_math=False)  # it may have a path: no $ begins a formula
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
+from common.errors import printable
 from common.training.models import evaluating
 from common.training.precision import autocast
 
@@ -106,7 +107,7 @@ def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor) -
 
 def table(result: Evaluation, classes: tuple[str, ...]) -> str:
     """The confusion matrix as text, with each class's accuracy; of many classes, the columns are numbered."""
-    columns = classes
+    columns = classes = tuple(map(printable, classes))
     if len(classes) > MOST_NAMED_COLUMNS:
         columns = tuple(str(number) for number in range(1, len(classes) + 1))
         classes = tuple(f"{name} {number:>3}" for name, number in zip(classes, columns, strict=True))

@@ -60,3 +60,12 @@ def test_errors_of_other_files_pass(tmp_path: Path) -> None:
     program = f"{PROGRAM}\n@command\ndef other():\n    open({str(tmp_path)!r} + '/none/x')\nother()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
     assert done.returncode == 1 and "FileNotFoundError" in done.stderr
+
+
+def test_a_name_that_is_no_utf_8_can_be_printed() -> None:
+    program = f"{PROGRAM}\n@command\ndef name():\n    print('caf\\udce9')\nname()"
+    environment = clean_environment() | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\udce9\n", "")

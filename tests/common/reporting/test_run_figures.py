@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from common.reporting.benchmark_figures import STACK_COLORS, plot_ratios, plot_stacked, plot_strategies
-from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
+from common.reporting.run_figures import plot_confusion, plot_curves, plot_grid, plot_samples
 from common.reporting.timing import Spread
 
 Pixels = npt.NDArray[np.int64]
@@ -144,3 +144,13 @@ def test_strategies_are_drawn_side_by_side(count: int, tmp_path: Path) -> None:
 def test_no_figure_is_kept_or_shown_by_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it would now fail
     plot_curves(tmp_path / "curves.png", STEPS, "A run")
+
+
+def test_names_that_are_no_text_or_look_like_formulas_are_drawn(tmp_path: Path) -> None:
+    names = ("caf\udce9", "two\nlines", r"$\frac$")
+    plot_confusion(tmp_path / "confusion.png", np.eye(3, dtype=np.int64), names, r"data in /tmp/$a$\udce9")
+    images = np.random.default_rng(0).integers(0, 256, (3, 3, 12, 12), np.uint8)
+    plot_samples(tmp_path / "samples.png", images, [0, 1, 2], [0, 1, 1], names, "a run")
+    plot_grid(tmp_path / "grid.png", images[0].transpose(1, 2, 0), names[:1], 1, r"$\frac$")
+    for name in ("confusion.png", "samples.png"):
+        pixels_of(tmp_path / name)
