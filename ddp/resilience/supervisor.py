@@ -126,9 +126,10 @@ class Supervisor:
         logger.info(epoch_line(job.epoch, job.config.epochs, totals, result))
 
     def report(self, result: Evaluation) -> None:
-        """Draw the figures and print the summary, on rank 0, while the others wait."""
+        """Draw the figures and print the summary, on rank 0, while the others wait. This takes seconds, and then the run is
+        complete: a stop request changes nothing any more. (A second one ends the process at once.)"""
         job = self.job
-        with job.env.fail_together():
+        with StopRequest().listening() as stop, job.env.fail_together():
             if job.env.is_main:
                 from common.reporting.report import finish  # and matplotlib with it
 
@@ -137,6 +138,8 @@ class Supervisor:
                 remedies = config.faster_loading()
                 summary = finish(config.run_dir, title, job.network, job.data, job.env, result, job.epoch, remedies)
                 print_results(summary)
+        if stop.number is not None:
+            logger.warning(f"{signal_name(stop.number)} came after the last step: the run is complete")
 
     def _leave(self) -> NoReturn:
         """Save the step that is just over, and exit with a status that asks to be started again."""

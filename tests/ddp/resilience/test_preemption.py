@@ -15,6 +15,8 @@ import pytest
 
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
+from common.reporting import report
+from common.reporting.report import finish
 from common.resilience.stop_request import INTERRUPTED, REQUEUE, SAME_REQUEST_S
 from common.training.evaluation import Evaluation, evaluate
 from common.training.metrics import read_metrics
@@ -147,6 +149,24 @@ def ask_while_loading() -> None:
 def test_a_signal_before_the_first_step_asks_for_another_start(tmp_path: Path) -> None:
     with training(tmp_path / "run", plant=ask_while_loading) as run:
         assert run.exit_statuses()[1] == REQUEUE
+
+
+def ask_while_drawing() -> None:
+    """Rank 0 gets a signal when it begins to draw the figures."""
+
+    def asked(*arguments: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return finish(*arguments)
+
+    mock.patch.object(report, "finish", asked).start()
+
+
+def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+    with training(tmp_path / "run", plant=ask_while_drawing) as run:
+        run.finish()
+    assert "SIGTERM came after the last step: the run is complete" in run.log(0)
+    assert (run.folder / "result.json").exists()
+    same_run(run.folder, undisturbed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
