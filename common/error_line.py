@@ -61,14 +61,17 @@ def _is_first_to_print(message: str) -> bool | None:
         return None
     start = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{os.environ.get('GROUP_RANK')}"
     key = f"user-error/{start}/{hashlib.sha256(message.encode()).hexdigest()}"
+    from common.distributed.native_stderr import frames_to_log
+
     try:
-        store = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=STORE_S),
-        )
-        return bool(store.add(key, 1) == 1)
+        with frames_to_log():
+            store = torch.distributed.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=datetime.timedelta(seconds=STORE_S),
+            )
+            return bool(store.add(key, 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return None
 

@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
 from common.errors import UsageError
+from common.reporting.run_files import LOG_FOLDER
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
 
@@ -106,20 +108,28 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
         return dist.HashStore()  # type: ignore[attr-defined]
     from common.distributed.agreement import require_agreement  # only in a job of ranks
     from common.distributed.launch_facts import launch_facts
+    from common.distributed.native_stderr import frames_to_log
 
     timeout = datetime.timedelta(seconds=timeout_s)
     store: Store
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
+    with frames_to_log(_log_of(env, settings)):
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
-        store = store_with_new_prefix(env.rank, env.world_size, timeout)
-    else:  # rank 0 serves it; which ranks come is checked below
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
-        )
+            store = store_with_new_prefix(env.rank, env.world_size, timeout)
+        else:  # rank 0 serves it; which ranks come is checked below
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
+            )
     require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout)
     return store
+
+
+def _log_of(env: DistEnv, settings: Any) -> Path | None:
+    """The rank's log of a command that has a directory for its run."""
+    folder = getattr(settings, "run_dir", None)
+    return folder and folder / LOG_FOLDER / f"rank{env.rank}.log"
 
 
 @contextlib.contextmanager
