@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.cli import command, option, parse
+from common.distributed.process_group import require_alone
 from common.errors import UsageError
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_grid
@@ -60,6 +61,7 @@ def main() -> None:
     config = parse(
         LFWConfig, "dataloading.lfw_dataset", "A folder of JPEG files, and a first look at it.", underscores=True
     )
+    require_alone("dataloading.lfw_dataset")
     if config.visualize_batch:
         prepare_output(config.output)
     dataset = LFWDataset(

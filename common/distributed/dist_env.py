@@ -139,7 +139,7 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
     numbers = {}
     for name in (*TORCHRUN_VARIABLES[:4], *(["MASTER_PORT"] if given else [])):
         if not environment[name].isdecimal():
-            raise UsageError(f"{name}={environment[name]!r} is not a whole number: let torchrun set it")
+            raise UsageError(f"{name}={environment[name]!r} is not a whole number of 0 or more: let torchrun set it")
         numbers[name] = int(environment[name])
     if not 0 <= numbers.get("MASTER_PORT", 0) < 2**16:
         raise UsageError(f"MASTER_PORT={numbers['MASTER_PORT']} is no port: use one from 1 to 65535")
@@ -148,6 +148,11 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
     for index, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         if numbers[index] >= numbers[size]:
             raise UsageError(f"{index}={numbers[index]} must be below {size}={numbers[size]}: let torchrun set both")
+    if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']}, the ranks of this node, is more than all ranks, "
+            f"WORLD_SIZE={numbers['WORLD_SIZE']}: let torchrun set both"
+        )
 
     chosen = _choose_device(device, backend, numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
     return DistEnv(

@@ -168,10 +168,12 @@ class HttpFolder:
             self._url = urllib.parse.urlsplit(root.rstrip("/"))
             host, _ = self._url.hostname or "", self._url.port
             host.encode("idna")
+            if not host.isprintable() or " " in host:
+                raise ValueError("its host has a space or a control character")
         except ValueError as error:
             raise UsageError(f"{self.root} is no URL: {error}") from error
         if not host:
-            raise UsageError(f"{self.root} names no host")
+            raise UsageError(f"{without_password(root)} names no host: a URL is http://HOST/FOLDER")
         self._path = urllib.parse.quote(self._url.path, safe="/%")
         self._limits = timeout_s, total_s
         self._local = threading.local()

@@ -214,6 +214,7 @@ def test_whatever_flag_differs_it_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_thousand_jobs_whose_flags_differ() -> None:
     check(seed=1, cases=1000)
 
@@ -224,7 +225,7 @@ def started_by_hand(arguments: list[list[str]], sizes: list[int], tmp_path: Path
     with ThreadPoolExecutor(len(sizes)) as threads:
 
         def rank(number: int) -> tuple[int, list[str]]:
-            values = (str(number), str(sizes[number]), str(number), str(max(sizes)), "127.0.0.1", port)
+            values = (str(number), str(sizes[number]), str(number), str(sizes[number]), "127.0.0.1", port)
             env: dict[str, Any] = dict(zip(TORCHRUN_VARIABLES, values, strict=True))
             command = ("ddp.train", "--device", "cpu", "--run-dir", str(tmp_path / "run"), *arguments[number])
             with start_command(*command, env=env) as process:

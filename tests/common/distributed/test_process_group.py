@@ -46,6 +46,7 @@ def test_half_of_the_variables_are_refused(missing: str) -> None:
         ({"WORLD_SIZE": "-4"}, "WORLD_SIZE='-4' is not a whole number"),
         ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5, the ranks of this node, is more than all ranks, WORLD_SIZE=4"),
     ],
 )
 def test_nonsense_in_the_variables_is_refused(change: dict[str, str], message: str) -> None:
