@@ -89,8 +89,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     one process would end with such a file while the others have nothing left to do."""
     from xdist.scheduler import LoadFileScheduling
 
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            # Attempts share no fixture, so those of another class (their ids are CLASS-NUMBER) may run in another process.
+            is_attempt = "adversary/test_attempts.py" in nodeid
+            return nodeid.rpartition("-")[0] if is_attempt else str(super()._split_scope(nodeid))
+
     config.option.loadscopereorder = False  # it would begin with the files of most tests, most of which are short
-    return LoadFileScheduling(config, log)
+    return Scheduling(config, log)
 
 
 def pytest_unconfigure() -> None:

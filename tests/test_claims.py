@@ -10,7 +10,7 @@ import pytest
 from tests.support.launch import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
-TIERS = ("faults", "examples", "slow")
+TIERS = ("faults", "adversary", "examples", "slow")
 TABLES = (TESTS / "README.md").read_text().partition("## What is proven where")[2]
 ROWS = re.findall(r"^\| (.+) \| (`.+::.+`) \| (\w+) \|$", TABLES, re.MULTILINE)
 

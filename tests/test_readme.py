@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 
-READMES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("*/README.md"))]
+READMES = [
+    REPOSITORY / "README.md",
+    *(readme for depth in ("*", "tests/*") for readme in sorted(REPOSITORY.glob(f"{depth}/README.md"))),
+]
 QUOTES = [
     (readme, file, code)
     for readme in READMES

@@ -1,0 +1,95 @@
+"""Commands within limits: ``python -m tests.adversary.around LIMIT COMMAND ARGUMENTS`` sets the limit and runs the command."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+CLONE_NEWNS = 0x00020000
+NEED_MOUNTS = ("small_shared_memory", "full_disk", "read_only_disk")
+
+
+def hasty() -> None:
+    """Give up servers after tenths of a second instead of minutes."""
+    from dataloading.dataset import storage
+
+    storage.TRIES, storage.FIRST_PAUSE_S, storage.MOST_BYTES = 2, 0.001, 1 << 20
+    storage.HttpFolder.__init__.__defaults__ = (0.3, 0.6)
+
+
+def few_files() -> None:
+    """Open files: ten more than now."""
+    now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + 10, now + 10))
+
+
+def small_files() -> None:
+    """No file may grow beyond 100 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def no_folder() -> None:
+    """The current folder is removed."""
+    folder = Path("gone")
+    folder.mkdir()
+    os.chdir(folder)
+    Path("../gone").rmdir()
+
+
+def small_shared_memory() -> None:
+    """A /dev/shm of 64 kB, which no other process sees."""
+    _mount("/dev/shm", "64k")
+
+
+def full_disk() -> None:
+    """The run's directory on a disk of 300 kB."""
+    Path("run").mkdir(exist_ok=True)
+    _mount("run", "300k")
+
+
+def read_only_disk() -> None:
+    Path("run").mkdir(exist_ok=True)
+    _mount("run", "300k,ro")
+
+
+def no_temporary_folder() -> None:
+    os.environ["TMPDIR"] = "/nowhere"
+    import tempfile
+
+    tempfile.tempdir = None
+
+
+def _mount(folder: str, options: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "no mount namespace can be made here")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={options}", "tmpfs", folder], check=True)
+
+
+@functools.cache
+def can_mount() -> bool:
+    """Whether this process may make mount namespaces."""
+    unshare = shutil.which("unshare")
+    return unshare is not None and subprocess.run([unshare, "--mount", "true"], capture_output=True).returncode == 0
+
+
+def main() -> None:
+    limit, module, *arguments = sys.argv[1:]
+    program = importlib.import_module(module)
+    if hasattr(program, "__path__"):
+        program = importlib.import_module(f"{module}.__main__")
+    globals()[limit]()
+    sys.argv = [module, *arguments]
+    program.main()
+
+
+if __name__ == "__main__":
+    main()

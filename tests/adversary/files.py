@@ -1,0 +1,225 @@
+"""Files of a run that are damaged, or forged: nonsense with digests that are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.adversary.attempt import Attempt, made_by
+from tests.adversary.scenes import EVALUATE, RESUME
+from tests.ddp.checkpoint.samples import forge
+
+CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
+IN_A_CHECKPOINT = ("manifest.json", "SHA256SUMS", "model.pt", "optimizer.pt", "ranks.pt")
+VERIFY = "ddp.checkpoint verify --run-dir {run}"
+
+
+# What may become of a file.
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00\xff\x1b[31m\n{[" * 100)
+
+
+def another_type(path: Path) -> None:
+    """JSON, but of a kind that nobody expects."""
+    path.write_text("[[3]]\n")
+
+
+def deep(path: Path) -> None:
+    """JSON that is nested beyond the parser's depth."""
+    path.write_text("[" * 100_000)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path: Path) -> None:
+    """Opening it waits for somebody who writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_dangling_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere")
+
+
+def a_device(path: Path) -> None:
+    """Reading it does not end."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+DAMAGES = (missing, empty, cut, garbage, another_type, deep, a_folder, a_pipe, a_dangling_link, a_device)
+
+
+def damaged(name: str, damage: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda here: damage(here / "run" / name)
+
+
+# Forgeries: digests are right, contents are not.
+
+
+def of_tensors(kind: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def make(here: Path) -> None:
+        path = here / "run" / CHECKPOINT
+        content = torch.load(path / f"{kind}.pt", weights_only=True)
+        torch.save(change(content), path / f"{kind}.pt")
+        forge(path)
+
+    return make
+
+
+def of_facts(**facts: Any) -> Callable[[Path], None]:
+    return lambda here: forge(here / "run" / CHECKPOINT, **facts)
+
+
+def of_config(**settings: Any) -> Callable[[Path], None]:
+    def make(here: Path) -> None:
+        path = here / "run" / CHECKPOINT
+        config = json.loads((path / "manifest.json").read_bytes())["facts"]["config"]
+        forge(path, config=config | settings)
+
+    return make
+
+
+def of_progress(**progress: Any) -> Callable[[Path], None]:
+    def make(here: Path) -> None:
+        path = here / "run" / CHECKPOINT
+        before = json.loads((path / "manifest.json").read_bytes())["facts"]["progress"]
+        forge(path, progress=before | progress)
+
+    return make
+
+
+def with_momentum(value: Any) -> Callable[[Any], Any]:
+    def change(content: Any) -> Any:
+        content["state"][0]["momentum_buffer"] = value
+        return content
+
+    return change
+
+
+def renamed(name: str) -> Callable[[Path], None]:
+    def make(here: Path) -> None:
+        (here / "run" / CHECKPOINT).rename(here / "run" / "checkpoints" / name)
+
+    return make
+
+
+class Code:
+    """What runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch executed",)
+
+
+def with_code(here: Path) -> None:
+    path = here / "run" / CHECKPOINT
+    torch.save({"weight": Code()}, path / "model.pt")
+    forge(path)
+
+
+# What concerns the run that continues: evaluation needs none of it.
+OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
+    (
+        of_tensors("optimizer", with_momentum(torch.zeros(3))),
+        r"momentum_buffer of parameter 0 as float32 \[3\] instead",
+    ),
+    (
+        of_tensors("optimizer", with_momentum(torch.zeros(0))),
+        r"momentum_buffer of parameter 0 as float32 \[0\] instead",
+    ),
+    (of_tensors("optimizer", with_momentum("text")), r"momentum_buffer of parameter 0 as a str"),
+    (of_tensors("optimizer", with_momentum(torch.zeros(1).expand(32, 1, 3, 3))), r"not all in memory, once each"),
+    (of_tensors("optimizer", lambda content: {}), r"optimizer\.pt holds \[\] instead of"),
+    (of_tensors("optimizer", lambda content: []), r"optimizer\.pt"),
+    (of_tensors("optimizer", lambda content: content | {"state": {}}), r"lacks the state of parameter 0"),
+    (of_tensors("optimizer", lambda content: content | {"param_groups": 3}), r"param_groups that are no list of dicts"),
+    (of_tensors("ranks", lambda content: ["text"]), r"ranks\.pt has 'text' for rank 0"),
+    (of_tensors("ranks", lambda content: []), r"has 0 ranks instead of 1"),
+    (of_tensors("ranks", lambda content: 3), r"ranks\.pt"),
+    (of_config(seed=9), r"--seed 9, not 0|was started with --seed"),
+    (of_facts(world_size=0), r"manifest\.json|ranks"),
+    (of_facts(world_size=10**9), r"manifest\.json|ranks"),
+]
+OF_BOTH: list[tuple[Callable[[Path], None], str]] = [
+    (of_facts(step=-1), r"manifest\.json|step"),
+    (of_facts(epoch=10**30), r"manifest\.json|epoch"),
+    (of_facts(extra=3), r"manifest\.json|extra"),
+    (of_tensors("model", lambda content: {}), r"model\.pt lacks"),
+    (of_tensors("model", lambda content: content | {"extra": torch.zeros(3)}), r"has 'extra', which the model has not"),
+    (of_tensors("model", lambda content: dict.fromkeys(content, torch.zeros(2))), r"as float32 \[2\] instead of"),
+    (of_tensors("model", lambda content: torch.zeros(3)), r"model\.pt"),
+    (with_code, r"model\.pt"),
+    (of_facts(progress={}), r"has a progress without scaler, windows"),
+    (of_facts(config={}), r"was started with --model None, not fashion-cnn|has settings without model, dataset"),
+    (of_facts(config=3), r"manifest\.json"),
+    (of_facts(dataset_length="many"), r"manifest\.json"),
+    (of_facts(dataset_fingerprint=""), r"other data|manifest\.json"),
+    (of_facts(format=99), r"newer|format"),
+    (of_facts(format="one"), r"manifest\.json|format"),
+    (of_facts(files={}), r"manifest\.json|files"),
+    (of_facts(files={"../../precious": 3}), r"manifest\.json|files"),
+    (of_progress(best="text"), r"has a progress whose best is 'text'"),
+    (of_progress(best={"name": "../../..", "accuracy": 0.5}), r"best"),
+    (of_progress(windows=3), r"whose windows is 3"),
+    (of_progress(scaler=[]), r"whose scaler is \[\]"),
+    (of_progress(skipped_steps=-1), r"whose skipped_steps is -1"),
+    (of_progress(accuracy=float("nan")), r"accuracy"),
+    (renamed("epoch-0001-step-00000099"), r"epoch-0001-step-00000099"),
+    (renamed("epoch-0009-step-00000003"), r"epoch-0009-step-00000003"),
+]
+
+ANY = ("run/*",)
+OTHER_FILES = ("config.json", "metrics.jsonl", "result.json", "launch.json", "curves.png")
+
+ATTEMPTS = [
+    # The only checkpoint is damaged: to go on from it is refused, it is set aside, and nothing else of the run changes.
+    *(
+        Attempt(RESUME, r"no checkpoint", scene=made_by(damaged(f"{CHECKPOINT}/{name}", damage)), writes=("run/*",))
+        for name in IN_A_CHECKPOINT
+        for damage in DAMAGES
+    ),
+    *(
+        Attempt(EVALUATE, r"epoch-0001-step-00000003|no checkpoint", scene=made_by(damaged(f"{CHECKPOINT}/{name}", damage)))
+        for name in IN_A_CHECKPOINT
+        for damage in DAMAGES
+    ),
+    *(Attempt(EVALUATE, line, scene=made_by(forgery)) for forgery, line in OF_BOTH),
+    *(Attempt(EVALUATE, r"accuracy", status=0, scene=made_by(forgery)) for forgery, _ in OF_TRAINING),
+    *(Attempt(RESUME, line, scene=made_by(forgery), writes=ANY) for forgery, line in (*OF_TRAINING, *OF_BOTH)),
+    # Other files of a run are made again, or their damage is told. What is no file is left alone, and named.
+    *(
+        Attempt(RESUME, r"test accuracy \S+ % after 2 epochs", status=0, scene=made_by(damaged(name, damage)), writes=ANY)
+        for name in OTHER_FILES
+        for damage in DAMAGES[:6]
+    ),
+    *(
+        Attempt(RESUME, re.escape(name), scene=made_by(damaged(name, damage)), writes=("run/lock",))
+        for name in OTHER_FILES
+        for damage in (a_folder, a_pipe, a_device)
+    ),
+    *(Attempt(RESUME, r"", status=0, scene=made_by(damaged(name, a_dangling_link)), writes=ANY) for name in OTHER_FILES),
+]  # fmt: skip

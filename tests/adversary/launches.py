@@ -1,0 +1,114 @@
+"""Jobs whose ranks disagree, and environments that no launcher would give."""
+
+from __future__ import annotations
+
+from tests.adversary.attempt import Attempt
+from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN
+
+# Arguments of rank 0, of rank 1, and the fact that must be named.
+DIFFERENT: list[tuple[str, str, str]] = [
+    ("", "--lr 0.05", "--lr is 0.1 on rank 0, but 0.05 on rank 1"),
+    ("--lr 0.1", "--lr 0.05", "--lr is 0.1 on rank 0, but 0.05 on rank 1"),
+    ("--optimizer sgd", "--optimizer adam", "--optimizer is sgd on rank 0, but adam on rank 1"),
+    ("--seed 1", "--seed 2", "--seed is 1 on rank 0, but 2 on rank 1"),
+    ("--precision fp32", "--precision bf16", "--precision is fp32 on rank 0, but bf16 on rank 1"),
+    ("--weight-decay 0", "--weight-decay 0.01", "--weight-decay is 0.0 on rank 0, but 0.01 on rank 1"),
+    ("", "--clip-norm 1", "--clip-norm is None on rank 0, but 1.0 on rank 1"),
+    ("", "--grad-accumulation-steps 2", "--grad-accumulation-steps is 1 on rank 0, but 2 on rank 1"),
+    ("", "--dropout 0", "--dropout is 0.25 on rank 0, but 0.0 on rank 1"),
+    ("--no-augment", "", "--augment is False on rank 0, but True on rank 1"),
+    ("", "--label-smoothing 0.1", "--label-smoothing is 0.0 on rank 0, but 0.1 on rank 1"),
+    ("", "--momentum 0.5", "--momentum is 0.9 on rank 0, but 0.5 on rank 1"),
+    ("--schedule one-cycle", "", "--schedule is one-cycle on rank 0, but cosine on rank 1"),
+    ("", "--epochs 2", "--epochs is 1 on rank 0, but 2 on rank 1"),
+    ("", "--batch-size 24", "--batch-size is 48 on rank 0, but 24 on rank 1"),
+    ("", "--train-samples 96", "--train-samples is 144 on rank 0, but 96 on rank 1"),
+    ("", "--test-samples 8", "--test-samples is 16 on rank 0, but 8 on rank 1"),
+    ("", "--model mlp", "--model is fashion-cnn on rank 0, but mlp on rank 1"),
+    ("", "--dataset fashion-mnist", "--dataset is glyphs on rank 0, but fashion-mnist on rank 1"),
+    ("", "--dataset lfw", "--dataset is glyphs on rank 0, but lfw on rank 1"),
+    ("--no-channels-last", "", "--channels-last is False on rank 0, but True on rank 1"),
+    ("--sync-batchnorm", "", "--sync-batchnorm is True on rank 0, but False on rank 1"),
+    ("--compile", "", "--compile is True on rank 0, but False on rank 1"),
+    ("--strategy handwritten", "", "--strategy is handwritten on rank 0, but torch on rank 1"),
+    ("--strategy naive", "--strategy handwritten", "--strategy is naive on rank 0, but handwritten on rank 1"),
+    (
+        "--strategy handwritten --all-reduce ring",
+        "--strategy handwritten --all-reduce tree",
+        "--all-reduce is ring on rank 0, but tree on rank 1",
+    ),
+    ("--resume", "", "--resume is True on rank 0, but False on rank 1"),
+    ("--auto-resume", "", "--auto-resume is True on rank 0, but False on rank 1"),
+    ("--overwrite", "", "--overwrite is True on rank 0, but False on rank 1"),
+    ("--checkpoint-every 3", "", "--checkpoint-every is 3 on rank 0, but 10min on rank 1"),
+    ("--async-checkpoint", "", "--async-checkpoint is True on rank 0, but False on rank 1"),
+    ("--keep-last 5", "", "--keep-last is 5 on rank 0, but 2 on rank 1"),
+    ("--max-skipped-steps 0", "", "--max-skipped-steps is 0 on rank 0, but 10 on rank 1"),
+    ("--check-replicas-every 1", "", "--check-replicas-every is 1 on rank 0, but None on rank 1"),
+    ("--log-every 5", "", "--log-every is 5 on rank 0, but 20 on rank 1"),
+    ("--workers 1", "--workers 2", "--workers is 1 on rank 0, but 2 on rank 1"),
+    ("--timeout 60", "", "--timeout is 60.0 on rank 0, but 600.0 on rank 1"),
+    ("--tensorboard", "", "--tensorboard is True on rank 0, but False on rank 1"),
+    ("--profile", "", "--profile is True on rank 0, but False on rank 1"),
+]
+# Environment of rank 1 alone.
+ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
+    ({"WORLD_SIZE": "3"}, r"WORLD_SIZE is 2 on rank 0, but 3 on rank 1"),
+    ({"NVIDIA_TF32_OVERRIDE": "0"}, r"NVIDIA_TF32_OVERRIDE is not set on rank 0, but 0 on rank 1"),
+    ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, r"CUBLAS_WORKSPACE_CONFIG is not set on rank 0, but :4096:8 on rank 1"),
+]
+# Environment of one process that is started by hand; what it must say.
+ALONE: list[tuple[dict[str, str], str]] = [
+    ({"RANK": "abc"}, r"RANK='abc' is not a whole number of 0 or more"),
+    ({"RANK": "2"}, r"RANK=2"),
+    ({"RANK": "-1"}, r"RANK='-1' is not a whole number of 0 or more"),
+    ({"RANK": ""}, r"RANK"),
+    ({"WORLD_SIZE": "0"}, r"WORLD_SIZE=0"),
+    ({"WORLD_SIZE": "two"}, r"WORLD_SIZE='two' is not a whole number of 0 or more"),
+    ({"LOCAL_RANK": "x"}, r"LOCAL_RANK='x' is not a whole number of 0 or more"),
+    ({"LOCAL_RANK": "5"}, r"LOCAL_RANK=5"),
+    ({"LOCAL_WORLD_SIZE": "0"}, r"LOCAL_WORLD_SIZE=0"),
+    ({"LOCAL_WORLD_SIZE": "99"}, r"LOCAL_WORLD_SIZE=99"),
+    ({"MASTER_PORT": "99999"}, r"MASTER_PORT=99999"),
+    ({"MASTER_PORT": "-1"}, r"MASTER_PORT='-1' is not a whole number of 0 or more"),
+    ({"MASTER_PORT": "http"}, r"MASTER_PORT='http' is not a whole number of 0 or more"),
+    ({"MASTER_ADDR": ""}, r"MASTER_ADDR"),
+    ({"MASTER_ADDR": "no.such.host.invalid"}, r"no\.such\.host\.invalid"),
+]
+PLACE = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"
+}  # fmt: skip
+
+ATTEMPTS = [
+    *(
+        Attempt(RUN, f"the ranks were started differently: (.*; )?{line}", ranks=(first, second))
+        for first, second, line in DIFFERENT
+    ),
+    *(Attempt(RUN, line, ranks=("", ""), rank_env={1: env}) for env, line in ENVIRONMENTS),
+    *(Attempt(f"{RUN} --timeout 5", line, env=PLACE | env) for env, line in ALONE),
+    # Half of torchrun's variables.
+    *(
+        Attempt(RUN, name, env={key: value for key, value in PLACE.items() if key != name})
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ),
+    # The other commands compare too.
+    Attempt(EVALUATE, "--precision is fp32 on rank 0, but bf16 on rank 1", ranks=("", "--precision bf16")),
+    Attempt(EVALUATE, "--test-samples is 16 on rank 0, but 8 on rank 1", ranks=("", "--test-samples 8")),
+    Attempt(EVALUATE, "--checkpoint is None on rank 0, but best on rank 1", ranks=("", "--checkpoint best")),
+    Attempt("ddp.bench overhead", "--batch-size is 144 on rank 0, but 12 on rank 1", ranks=("", "--batch-size 12")),
+    Attempt("ddp.bench safety", "--rounds is 3 on rank 0, but 4 on rank 1", ranks=("", "--rounds 4")),
+    # A command that is one process, or starts its own, in a job.
+    *(
+        Attempt(command, r"is started once, and not by torchrun: start it with python -m", ranks=("", ""))
+        for command in (
+            "ddp.bench allreduce", "ddp.bench strategies", "ddp.bench engines", "ddp.timeline", "dataparallel.bench",
+            "dataparallel.train --run-dir {here}/run", "dataloading.bench", "dataloading.timeline", "dataloading.ladder",
+            "dataloading.lfw_dataset", "ddp.checkpoint inspect --run-dir {run}",
+        )
+    ),
+    # Mistakes that both ranks make are said once.
+    Attempt(RUN, "--batch-size 49 does not divide", ranks=("--batch-size 49", "--batch-size 49"), writes=BEFORE_A_RUN),
+    Attempt(RUN, "--model nowhere:build", ranks=("--model nowhere:build",) * 2, writes=BEFORE_A_RUN),
+    Attempt(f"{RUN} --run-dir /proc/run", "--run-dir /proc/run cannot be written", ranks=("", "")),
+    Attempt(RUN, r"--bach-size", ranks=("--bach-size 3",) * 2),
+]  # fmt: skip
