@@ -85,7 +85,7 @@ ATTEMPTS = [
         for first, second, line in DIFFERENT
     ),
     *(Attempt(RUN, line, ranks=("", ""), rank_env={1: env}) for env, line in ENVIRONMENTS),
-    *(Attempt(f"{RUN} --timeout 5", line, env=PLACE | env) for env, line in ALONE),
+    *(Attempt(f"{RUN} --timeout 5", line, env=PLACE | env, writes=BEFORE_A_RUN) for env, line in ALONE),
     # Half of torchrun's variables.
     *(
         Attempt(RUN, name, env={key: value for key, value in PLACE.items() if key != name})
