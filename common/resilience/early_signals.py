@@ -29,9 +29,13 @@ def hear() -> None:
 
 
 def begin() -> None:
-    """The imports are over: Python's defaults again. From now on something is open, which Ctrl-C must let be closed."""
+    """The imports are over: Python's defaults again. From now on something is open, which Ctrl-C must let be closed. (A command
+    that is to be requeued hears the others until it has handlers of its own, so that its status is the same at any moment.)"""
     for number in _heard:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+        elif not _is_to_be_requeued():
+            signal.signal(number, signal.SIG_DFL)
 
 
 def leave_with(status: int) -> None:
@@ -45,9 +49,13 @@ def leave_with(status: int) -> None:
 def _end(number: int, frame: types.FrameType | None) -> None:
     if _status is not None:
         os._exit(_status)
-    requeue = number != signal.SIGINT and any(name in sys.orig_argv for name in TO_BE_REQUEUED)
+    requeue = number != signal.SIGINT and _is_to_be_requeued()
     message = f"stopped by {signal.Signals(number).name} before the command began\n"
     try:
         os.write(2, message.encode())
     finally:
         os._exit(REQUEUE if requeue else 128 + number)
+
+
+def _is_to_be_requeued() -> bool:
+    return any(name in sys.orig_argv for name in TO_BE_REQUEUED)

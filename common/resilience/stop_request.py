@@ -61,14 +61,15 @@ class StopRequest:
         thread.start()
         # A forked loader worker inherits the descriptor: the signals that it gets must not count as its rank's.
         register_after_fork(self, lambda _: signal.set_wakeup_fd(-1))
-        before = {number: signal.signal(number, lambda *_: None) for number in signals_to_hear()}
+        # The descriptor before the handlers, and after them at the end: in between, a signal meets both, and not neither.
         others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, lambda *_: None) for number in signals_to_hear()}
         try:
             yield self
         finally:
-            signal.set_wakeup_fd(others)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(others)
             writer.shutdown(socket.SHUT_WR)  # not close(): loader workers have copies of the descriptor
             thread.join()
             writer.close()

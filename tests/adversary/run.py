@@ -22,6 +22,7 @@ import psutil
 
 from common.distributed.process_group import TORCHRUN_VARIABLES
 from common.distributed.worker_group import rendezvous
+from common.resilience import early_signals
 from dataloading.dataset.decoders import installed
 from tests.adversary.around import NEED_MOUNTS, can_mount
 from tests.adversary.attempt import Attempt, Outcome
@@ -131,6 +132,8 @@ def _written(folder: Path) -> str:
 
 def _become(words: list[str], env: dict[str, str], here: str, stdout: str, streams: tuple[Path, Path, Path]) -> None:
     """In the forked process: what ``python -m WORDS`` does."""
+    sys.orig_argv = [sys.executable, "-m", *words]
+    early_signals.hear()
     multiprocessing.set_start_method("fork", force=True)  # as on a command line, for loader workers
     for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)
