@@ -7,6 +7,7 @@ imported. Nothing is open by then, so the process may end at once.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -44,6 +45,14 @@ def leave_with(status: int) -> None:
     _status = status
     for number in _heard:
         signal.signal(number, _end)
+    atexit.register(_ignore)
+
+
+def _ignore() -> None:
+    """While Python shuts down it sets handlers back to the default, by which a signal would change the status; but it leaves
+    signals that are ignored."""
+    for number in _heard:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end(number: int, frame: types.FrameType | None) -> None:
