@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,6 @@ from tests.dataloading.faults import save_picture
 
 PEOPLE = ("Ann_Lee", "Bo_Ek", "Cyd_Ray", "Dee_Fox")
 PICTURES = 26
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_garbage_collection() -> Iterator[None]:
-    """torch's and Hypothesis's objects are so many that looking through all of them takes a good part of a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

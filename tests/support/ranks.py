@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
+import gc
 import io
 import multiprocessing
 import os
@@ -29,13 +29,15 @@ from typing import Any, NamedTuple
 import psutil
 
 from common.distributed.worker_group import rendezvous
+from tests.support.commands import load_command
 from tests.support.process_state import ProcessState
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
+SUPPORT = ("process_state", "drawn_glyphs")
 FORK_SERVER.set_forkserver_preload(
-    ["ddp.train", "torch._dynamo", "common.distributed.worker_group", "tests.support.process_state"]
+    ["ddp.train", "torch._dynamo", "common.distributed.worker_group", *(f"tests.support.{name}" for name in SUPPORT)]
 )
 
 
@@ -106,11 +108,10 @@ def run_forked(
 
 
 def _main(module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    sys.argv = [module, *arguments]
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            importlib.import_module(module).main()
+            load_command(module, *arguments)()
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
     return subprocess.CompletedProcess(sys.argv, status, out.getvalue(), err.getvalue())
@@ -209,9 +210,9 @@ def _collect(ranks: Sequence[Rank], awaited: Iterable[int], timeout_s: float) ->
 
 def _serve(pipe: Connection) -> None:
     """A rank's life: one function after another, until the tests end."""
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of loader workers: as on a command line, not as we were started
+    # Of loader workers: as on a command line, not as this process was started.
+    multiprocessing.set_start_method("fork", force=True)
+    gc.freeze()  # torch's objects are so many that looking through all of them takes 0.2 s, which each job would do
     fresh = False
     while not fresh:
         try:

@@ -1,0 +1,18 @@
+"""A command in this process, as ``python -m`` starts it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def load_command(module: str, *arguments: str) -> Callable[[], Any]:
+    """Import what ``python -m MODULE ARGUMENTS`` runs, and set ``sys.argv``; returns its ``main``."""
+    program = importlib.import_module(module)
+    if hasattr(program, "__path__"):  # a package
+        program = importlib.import_module(f"{module}.__main__")
+    sys.argv = [module, *arguments]
+    main: Callable[[], Any] = program.main
+    return main
