@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import signal
 import sys
 import types
@@ -58,7 +59,7 @@ def option(
 
     :param or_function: accept ``module:function`` besides the choices; see common/functions.py
     :param former_name: the field's name in an older version, whose flag is still understood
-    :param per_node: whether the nodes of a job may have different values: for paths
+    :param per_node: whether the nodes of a job may have different values: for paths and interfaces
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     names = {"choices": choices, "or_function": or_function, "former_name": former_name, "per_node": per_node}
@@ -188,6 +189,8 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 main()
             early_signals.leave_with(0)
         except KeyboardInterrupt:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                print("stopped by SIGINT", file=sys.stderr)
             sys.exit(130)  # the shell's status for Ctrl-C, without a traceback
         except UsageError as error:
             early_signals.leave_with(2)

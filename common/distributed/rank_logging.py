@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
+from common.resilience.stop_request import unwrapped_stops
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
     if folder is not None:
         add_log_file(env, folder)
     try:
-        yield
+        with unwrapped_stops():
+            yield
     except Exception as error:
         if not isinstance(error, UsageError):
             # Recorded before the other ranks fail because of this one: torchrun's report is ordered by time.

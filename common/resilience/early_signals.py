@@ -40,8 +40,11 @@ def begin() -> None:
 
 
 def leave_with(status: int) -> None:
-    """The command has ended with this status. A stop signal that comes now changes nothing, and ends the process silently."""
+    """The command has ended with this status. A stop signal that comes now changes nothing, and ends the process silently. (In a
+    process that is no command, as when its functions are called by another program, nothing is done.)"""
     global _status
+    if not _heard:
+        return
     _status = status
     for number in _heard:
         signal.signal(number, _end)

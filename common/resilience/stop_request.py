@@ -15,9 +15,9 @@ import socket
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from common.resilience.signal_redelivery import keep_stops
 
@@ -28,7 +28,11 @@ SAME_REQUEST_S = 1.0  # signals that follow the first so soon are the same reque
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure; the scheduler should start the job again
 INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C ended
 
+STUCK_S = 5.0
+
 T = TypeVar("T")
+
+_requeued = False  # whether this process is within to_be_requeued()
 
 
 class StopRequest:
@@ -50,58 +54,92 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Within this block, signals are requests; a second one ends the process at once.
+        """Within this block, signals are requests; a second one ends the process at once."""
+        with _hearing_at_once(self._note):
+            before = {number: signal.signal(number, lambda *_: None) for number in signals_to_hear()}
+            try:
+                yield self
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
 
-        Python runs signal handlers in the main thread, but not while that waits for another rank inside C++. The number of
-        each signal is also written to a descriptor at once (``signal.set_wakeup_fd``), from which a thread reads it.
-        """
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        thread = threading.Thread(target=self._read, args=(reader,), name="stop requests", daemon=True)
-        thread.start()
-        # A forked loader worker inherits the descriptor: the signals that it gets must not count as its rank's.
-        register_after_fork(self, lambda _: signal.set_wakeup_fd(-1))
-        # The descriptor before the handlers, and after them at the end: in between, a signal meets both, and not neither.
-        others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, lambda *_: None) for number in signals_to_hear()}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(others)
-            writer.shutdown(socket.SHUT_WR)  # not close(): loader workers have copies of the descriptor
-            thread.join()
-            writer.close()
-            reader.close()
+    def _note(self, number: int) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._asked_at = number, now
+        elif now - self._asked_at > SAME_REQUEST_S:
+            _end_at_once(exit_status([number]))
 
-    def _read(self, reader: socket.socket) -> None:
+
+@contextlib.contextmanager
+def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
+    """Within this block, a thread calls ``hear`` with the number of each of :data:`SIGNALS` that comes.
+
+    Python runs signal handlers in the main thread, but not while that waits for another rank inside C++. The number of
+    each signal is also written to a descriptor at once (``signal.set_wakeup_fd``), from which the thread reads it.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def read() -> None:
         while numbers := reader.recv(1):
-            (number,) = numbers
-            now = time.monotonic()
-            if number not in SIGNALS:
-                continue
-            if self.number is None:
-                self.number, self._asked_at = number, now
-            elif now - self._asked_at > SAME_REQUEST_S:
-                for child in multiprocessing.active_children():
-                    child.kill()
-                os._exit(exit_status([number]))
+            if numbers[0] in SIGNALS:
+                hear(numbers[0])
+
+    thread = threading.Thread(target=read, name="stop requests", daemon=True)
+    thread.start()
+    # A forked loader worker inherits the descriptor: the signals that it gets must not count as its rank's.
+    register_after_fork(thread, lambda _: signal.set_wakeup_fd(-1))
+    # The descriptor before the handlers, and after them at the end: in between, a signal meets both, and not neither.
+    others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(others)
+        writer.shutdown(socket.SHUT_WR)  # not close(): loader workers have copies of the descriptor
+        thread.join()
+        writer.close()
+        reader.close()
+
+
+def _end_at_once(status: int) -> NoReturn:
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)
 
 
 @contextlib.contextmanager
 def to_be_requeued() -> Iterator[None]:
     """A block that ends with the same exit status whether a signal arrives while :class:`StopRequest` listens, before or after."""
+    global _requeued
+    _requeued = True
     try:
         yield
     except SystemExit as end:
         numbers = [number for number in SIGNALS if end.code == 128 + number]
         raise SystemExit(exit_status(numbers) if numbers else end.code) from end
+    finally:
+        _requeued = False
 
 
 def signals_to_hear() -> list[signal.Signals]:
     """:data:`SIGNALS`, but not SIGHUP for a process that was started by ``nohup``."""
     return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def unwrapped_stops() -> Iterator[None]:
+    """A block from which a stop comes as the ``SystemExit`` that it is, also if the code that it met has made another exception of
+    it. Python before 3.12 does so in ``__set_name__``, which each dataclass calls when its module is imported."""
+    try:
+        yield
+    except Exception as error:
+        behind: BaseException | None = error
+        while behind is not None and not isinstance(behind, SystemExit):
+            behind = behind.__cause__ or behind.__context__
+        if behind is None or behind.code not in [128 + number for number in SIGNALS]:
+            raise
+        raise behind from None
 
 
 def signal_name(number: int) -> str:
@@ -123,14 +161,16 @@ def stop_signals() -> Iterator[None]:
     """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP unwind the stack as ``SystemExit``, so that workers, files and a group are closed.
 
     A second Ctrl-C does not interrupt the unwinding: the terminal and torchrun may both send the first one. A second SIGTERM
-    ends the process at once.
+    ends the process at once. So does the first one after :data:`STUCK_S` in which the main thread did not come back from C++:
+    a rank that waits at the rendezvous for another would hear it only after the timeout.
     """
 
-    owner = os.getpid()
+    owner, heard = os.getpid(), threading.Event()
 
     def stop(number: int, frame: types.FrameType | None) -> None:
         if os.getpid() != owner:  # a loader worker, which was forked with this handler; its rank ends it
             return
+        heard.set()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logger.warning("stopped by %s", signal.Signals(number).name)
@@ -142,10 +182,17 @@ def stop_signals() -> Iterator[None]:
         signal.signal(error.code - 128, stop)  # stop() had replaced itself
         return error.code - 128
 
-    before = {number: signal.signal(number, stop) for number in signals_to_hear()}
-    try:
-        with keep_stops(stopped_by):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def end_if_stuck(number: int) -> None:
+        if not heard.wait(STUCK_S):
+            os.write(2, f"stopped by {signal_name(number)} while this process waited for others\n".encode())
+            _end_at_once(exit_status([number]) if _requeued else 128 + number)
+
+    with _hearing_at_once(end_if_stuck):
+        before = {number: signal.signal(number, stop) for number in signals_to_hear()}
+        try:
+            with keep_stops(stopped_by):
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            heard.set()  # nobody is to be ended any more

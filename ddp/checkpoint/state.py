@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.distributed.process_group import DistEnv
-from common.training.optimization import begin_momentum, match_layout
+from common.training.optimization import begin_momentum, match_layout, set_learning_rate
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
 from ddp.checkpoint.folder import MANIFEST, Damaged
@@ -106,6 +106,8 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     job.window.restore(WindowState.redistribute(states, env.world_size)[env.rank])
     job.windows = [WindowTotals(**window) for window in progress["windows"]]
     job.step, job.epoch = manifest.step, manifest.epoch
+    if job.step:  # the last step's rate, which is saved again if the run was stopped after its last step
+        set_learning_rate(job.optimizer, job.config.rate_at(job.step - 1, job.sampler.steps_per_epoch))
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from common.data.datasets import Batch
 from common.distributed.rank_logging import Progress
 from common.reporting.run_directory import require_lock
+from common.resilience import early_signals
 from common.resilience.loader_errors import loader_errors
 from common.resilience.stop_request import StopRequest, exit_status, signal_name
 from common.stdout import print_results
@@ -140,6 +141,7 @@ class Supervisor:
                 print_results(summary)
         if stop.number is not None:
             logger.warning(f"{signal_name(stop.number)} came after the last step: the run is complete")
+        early_signals.leave_with(0)  # nor while the group is left and Python shuts down
 
     def _leave(self) -> NoReturn:
         """Save the step that is just over, and exit with a status that asks to be started again."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from common.resilience import stop_request as stopping
 from common.resilience.stop_request import (
@@ -25,7 +26,9 @@ from common.resilience.stop_request import (
     StopRequest,
     exit_status,
     signal_name,
+    stop_signals,
     to_be_requeued,
+    unwrapped_stops,
 )
 from tests.support.launch import FORK_SERVER, kill
 
@@ -232,3 +235,57 @@ def test_other_errors_pass() -> None:
 
 def test_signals_have_their_names() -> None:
     assert [signal_name(number) for number in SIGNALS] == ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
+
+
+def stopped_while_a_class_is_made() -> None:
+    class Descriptor:
+        def __set_name__(self, owner: type, name: str) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    try:
+
+        class Owner:
+            field = Descriptor()
+
+    except SystemExit as stop:  # Python 3.12 and later
+        raise RuntimeError("wrapped") from stop
+
+
+def test_a_stop_that_became_another_exception_is_a_stop() -> None:
+    """As the random signals found: one that came while torch imported a dataclass."""
+    with pytest.raises(SystemExit, match="143"), stop_signals(), unwrapped_stops():
+        stopped_while_a_class_is_made()
+
+
+@pytest.mark.parametrize("behind", [SystemExit(2), ValueError("not a stop")])
+def test_other_exceptions_stay(behind: BaseException) -> None:
+    with pytest.raises(RuntimeError, match="first"), unwrapped_stops():
+        raise RuntimeError("first") from behind
+
+
+def waits_for_ever_inside_cpp(ready: Connection, requeued: bool) -> None:
+    stopping.STUCK_S = 0.5
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    with to_be_requeued() if requeued else contextlib.nullcontext(), stop_signals():
+        ready.send(None)
+        store.get("what no rank sets")
+
+
+@pytest.mark.parametrize(
+    ("number", "requeued", "status"),
+    [(signal.SIGINT, False, 130), (signal.SIGTERM, False, 143), (signal.SIGHUP, True, 75)],
+)
+def test_a_process_that_waits_inside_cpp_ends_all_the_same(number: int, requeued: bool, status: int) -> None:
+    """A rank that waits for another would hear the signal only when that comes, or after the timeout."""
+    ours, theirs = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(target=waits_for_ever_inside_cpp, args=(theirs, requeued))
+    process.start()
+    try:
+        assert ours.poll(60)
+        time.sleep(0.2)  # until it waits
+        os.kill(process.pid or 0, number)
+        process.join(60)
+        assert process.exitcode == status
+    finally:
+        kill([process])

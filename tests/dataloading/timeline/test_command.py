@@ -244,7 +244,7 @@ def test_a_stopped_command_leaves_no_process_and_no_file(number: signal.Signals,
         workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         _, err = process.communicate(timeout=30)
-        assert (process.returncode, err) == (130, "")
+        assert (process.returncode, err) == (130, "stopped by SIGINT\n")
         _, alive = psutil.wait_procs(workers, timeout=10)
         assert not alive
     scratch.rmdir()  # nothing is left in it

@@ -110,7 +110,7 @@ def held(job: Job) -> Held:
     return Held(
         {name: value.detach().numpy().copy() for name, value in job.network.named_parameters()},
         [state["momentum_buffer"].numpy().copy() for state in job.optimizer.state_dict()["state"].values()],
-        {name: group[name] for name in ("momentum", "weight_decay")},
+        {name: group[name] for name in ("lr", "momentum", "weight_decay")},
         {name: value.numpy().copy() for name, value in job.network.named_buffers()},
         tuple(job.window.state())[:3],
         (job.step, job.epoch, job.step_in_epoch, job.skipped_steps),
@@ -159,7 +159,8 @@ def test_ranks_are_restored_and_another_number_of_ranks_gets_averages(tmp_path: 
     for after in others:
         np.testing.assert_equal(after.weights, before[0].weights)
         np.testing.assert_equal(after.optimizer, before[0].optimizer)
-        assert after.hyperparameters == {"momentum": 0.5, "weight_decay": 0.25}  # those of the resumed run
+        changes = {"momentum": 0.5, "weight_decay": 0.25}  # those of the resumed run
+        assert after.hyperparameters == before[0].hyperparameters | changes
         assert after.numbers == (2, 0, 2, 3)
         for name, value in after.buffers.items():
             expected = np.mean([rank.buffers[name] for rank in before], 0)
