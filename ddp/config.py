@@ -95,6 +95,11 @@ class TrainConfig(LearningConfig):
     compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
     device: str = option("auto", "auto takes CUDA where there is any, unless --backend is gloo", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
+    interface: str = option(
+        None,
+        "the network interface that the other hosts can reach (default: the one that leads to MASTER_ADDR)",
+        per_node=True,
+    )
     threads: int = option(
         0, "CPU threads per rank; 0 shares the usable cores among the node's ranks", minimum=0, maximum=1024
     )

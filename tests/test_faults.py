@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ from tests.faults import (
     small_shared_memory,
     training,
     truncate,
-    two_hosts,
 )
+from tests.hosts import TwoHosts, two_hosts, why_not
 from tests.support.launch import statuses_by_rank
 
 pytestmark = pytest.mark.faults
@@ -251,21 +253,35 @@ def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
         assert "lock is no longer this run's but that of nobody" in refusal_of(run)
 
 
+@contextlib.contextmanager
+def training_on(hosts: TwoHosts, run_dir: Path, *flags: str) -> Iterator[list[Run]]:
+    """:func:`training` with a rank on each host; the agents are told where they meet, and which they are."""
+    meet = ("--nnodes=2", f"--master-addr={hosts.a.address}", "--master-port=29500")
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                training(run_dir, *flags, ranks=1, torchrun=(*meet, f"--node-rank={number}"), before=host.command)
+            )
+            for number, host in enumerate((hosts.a, hosts.b))
+        ]
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_network_that_is_cut(tmp_path: Path, expected: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"
     with two_hosts() as hosts:
-        with hosts.training(run_dir, *SMALL, "--timeout", "10") as runs:
+        with training_on(hosts, run_dir, *SMALL, "--timeout", "10") as runs:
             assert runs[0].until(lambda: runs[0].step() >= 4)
-            hosts.connect("down")
+            hosts.unplug()
             for run in runs:
                 assert run.wait() == 1, run.output
             assert re.search(
                 r"rank 1 \(host \S+, pid \d+\) did not arrive in .* of step \d+ within 10 s", runs[0].output
             )
-            assert f"the job's store at MASTER_ADDR {hosts.addresses[0]} does not answer" in runs[1].output
-        hosts.connect("up")
-        with hosts.training(run_dir, *SMALL, "--resume") as runs:
+            assert f"the job's store at MASTER_ADDR {hosts.a.address} does not answer" in runs[1].output
+        hosts.plug_in()
+        with training_on(hosts, run_dir, *SMALL, "--resume") as runs:
             for run in runs:
                 assert run.wait() == 0, run.output
             assert differences(run_dir, expected) == []

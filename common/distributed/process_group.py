@@ -98,12 +98,17 @@ def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
 
 def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """The store in which the ranks find each other's addresses, at MASTER_ADDR and MASTER_PORT. There they also compare what
-    they were started with.
+    they were started with. From here on, gloo and NCCL offer the interface that leads there.
 
     :param timeout_s: seconds to wait for the other ranks
     :param settings: the command's dataclass; None if it has none
-    :raises UsageError: on every rank, when the ranks were started differently
+    :raises UsageError: on every rank, when the ranks were started differently; when ``--interface`` is none
     """
+    interface = getattr(settings, "interface", None)
+    if "RANK" in os.environ or interface is not None:
+        from common.distributed.interface import offer_interface
+
+        offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         return dist.HashStore()  # type: ignore[attr-defined]
     from common.distributed.agreement import require_agreement  # only in a job of ranks

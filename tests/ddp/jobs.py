@@ -50,7 +50,7 @@ def parameters_of(job: Job) -> Arrays:
 
 def train_epochs(config: TrainConfig) -> Outcome:
     """Train without a run directory."""
-    with process_group() as env:
+    with process_group(threads=config.threads) as env:
         job = build_job(config, env, load_data(config, env))
         losses = []
         for _ in range(config.epochs):

@@ -111,11 +111,11 @@ def test_many_differences_and_many_ranks_are_still_one_line() -> None:
 
 
 def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All settings but paths, software, and what changes arithmetic."""
+    """All settings but paths and interfaces, software, and what changes arithmetic."""
     config = TrainConfig(run_dir=tmp_path)
     facts = launch_facts(DistEnv.alone(torch.device("cpu")), config)
     flags = {flag_of(field.name) for field in dataclasses.fields(config)}
-    assert flags - facts.keys() == {"--run-dir", "--data-dir"}
+    assert flags - facts.keys() == {"--run-dir", "--data-dir", "--interface"}
     assert facts["the version of torch"] == torch.__version__
     assert facts["the digest of this project's source"] == source_digest()
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")

@@ -1,0 +1,213 @@
+"""Two hosts on one machine: network namespaces with addresses of their own, and a link of limited rate between them.
+
+    with two_hosts() as hosts:
+        with hosts.agent(hosts.a, "-m", "ddp.train") as one, hosts.agent(hosts.b, "-m", "ddp.train") as two:
+            hosts.cut()
+
+Needs root (:func:`why_not`). Everything is taken down at the end of the block: processes, link and namespaces. What a test that
+was killed has left behind is taken down by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support.launch import REPOSITORY, clean_environment, kill_tree
+
+PREFIX = "raw-ddp"
+END_S = 10.0
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace.
+
+    :ivar name: of the namespace
+    :ivar address: IPv4, which the other host reaches over the link
+    :ivar interface: of that address
+    """
+
+    name: str
+    address: str
+    interface: str
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What starts another command on this host."""
+        return ("ip", "netns", "exec", self.name)
+
+    @contextlib.contextmanager
+    def start(
+        self, *arguments: str, env: dict[str, str] | None = None, output: Path | None = None
+    ) -> Iterator[subprocess.Popen[str]]:
+        """``python -m ARGUMENTS`` on this host; killed, with all its children, at the end of the block.
+
+        :param output: a file for what it prints; without one, pipes that the caller must read
+        """
+        with contextlib.ExitStack() as stack:
+            file = None if output is None else stack.enter_context(open(output, "w"))
+            process = subprocess.Popen(
+                [*self.command, sys.executable, "-m", *arguments],
+                cwd=REPOSITORY,
+                env=clean_environment() | (env or {}),
+                stdout=file or subprocess.PIPE,
+                stderr=file or subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stack.enter_context(stream)
+            try:
+                yield process
+            finally:
+                kill_tree(process.pid)
+                process.wait()
+
+    def run(self, *command: str) -> str:
+        """Run a program on this host; what it printed."""
+        return _run(*self.command, *command)
+
+    def kill(self) -> None:
+        """SIGKILL all processes of this host, as when its power is cut."""
+        for pid in _run("ip", "netns", "pids", self.name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _limit(rate: str) -> Sequence[str]:
+    """Of tc's token bucket."""
+    return ("rate", rate, "burst", "256kb", "latency", "50ms")
+
+
+NOTHING = ("rate", "8bit", "burst", "10b", "limit", "1b")  # no packet fits into the bucket
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """Two hosts and the link between them.
+
+    :ivar rate: of the link, in either direction, in the words of ``tc``
+    """
+
+    a: Host
+    b: Host
+    rate: str
+
+    def unplug(self) -> None:
+        """Pull the cable out of the second host: what is sent waits there."""
+        self.b.run("ip", "link", "set", self.b.interface, "down")
+
+    def plug_in(self) -> None:
+        self.b.run("ip", "link", "set", self.b.interface, "up")
+
+    def cut(self) -> None:
+        """Lose every packet on the way, as a switch that has failed. After some seconds connections are given up."""
+        self._let_through(NOTHING)
+
+    def mend(self) -> None:
+        self._let_through(_limit(self.rate))
+
+    def _let_through(self, limit: Sequence[str]) -> None:
+        for host in (self.a, self.b):
+            host.run("tc", "qdisc", "replace", "dev", host.interface, "root", "handle", "1:", "tbf", *limit)
+
+    def agent(
+        self, host: Host, *job: str, ranks: int = 1, env: dict[str, str] | None = None, output: Path | None = None
+    ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        """A torchrun agent, which meets that of the other host by c10d at the first host's address. It starts its ranks again when
+        they have failed, and gives up an agent from which it has not heard for some seconds.
+
+        :param job: what the ranks run, as ``"-m", "ddp.train"``
+        :param ranks: on this host
+        """
+        conf = f"is_host={int(host is self.a)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=15"
+        return host.start(
+            "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}", "--max-restarts=3",
+            "--rdzv-backend=c10d", "--rdzv-id=two-hosts", f"--rdzv-endpoint={self.a.address}:29400", f"--rdzv-conf={conf}",
+            f"--local-addr={host.address}", *job, env=env, output=output,
+        )  # fmt: skip
+
+
+def why_not() -> str | None:
+    """Why there cannot be two hosts here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
+        return f"no {' and no '.join(missing)} here: apt-get install iproute2"
+    trial = f"{PREFIX}-trial-{os.getpid()}"
+    done = subprocess.run(["ip", "netns", "add", trial], capture_output=True, text=True)
+    if done.returncode != 0:
+        return f"no network namespace can be made here: {done.stderr.strip()}"
+    _run("ip", "netns", "del", trial)
+    return None
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str = "1gbit") -> Iterator[TwoHosts]:
+    """Two hosts that reach each other and nothing else.
+
+    :param rate: as of :class:`TwoHosts`
+    """
+    _remove_leftovers()
+    number = next(_numbers)
+    a, b = (
+        Host(f"{PREFIX}-{letter}-{number}-{os.getpid()}", f"10.77.0.{place}", f"eth-{letter}")
+        for place, letter in ((1, "a"), (2, "b"))
+    )
+    hosts = TwoHosts(a, b, rate)
+    try:
+        for host in (a, b):
+            _run("ip", "netns", "add", host.name)
+            host.run("ip", "link", "set", "lo", "up")
+        _run(
+            "ip", "-n", a.name, "link", "add", a.interface, "type", "veth", "peer", "name", b.interface, "netns", b.name
+        )
+        for host in (a, b):
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
+            host.run("ip", "link", "set", host.interface, "up")
+        hosts.mend()
+        yield hosts
+    finally:
+        for host in (a, b):
+            _remove(host.name)
+
+
+def _remove_leftovers() -> None:
+    """Take down the hosts of tests that do not live any more."""
+    for line in _run("ip", "netns", "list").splitlines():
+        name = line.split()[0]
+        if name.startswith(PREFIX) and not psutil.pid_exists(int(name.rpartition("-")[2])):
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    """Kill what runs there, and remove the namespace; the link goes with it."""
+    if name not in _run("ip", "netns", "list"):
+        return
+    deadline = time.monotonic() + END_S
+    while (pids := _run("ip", "netns", "pids", name).split()) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.05)
+    _run("ip", "netns", "del", name)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout

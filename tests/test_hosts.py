@@ -1,0 +1,153 @@
+"""tests/hosts.py: two hosts on one machine, and jobs that run over both."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.ddp.across_hosts import digests_as_if
+from tests.ddp.jobs import assert_identical, final_state
+from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
+from tests.hosts import TwoHosts, two_hosts, why_not
+from tests.support.launch import run_ranks
+
+pytestmark = pytest.mark.faults
+
+GREET = "import socket, sys; print(socket.create_connection((sys.argv[1], 5555), 1).recv(5).decode())"
+SERVE = """
+import socket
+server = socket.create_server(("0.0.0.0", 5555))
+while True:
+    server.accept()[0].send(b"hello")
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts() as pair:
+        yield pair
+
+
+def test_the_link_is_cut_and_mended(hosts: TwoHosts) -> None:
+    def greet() -> bool:
+        command = [*hosts.b.command, sys.executable, "-c", GREET, hosts.a.address]
+        return subprocess.run(command, capture_output=True, text=True).stdout == "hello\n"
+
+    server = subprocess.Popen([*hosts.a.command, sys.executable, "-c", SERVE])
+    try:
+        deadline = time.monotonic() + 30
+        while not greet():
+            assert time.monotonic() < deadline
+        hosts.cut()
+        assert not greet()
+        hosts.mend()
+        assert greet()
+    finally:
+        hosts.a.kill()
+        server.wait()
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def is_alive(pid: int) -> bool:
+    """Not a process that has ended, for which its parent has not waited yet."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+HOLD = """
+import subprocess, sys, time
+from tests.hosts import two_hosts
+with two_hosts() as hosts:
+    sleeper = subprocess.Popen([*hosts.b.command, "sleep", "1000"])
+    print(hosts.a.name, sleeper.pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left(hosts: TwoHosts, number: int) -> None:
+    """After Ctrl-C at once, and after SIGKILL when the next two hosts are made."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert holder.stdout is not None
+    with holder.stdout as out:
+        name, sleeper = out.readline().split()
+    assert name in namespaces()
+    holder.send_signal(number)
+    holder.wait(30)
+    if number == signal.SIGKILL:
+        with two_hosts():
+            pass
+    assert name not in namespaces()
+    assert not is_alive(int(sleeper))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_over_two_hosts_comes_to_the_bits_of_one(tmp_path: Path, hosts: TwoHosts, ranks: int) -> None:
+    """With torch's DDP, and with the hand-written ones and every all-reduce."""
+    file = tmp_path / "digests.json"
+    job = ("-m", "tests.ddp.across_hosts", str(file))
+    with hosts.agent(hosts.a, *job, ranks=ranks) as one, hosts.agent(hosts.b, *job, ranks=ranks) as two:
+        said = [agent.communicate(timeout=200)[1] for agent in (one, two)]
+    assert (one.returncode, two.returncode) == (0, 0), "\n".join(said)
+    assert json.loads(file.read_text()) == run_ranks(digests_as_if, 2 * ranks, ranks, timeout_s=200)[0]
+
+
+# torchrun's agent would keep its store over restarts, in which ranks find the addresses of those that died (torch 2.15).
+NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The weights of the run on one host, and its metrics."""
+    with training(tmp_path_factory.mktemp("undisturbed") / "run") as run:
+        run.finish()
+    return final_state(run.folder)
+
+
+def cut_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
+    """The link is cut for longer than the timeout. The agent that has lost the rendezvous ends."""
+    hosts.cut()
+    assert two.wait(120) == 1
+    hosts.mend()
+
+
+def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
+    hosts.b.kill()
+    two.wait(30)
+
+
+@pytest.mark.parametrize("lose", [cut_off, power_off])
+def test_a_host_is_lost_and_comes_back(
+    tmp_path: Path, hosts: TwoHosts, undisturbed: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
+) -> None:
+    """The first host's agent waits for another, as a scheduler starts it, and the job goes on from its newest checkpoint."""
+    folder = tmp_path / "run"
+    job = ("-m", "ddp.train", *FLAGS, "--checkpoint-every", "5", "--timeout", "8", "--run-dir", str(folder))
+    first, again = tmp_path / "first", tmp_path / "again"
+    with hosts.agent(hosts.a, *job, env=NEW_STORES, output=first) as one:
+        with hosts.agent(hosts.b, *job, env=NEW_STORES, output=tmp_path / "second") as two:
+            wait_for_step(folder, 12)
+            lose(hosts, two)
+        with hosts.agent(hosts.b, *job, env=NEW_STORES, output=again) as back:
+            assert (one.wait(120), back.wait(60)) == (0, 0), first.read_text() + again.read_text()
+    (resumed,) = re.findall(r"resuming after step (\d+),", first.read_text() + again.read_text())
+    assert int(resumed) >= 10 and int(resumed) % 5 == 0
+    tensors, records = final_state(folder)
+    assert_identical(tensors, undisturbed[0])
+    assert records == undisturbed[1]
