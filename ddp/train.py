@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=2 -m ddp.train
 
-One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes another share of every global
-batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients over the ranks
-while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a *collective*: it
-ends only once all ranks have called it. So all ranks must call the same ones in the same order, or they wait forever.
+One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of
+every global batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients
+over the ranks while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a
+*collective*: it ends only once all ranks have called it. So all call the same ones in the same order, or wait forever.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, take ``guard.wrap(m)`` for ``m``,
 ``guard.batches(b)`` for ``b``, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "no inf, no nan", and skip
@@ -149,7 +149,7 @@ def wrap_in_ddp(module: nn.Module, env: DistEnv, strategy: str = "torch", all_re
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         module,
         device_ids=[env.device] if env.device.type == "cuda" else None,
-        # DDP all-reduces gradients in buckets, many at once. With .grad a view into its bucket, nothing is copied.
+        # DDP all-reduces gradients in buckets of many gradients each. With .grad a view into its bucket, nothing is copied.
         gradient_as_bucket_view=True,
     )
     # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
@@ -160,7 +160,7 @@ def wrap_in_ddp(module: nn.Module, env: DistEnv, strategy: str = "torch", all_re
 
 def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> WindowTotals:
     """One pass over the training set, or over what is left of it when the run was resumed inside an epoch."""
-    # Shuffle every epoch anew, the same way on all ranks. (first_step: what was trained before a resume is left out.)
+    # A new order in each epoch, the same on all ranks, or their parts would overlap. (first_step: where a resume goes on.)
     job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)
     job.model.train()
     batches = job.window.timed(job.guard.batches(job.loader))
@@ -186,7 +186,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
         # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both: around backward alone
         # it has no effect, and every micro-step would all-reduce. Until the last, .grad adds up on each rank alone. The
-        # last one's backward averages that sum over the ranks.
+        # last one's backward averages that sum over the ranks. Each loss is a mean: divided, they add up to a mean again.
         last = micro_step == config.grad_accumulation_steps - 1
         with contextlib.nullcontext() if last else job.model.no_sync():
             with autocast(device, config.precision):
@@ -200,7 +200,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
-    # The same answer on every rank. An overflow in fp16 is accepted: scaler.step skips it, and update lowers the scale.
+    # On an inf or nan every rank skips the step: in fp16 scaler.step does (and update lowers the scale), else accepts says no.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
@@ -209,7 +209,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:
-    """Evaluate the plain network: its samples divided over the ranks without padding, so that each counts once."""
+    """Evaluate the test set: divided over the ranks without padding, so that each sample counts once."""
     shard = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal evaluates no further batch
     result = evaluate(job.network, job.data, job.env, job.config.precision, shard)
     supervisor.leave_if_stopped()  # all ranks leave then
