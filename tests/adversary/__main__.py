@@ -3,8 +3,8 @@
     python -m tests.adversary                # all
     python -m tests.adversary flags servers  # those of two classes
 
-Writes the lines of these classes to table.json, from which the READMEs have their tables. Each attempt that does not come out as
-told is printed with what came out.
+Writes the counts of these classes to table.json and leaves those of the others; the READMEs have their tables from there. Each
+attempt that does not come out as told is printed with what came out.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import os
 import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.commands import load_command
 
 CLONE_NEWNS = 0x00020000
 NEED_MOUNTS = ("small_shared_memory", "full_disk", "read_only_disk")
@@ -25,13 +26,13 @@ def hasty() -> None:
 
 
 def few_files() -> None:
-    """Open files: ten more than now."""
+    """Open files: at most ten more than now."""
     now = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (now + 10, now + 10))
 
 
 def small_files() -> None:
-    """No file may grow beyond 100 kB."""
+    """Files: none may grow beyond 100 kB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
@@ -55,11 +56,13 @@ def full_disk() -> None:
 
 
 def read_only_disk() -> None:
+    """The run's directory on a disk that cannot be written."""
     Path("run").mkdir(exist_ok=True)
     _mount("run", "300k,ro")
 
 
 def no_temporary_folder() -> None:
+    """No folder for temporary files."""
     os.environ["TMPDIR"] = "/nowhere"
     import tempfile
 
@@ -83,12 +86,9 @@ def can_mount() -> bool:
 
 def main() -> None:
     limit, module, *arguments = sys.argv[1:]
-    program = importlib.import_module(module)
-    if hasattr(program, "__path__"):
-        program = importlib.import_module(f"{module}.__main__")
+    run = load_command(module, *arguments)
     globals()[limit]()
-    sys.argv = [module, *arguments]
-    program.main()
+    run()
 
 
 if __name__ == "__main__":

@@ -124,17 +124,3 @@ def made_by(make: Callable[[Path], None]) -> Scene:
         yield {}
 
     return scene
-
-
-def both(*scenes: Scene) -> Scene:
-    """Scenes one after the other."""
-
-    @contextlib.contextmanager
-    def scene(here: Path) -> Iterator[Mapping[str, str]]:
-        with contextlib.ExitStack() as stack:
-            names: dict[str, str] = {}
-            for one in scenes:
-                names |= stack.enter_context(one(here))
-            yield names
-
-    return scene

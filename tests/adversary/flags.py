@@ -33,6 +33,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--warmup-epochs 9", r"--warmup-epochs 9 is longer than --epochs 1"),
         ("--warmup-epochs -1", r"--warmup-epochs -1\.0 is out of range"),
         ("--schedule linear", r"--schedule: invalid choice: 'linear'"),
+        ("--interface eth77", r"--interface eth77 is not an interface of "),
         ("--optimizer lion", r"--optimizer: invalid choice: 'lion'"),
         ("--precision fp64", r"--precision: invalid choice: 'fp64'"),
         ("--strategy fsdp", r"--strategy: invalid choice: 'fsdp'"),

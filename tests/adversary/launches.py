@@ -110,5 +110,6 @@ ATTEMPTS = [
     Attempt(RUN, "--batch-size 49 does not divide", ranks=("--batch-size 49", "--batch-size 49"), writes=BEFORE_A_RUN),
     Attempt(RUN, "--model nowhere:build", ranks=("--model nowhere:build",) * 2, writes=BEFORE_A_RUN),
     Attempt(f"{RUN} --run-dir /proc/run", "--run-dir /proc/run cannot be written", ranks=("", "")),
+    Attempt(f"{RUN} --interface eth77", "--interface eth77 is not an interface of ", ranks=("", "")),
     Attempt(RUN, r"--bach-size", ranks=("--bach-size 3",) * 2),
 ]  # fmt: skip

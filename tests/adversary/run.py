@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import multiprocessing
 import os
 import re
@@ -27,6 +26,7 @@ from dataloading.dataset.decoders import installed
 from tests.adversary.around import NEED_MOUNTS, can_mount
 from tests.adversary.attempt import Attempt, Outcome
 from tests.adversary.scenes import finished_run, photos
+from tests.support.commands import load_command
 from tests.support.ranks import FORK_SERVER, NO_GPUS, kill_tree
 
 POLL_S = 0.02
@@ -148,14 +148,10 @@ def _become(words: list[str], env: dict[str, str], here: str, stdout: str, strea
         sys.stdout = None
     else:
         sys.stdout = os.fdopen(1, "w", closefd=False)
-    module, *arguments = words
-    program = importlib.import_module(module)
-    if hasattr(program, "__path__"):
-        program = importlib.import_module(f"{module}.__main__")
-    sys.argv = [module, *arguments]
+    main = load_command(*words)
     before = _peak_bytes()
     try:
-        program.main()
+        main()
     finally:
         memory.write_text(str(_peak_bytes() - before))
 

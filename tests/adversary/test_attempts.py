@@ -26,14 +26,13 @@ def test_an_attempt_comes_out_as_told(attempt: Attempt) -> None:
     assert verdict is Verdict.AS_TOLD, describe(attempt, outcome)
 
 
-def test_the_readmes_have_the_table_of_the_last_time_that_all_were_made() -> None:
+def test_the_readmes_have_the_table_of_the_last_counts() -> None:
     results = json.loads(TABLE.read_text())["classes"]
     assert table(results) in Path(__file__).with_name("README.md").read_text()
     assert totals(results) in (REPOSITORY / "README.md").read_text()
     assert {name: result["attempts"] for name, result in results.items()} == {
         name: len(attempts) for name, (_, attempts) in CLASSES.items()
     }
-    assert all(
-        set(result["verdicts"].values()) - {result["attempts"]} == {0} for result in results.values()
-    )  # all as told
+    for result in results.values():
+        assert result["verdicts"] == dict.fromkeys(result["verdicts"], 0) | {"as told": result["attempts"]}
     assert len(EVERY) >= 300
