@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Read when torch is imported, here and in all that the tests start. OpenMP's threads spin while they wait for each other,
-# and would take the cores from the other processes of the tests: those took a sixth longer. No result depends on it.
+# and would take the cores from the other processes of the tests, which took a sixth longer in all. No result depends on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hypothesis

@@ -2,7 +2,7 @@
 
     with two_hosts() as hosts:
         with hosts.agent(hosts.a, "-m", "ddp.train") as one, hosts.agent(hosts.b, "-m", "ddp.train") as two:
-            hosts.cut()
+            hosts.cut_link()
 
 Needs root (:func:`why_not`). Everything is taken down at the end of the block: processes, link and namespaces. What a test that
 was killed has left behind is taken down by the next one.
@@ -16,7 +16,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.launch import REPOSITORY, clean_environment, kill_tree
+from tests.support.launch import start_command
 
 PREFIX = "raw-ddp"
 END_S = 10.0
@@ -49,33 +48,11 @@ class Host:
         """What starts another command on this host."""
         return ("ip", "netns", "exec", self.name)
 
-    @contextlib.contextmanager
     def start(
         self, *arguments: str, env: dict[str, str] | None = None, output: Path | None = None
-    ) -> Iterator[subprocess.Popen[str]]:
-        """``python -m ARGUMENTS`` on this host; killed, with all its children, at the end of the block.
-
-        :param output: a file for what it prints; without one, pipes that the caller must read
-        """
-        with contextlib.ExitStack() as stack:
-            file = None if output is None else stack.enter_context(open(output, "w"))
-            process = subprocess.Popen(
-                [*self.command, sys.executable, "-m", *arguments],
-                cwd=REPOSITORY,
-                env=clean_environment() | (env or {}),
-                stdout=file or subprocess.PIPE,
-                stderr=file or subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stack.enter_context(stream)
-            try:
-                yield process
-            finally:
-                kill_tree(process.pid)
-                process.wait()
+    ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+        """``python -m ARGUMENTS`` on this host; see :func:`tests.support.launch.start_command`."""
+        return start_command(*arguments, env=env, output=output, before=self.command)
 
     def run(self, *command: str) -> str:
         """Run a program on this host; what it printed."""
@@ -114,11 +91,11 @@ class TwoHosts:
     def plug_in(self) -> None:
         self.b.run("ip", "link", "set", self.b.interface, "up")
 
-    def cut(self) -> None:
+    def cut_link(self) -> None:
         """Lose every packet on the way, as a switch that has failed. After some seconds connections are given up."""
         self._let_through(NOTHING)
 
-    def mend(self) -> None:
+    def restore_link(self) -> None:
         self._let_through(_limit(self.rate))
 
     def _let_through(self, limit: Sequence[str]) -> None:
@@ -179,7 +156,7 @@ def two_hosts(rate: str = "1gbit") -> Iterator[TwoHosts]:
         for host in (a, b):
             host.run("ip", "address", "add", f"{host.address}/24", "dev", host.interface)
             host.run("ip", "link", "set", host.interface, "up")
-        hosts.mend()
+        hosts.restore_link()
         yield hosts
     finally:
         for host in (a, b):

@@ -40,7 +40,7 @@ def hosts() -> Iterator[TwoHosts]:
         yield pair
 
 
-def test_the_link_is_cut_and_mended(hosts: TwoHosts) -> None:
+def test_the_link_is_cut_and_restored(hosts: TwoHosts) -> None:
     def greet() -> bool:
         command = [*hosts.b.command, sys.executable, "-c", GREET, hosts.a.address]
         return subprocess.run(command, capture_output=True, text=True).stdout == "hello\n"
@@ -50,9 +50,9 @@ def test_the_link_is_cut_and_mended(hosts: TwoHosts) -> None:
         deadline = time.monotonic() + 30
         while not greet():
             assert time.monotonic() < deadline
-        hosts.cut()
+        hosts.cut_link()
         assert not greet()
-        hosts.mend()
+        hosts.restore_link()
         assert greet()
     finally:
         hosts.a.kill()
@@ -122,9 +122,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def cut_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
     """The link is cut for longer than the timeout. The agent that has lost the rendezvous ends."""
-    hosts.cut()
+    hosts.cut_link()
     assert two.wait(120) == 1
-    hosts.mend()
+    hosts.restore_link()
 
 
 def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:

@@ -49,16 +49,21 @@ def run_torchrun(
 
 @contextlib.contextmanager
 def start_command(
-    *arguments: str, env: dict[str, str] | None = None, cwd: Path = REPOSITORY, output: Path | None = None
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    cwd: Path = REPOSITORY,
+    output: Path | None = None,
+    before: Sequence[str] = (),
 ) -> Iterator[subprocess.Popen[str]]:
     """``python -m ARGUMENTS`` in a session of its own; killed, with all its children, at the end of the block.
 
     :param output: a file for what it prints; without one, pipes that the caller must read
+    :param before: a command that starts it, as ``("ip", "netns", "exec", "host")``
     """
     with contextlib.ExitStack() as streams:
         file = None if output is None else streams.enter_context(open(output, "w"))
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [*before, sys.executable, "-m", *arguments],
             cwd=cwd,
             env=clean_environment() | (env or {}),
             stdout=file or subprocess.PIPE,
