@@ -33,7 +33,8 @@ from typing import Any, NoReturn, TypeVar
 from common.error_line import print_error
 from common.errors import UsageError
 from common.resilience import early_signals
-from common.resilience.signal_redelivery import keep_stops
+from common.resilience.signal_redelivery import finalize_silently, keep_stops
+from common.resilience.stop_request import INTERRUPTED, REQUEUE, STOPPED
 from common.stdout import stdout_errors
 
 Config = TypeVar("Config")
@@ -189,9 +190,14 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 main()
             early_signals.leave_with(0)
         except KeyboardInterrupt:
+            finalize_silently()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print("stopped by SIGINT", file=sys.stderr)
-            sys.exit(130)  # the shell's status for Ctrl-C, without a traceback
+            sys.exit(INTERRUPTED)  # without a traceback
+        except SystemExit as end:
+            if end.code in (REQUEUE, *STOPPED):
+                finalize_silently()
+            raise
         except UsageError as error:
             early_signals.leave_with(2)
             print_error(error)

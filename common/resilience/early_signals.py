@@ -10,12 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import sys
 import types
 
-from common.resilience.stop_request import REQUEUE, SIGNALS
-
-TO_BE_REQUEUED = ("ddp.train",)  # commands that a scheduler starts again
+from common.resilience.stop_request import SIGNALS, exit_status, is_requeued
 
 # The signals that are handled here; none in a process that was not started as a command.
 _heard: list[signal.Signals] = []
@@ -35,7 +32,7 @@ def begin() -> None:
     for number in _heard:
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-        elif not _is_to_be_requeued():
+        elif not is_requeued():
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -45,10 +42,11 @@ def leave_with(status: int) -> None:
     global _status
     if not _heard:
         return
+    if _status is None:
+        atexit.register(_ignore)
     _status = status
     for number in _heard:
         signal.signal(number, _end)
-    atexit.register(_ignore)
 
 
 def _ignore() -> None:
@@ -61,13 +59,8 @@ def _ignore() -> None:
 def _end(number: int, frame: types.FrameType | None) -> None:
     if _status is not None:
         os._exit(_status)
-    requeue = number != signal.SIGINT and _is_to_be_requeued()
     message = f"stopped by {signal.Signals(number).name} before the command began\n"
     try:
         os.write(2, message.encode())
     finally:
-        os._exit(REQUEUE if requeue else 128 + number)
-
-
-def _is_to_be_requeued() -> bool:
-    return any(name in sys.orig_argv for name in TO_BE_REQUEUED)
+        os._exit(exit_status([number]) if is_requeued() else 128 + number)

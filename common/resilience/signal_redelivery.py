@@ -1,4 +1,4 @@
-"""A stop signal that arrives during a ``__del__`` is sent again.
+"""What a stop signal and a ``__del__`` do to each other: one that arrives during a ``__del__`` is sent again.
 
 Python prints and drops an exception that is raised while an object is finalized. ``DataLoader`` ends its workers there, which
 takes so long that Ctrl-C or a scheduler's SIGTERM may arrive during it. The program would then go on.
@@ -36,3 +36,9 @@ def keep_stops(signal_of: Callable[[BaseException], int | None]) -> Iterator[Non
         yield
     finally:
         sys.unraisablehook = others
+
+
+def finalize_silently() -> None:
+    """From here on, Python does not print what a ``__del__`` raises. For a process that a stop signal ends: what the signal met
+    half built cannot always be finalized, as an iterator of ``DataLoader`` that had no workers yet (torch 2.15)."""
+    sys.unraisablehook = lambda unraisable: None

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import types
@@ -27,12 +28,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # the 
 SAME_REQUEST_S = 1.0  # signals that follow the first so soon are the same request, passed on by torchrun
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure; the scheduler should start the job again
 INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C ended
+STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that are not requeued
 
-STUCK_S = 5.0
+STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
+REQUEUED_COMMANDS = ("ddp.train",)  # which a scheduler starts again
 
 T = TypeVar("T")
-
-_requeued = False  # whether this process is within to_be_requeued()
 
 
 class StopRequest:
@@ -55,13 +56,8 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Within this block, signals are requests; a second one ends the process at once."""
-        with _hearing_at_once(self._note):
-            before = {number: signal.signal(number, lambda *_: None) for number in signals_to_hear()}
-            try:
-                yield self
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+        with _hearing_at_once(self._note), _handled_by(lambda *_: None):
+            yield self
 
     def _note(self, number: int) -> None:
         now = time.monotonic()
@@ -102,6 +98,17 @@ def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
         reader.close()
 
 
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
+    """Within this block, Python calls this handler for the signals that are heard."""
+    before = {number: signal.signal(number, handler) for number in signals_to_hear()}
+    try:
+        yield
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
+
+
 def _end_at_once(status: int) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
@@ -111,15 +118,16 @@ def _end_at_once(status: int) -> NoReturn:
 @contextlib.contextmanager
 def to_be_requeued() -> Iterator[None]:
     """A block that ends with the same exit status whether a signal arrives while :class:`StopRequest` listens, before or after."""
-    global _requeued
-    _requeued = True
     try:
         yield
     except SystemExit as end:
         numbers = [number for number in SIGNALS if end.code == 128 + number]
         raise SystemExit(exit_status(numbers) if numbers else end.code) from end
-    finally:
-        _requeued = False
+
+
+def is_requeued() -> bool:
+    """Whether a scheduler starts this process's command again after a signal other than Ctrl-C."""
+    return any(name in sys.orig_argv for name in REQUEUED_COMMANDS)
 
 
 def signals_to_hear() -> list[signal.Signals]:
@@ -137,7 +145,7 @@ def unwrapped_stops() -> Iterator[None]:
         behind: BaseException | None = error
         while behind is not None and not isinstance(behind, SystemExit):
             behind = behind.__cause__ or behind.__context__
-        if behind is None or behind.code not in [128 + number for number in SIGNALS]:
+        if behind is None or behind.code not in STOPPED:
             raise
         raise behind from None
 
@@ -184,15 +192,17 @@ def stop_signals() -> Iterator[None]:
 
     def end_if_stuck(number: int) -> None:
         if not heard.wait(STUCK_S):
-            os.write(2, f"stopped by {signal_name(number)} while this process waited for others\n".encode())
-            _end_at_once(exit_status([number]) if _requeued else 128 + number)
+            os.write(
+                2,
+                f"stopped by {signal_name(number)}, which waited {STUCK_S:g} s for a call into C++ to return\n".encode(),
+            )
+            _end_at_once(exit_status([number]) if is_requeued() else 128 + number)
 
-    with _hearing_at_once(end_if_stuck):
-        before = {number: signal.signal(number, stop) for number in signals_to_hear()}
-        try:
-            with keep_stops(stopped_by):
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            heard.set()  # nobody is to be ended any more
+    with (
+        _hearing_at_once(end_if_stuck),
+        contextlib.ExitStack() as at_the_end,
+        _handled_by(stop),
+        keep_stops(stopped_by),
+    ):
+        at_the_end.callback(heard.set)  # a signal that came last is not waited for
+        yield

@@ -141,7 +141,7 @@ class Supervisor:
                 print_results(summary)
         if stop.number is not None:
             logger.warning(f"{signal_name(stop.number)} came after the last step: the run is complete")
-        early_signals.leave_with(0)  # nor while the group is left and Python shuts down
+        early_signals.leave_with(0)  # nor does a signal while the group is left and Python shuts down
 
     def _leave(self) -> NoReturn:
         """Save the step that is just over, and exit with a status that asks to be started again."""

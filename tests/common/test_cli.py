@@ -328,7 +328,7 @@ def interrupted_in_a_finalizer() -> int | str | None:
 
 
 def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
-    assert run_ranks(interrupted_in_a_finalizer, 1) == [130]
+    assert run_ranks(interrupted_in_a_finalizer, 1, fresh=True) == [130]
 
 
 @dataclass(frozen=True)
@@ -366,3 +366,34 @@ def test_an_option_takes_one_of_its_choices_or_a_function(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parse_named("--help")
     assert "--model {cnn,mlp,MODULE:FUNCTION}" in capsys.readouterr().out
+
+
+HALF_BUILT = """
+import os, signal
+from common.cli import command
+from common.resilience.stop_request import stop_signals
+
+class HalfBuilt:
+    def __init__(self):
+        os.kill(os.getpid(), signal.{name})
+        self.workers = []
+    def __del__(self):
+        self.workers.clear()
+
+@command
+def main():
+    {block}
+        HalfBuilt()
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "status"), [("SIGINT", "if True:", 130), ("SIGTERM", "with stop_signals():", 143)]
+)
+def test_what_a_stop_signal_meets_half_built_prints_nothing(name: str, block: str, status: int) -> None:
+    """As torch's DataLoader, whose iterator cannot be finalized before it has workers."""
+    program = HALF_BUILT.format(name=name, block=block)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (status, f"stopped by {name}\n")

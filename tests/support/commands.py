@@ -9,10 +9,11 @@ from typing import Any
 
 
 def load_command(module: str, *arguments: str) -> Callable[[], Any]:
-    """Import what ``python -m MODULE ARGUMENTS`` runs, and set ``sys.argv``; returns its ``main``."""
+    """Import what ``python -m MODULE ARGUMENTS`` runs, and set ``sys.argv`` and ``sys.orig_argv``; returns its ``main``."""
     program = importlib.import_module(module)
     if hasattr(program, "__path__"):  # a package
         program = importlib.import_module(f"{module}.__main__")
     sys.argv = [module, *arguments]
+    sys.orig_argv = [sys.executable, "-m", *sys.argv]
     main: Callable[[], Any] = program.main
     return main

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -267,7 +268,8 @@ def test_other_exceptions_stay(behind: BaseException) -> None:
 def waits_for_ever_inside_cpp(ready: Connection, requeued: bool) -> None:
     stopping.STUCK_S = 0.5
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    with to_be_requeued() if requeued else contextlib.nullcontext(), stop_signals():
+    sys.orig_argv = ["python", "-m", "ddp.train" if requeued else "ddp.evaluate"]
+    with stop_signals():
         ready.send(None)
         store.get("what no rank sets")
 
