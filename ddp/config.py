@@ -27,7 +27,7 @@ FROM_FILES: dict[str, dict[str, Any]] = {
     "folder": {"image_size": 64},
 }
 # Where a run's directory is and how this start was asked for. They change nothing in the run.
-LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir")
+LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir", "interface")
 
 
 class Loading(NamedTuple):
@@ -95,7 +95,7 @@ class TrainConfig(LearningConfig):
     compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
     device: str = option("auto", "auto takes CUDA where there is any, unless --backend is gloo", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
-    interface: str = option(
+    interface: str | None = option(
         None,
         "the network interface that the other hosts can reach (default: the one that leads to MASTER_ADDR)",
         per_node=True,

@@ -46,6 +46,7 @@ class EvaluateConfig:
     precision: str = option("fp32", "of the evaluation, whatever the run was trained in", choices=PRECISIONS)
     device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
+    interface: str | None = option(None, "as in ddp.train", per_node=True)
 
 
 def choose_on_rank_0(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manifest]:

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 
 from common.errors import UsageError
 
-# What gloo and NCCL read. ("=": NCCL takes any interface whose name begins so, without.)
+# What gloo and NCCL read. NCCL takes "eth1" as the beginning of a name, as of eth10; "=eth1" is that interface alone.
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 
 def offer_interface(master_address: str, named: str | None = None) -> str | None:
-    """Have gloo and NCCL offer one interface, unless the user's variables choose it already.
+    """Have gloo and NCCL offer one interface: the named one; else what the user's variables say; else the one found.
 
     :param master_address: of the rendezvous, a name or an address
     :param named: ``--interface``; when None, the interface on the way to the rendezvous

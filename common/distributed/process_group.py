@@ -102,7 +102,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
 
     :param timeout_s: seconds to wait for the other ranks
     :param settings: the command's dataclass; None if it has none
-    :raises UsageError: on every rank, when the ranks were started differently; when ``--interface`` is none
+    :raises UsageError: on every rank, when the ranks were started differently, or ``--interface`` names no interface of this host
     """
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:

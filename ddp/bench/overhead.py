@@ -58,6 +58,7 @@ class OverheadConfig:
     steps: int = option(10, "steps of each loop in a round", minimum=1)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
+    interface: str | None = option(None, "as in ddp.train", per_node=True)
     threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG", per_node=True)
 

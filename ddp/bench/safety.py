@@ -65,6 +65,7 @@ class SafetyConfig:
     looks: int = option(300, "times that each guard is timed by itself", minimum=2)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
+    interface: str | None = option(None, "as in ddp.train", per_node=True)
     threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(
         Path("runs/bench-safety"),
