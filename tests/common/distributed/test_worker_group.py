@@ -168,9 +168,9 @@ def test_no_process_outlives_ctrl_c_or_the_main_process(number: signal.Signals) 
 
         def wait_for_sleep() -> list[int]:
             assert process.stdout is not None
-            below = [int(pid) for pid in process.stdout.readline().split()]
-            assert process.stdout.readline() == "asleep\n"
-            return below
+            below, asleep = process.stdout.readline(), process.stdout.readline()
+            assert asleep == "asleep\n", process.communicate()
+            return [int(pid) for pid in below.split()]
 
         before = wait_for_sleep()
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import time
@@ -79,6 +80,7 @@ def two_jobs() -> None:
 @command
 def main() -> None:
     """Waits for Ctrl-C, has a job that comes to its end, and waits to be killed."""
+    faulthandler.dump_traceback_later(200, exit=True)  # if it hangs, the test shows where
     with contextlib.suppress(KeyboardInterrupt):
         two_jobs()
     with WorkerGroup(2, Service, threads=1) as ranks:
