@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from common.distributed.launchers import adopt_launcher
 from common.error_line import print_error
 from common.errors import UsageError
 from common.resilience import early_signals
@@ -183,6 +184,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         try:
             early_signals.begin()
+            adopt_launcher()
             with (
                 keep_stops(lambda error: signal.SIGINT if isinstance(error, KeyboardInterrupt) else None),
                 stdout_errors(),

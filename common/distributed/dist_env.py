@@ -1,7 +1,8 @@
 """Which rank this process is, on which device, and how all ranks fail together.
 
 ``torchrun`` starts one process per device and describes each through its environment (RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`.
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`. What other launchers
+set, common/distributed/launchers.py has translated by then.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from common.distributed.launchers import TORCHRUN_VARIABLES
 from common.errors import UsageError
 from common.reporting.machine import usable_cores
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NO_GROUP = "none"
 
 
@@ -154,16 +155,26 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
             f"WORLD_SIZE={numbers['WORLD_SIZE']}: let torchrun set both"
         )
 
-    chosen = _choose_device(device, backend, numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"])
+    local_rank, local_world_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
+    if _sees_its_own_gpu_only(environment, local_world_size):
+        chosen = _choose_device(device, backend, 0, 1)
+    else:
+        chosen = _choose_device(device, backend, local_rank, local_world_size)
     return DistEnv(
         rank=numbers["RANK"],
-        local_rank=numbers["LOCAL_RANK"],
+        local_rank=local_rank,
         world_size=numbers["WORLD_SIZE"],
-        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        local_world_size=local_world_size,
         device=chosen,
         backend=("nccl" if chosen.type == "cuda" else "gloo") if backend == "auto" else backend,
         host=socket.gethostname(),
     )
+
+
+def _sees_its_own_gpu_only(environment: Mapping[str, str], local_world_size: int) -> bool:
+    """Whether SLURM has given this node a GPU for each rank, and shows each rank its own (``--gpus-per-task=1``)."""
+    gpus_of_node = environment.get("SLURM_GPUS_ON_NODE", "")
+    return gpus_of_node.isdecimal() and int(gpus_of_node) >= local_world_size and torch.cuda.device_count() == 1
 
 
 def _choose_device(device: str, backend: str, local_rank: int, local_world_size: int) -> torch.device:

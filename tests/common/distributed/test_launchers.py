@@ -1,0 +1,135 @@
+"""common/distributed/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.distributed.dist_env import find_dist_env
+from common.distributed.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
+from common.errors import UsageError
+
+SRUN = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_STEP_NODELIST": "n[07-08],gpu1",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "2"
+}  # fmt: skip
+MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+FOURTH_OF_FOUR = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MEETING}
+AZURE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "AZUREML_NODE_COUNT": "2", **MEETING}
+TORCHRUN = {**FOURTH_OF_FOUR, "TORCHELASTIC_RUN_ID": "none"}
+
+
+def adopted(environment: Mapping[str, str]) -> dict[str, str]:
+    """What is set then."""
+    after = dict(environment)
+    adopt_launcher(after)
+    return after
+
+
+def test_a_task_of_srun() -> None:
+    port = PORTS[(31 * 4711 + 2) % len(PORTS)]
+    assert adopted(SRUN) == SRUN | {
+        "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n07", "MASTER_PORT": str(port)
+    }  # fmt: skip
+    assert adopted(SRUN | MEETING).items() >= MEETING.items()  # the user's own
+    one_node = SRUN | {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
+    assert adopted(one_node)["MASTER_ADDR"] == "localhost"
+
+
+@pytest.mark.parametrize("own", [MPIRUN, JSRUN, MPIEXEC])
+def test_a_process_of_mpirun_and_its_like(own: dict[str, str]) -> None:
+    """Also within a step of SLURM, whose variables are then those of mpirun's own helper on the node."""
+    for around in ({}, SRUN):
+        assert adopted(own | MEETING | around) == own | FOURTH_OF_FOUR | around
+    with pytest.raises(
+        UsageError, match="does not say where the ranks meet, and MASTER_PORT is not set: pass MASTER_ADDR"
+    ):
+        adopted(own | {"MASTER_ADDR": "10.0.0.1"})
+
+
+def test_azure_ml_leaves_out_the_ranks_of_a_node() -> None:
+    assert adopted(AZURE) == AZURE | {"LOCAL_WORLD_SIZE": "2"}
+    half = {name: value for name, value in AZURE.items() if name in ("RANK", "WORLD_SIZE", "AZUREML_NODE_COUNT")}
+    with pytest.raises(
+        UsageError, match="WORLD_SIZE, LOCAL_WORLD_SIZE set, but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+    ):
+        find_dist_env(environment=adopted(half))
+
+
+@pytest.mark.parametrize(
+    "alone",
+    [
+        {},
+        {name: value for name, value in SRUN.items() if not name.startswith("SLURM_STEP")},  # sbatch's own script
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},  # the shell of srun --pty
+        MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_process_by_itself_stays_so(alone: dict[str, str]) -> None:
+    assert adopted(alone) == alone
+
+
+def test_torchrun_s_own_variables_come_first() -> None:
+    one_agent = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+    for around in ({}, one_agent, MPIRUN):
+        assert adopted(TORCHRUN | around) == TORCHRUN | around
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        (SRUN | {"RANK": "0"}, "RANK is 0, but SLURM's srun has started this process as RANK 3: unset RANK, which was set before"),
+        (MPIRUN | MEETING | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but Open MPI's mpirun has started .* WORLD_SIZE 4: unset"),
+        (SRUN | {"SLURM_PTY_PORT": "40000"}, "one of 5 tasks of srun --pty, and the others run no command: start with srun"),
+        (TORCHRUN | SRUN, "srun started 2 torchrun agents on this node, .*: give srun --ntasks-per-node=1"),
+        (SRUN | {"SLURM_NODEID": "9"}, "variables of SLURM's srun do not fit together .*: start with it again"),
+        ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"}, "do not fit together .*NODELIST"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_refused_by_name(environment: dict[str, str], line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        adopted(environment)
+
+
+def test_the_hosts_and_tasks_of_slurm() -> None:
+    assert expand_hosts("n[1-3,07],gpu5") == ["n1", "n2", "n3", "n07", "gpu5"]
+    assert expand_hosts("r[1-2]n[008-010],head") == [f"r{r}n{n}" for r in (1, 2) for n in ("008", "009", "010")] + [
+        "head"
+    ]
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5))
+def test_tasks_of_any_cluster(runs: list[tuple[int, int]]) -> None:
+    short = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else str(tasks) for tasks, nodes in runs)
+    assert tasks_per_node(short) == [tasks for tasks, nodes in runs for _ in range(nodes)]
+
+
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=6, unique=True))
+def test_hosts_of_any_cluster(numbers: list[int]) -> None:
+    assert expand_hosts("n[" + ",".join(f"{number:03d}" for number in numbers) + "]") == [f"n{n:03d}" for n in numbers]
+
+
+def test_a_rank_that_sees_one_gpu_of_several_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    env = find_dist_env(environment=FOURTH_OF_FOUR | {"SLURM_GPUS_ON_NODE": "2"})
+    assert (env.device, env.local_rank, env.local_world_size) == (torch.device("cuda", 0), 1, 2)
+    for gpus in ({}, {"SLURM_GPUS_ON_NODE": "1"}):
+        with pytest.raises(
+            UsageError, match=re.escape("2 ranks on this node, but 1 GPU: start with --nproc_per_node=1")
+        ):
+            find_dist_env(environment=FOURTH_OF_FOUR | gpus)
