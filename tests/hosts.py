@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.launch import start_command
+from tests.support.launch import start_program
 
 PREFIX = "raw-ddp"
+FILES = Path("/etc/netns")  # `ip netns exec NAME` shows the files in NAME's folder here as those of /etc
 END_S = 10.0
 _numbers = itertools.count()
 
@@ -35,11 +37,13 @@ class Host:
     """A namespace.
 
     :ivar name: of the namespace
+    :ivar hostname: which both hosts can resolve
     :ivar address: IPv4, which the other host reaches over the link
     :ivar interface: of that address
     """
 
     name: str
+    hostname: str
     address: str
     interface: str
 
@@ -51,8 +55,8 @@ class Host:
     def start(
         self, *arguments: str, env: dict[str, str] | None = None, output: Path | None = None
     ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-        """``python -m ARGUMENTS`` on this host; see :func:`tests.support.launch.start_command`."""
-        return start_command(*arguments, env=env, output=output, before=self.command)
+        """``python -m ARGUMENTS`` on this host; see :func:`tests.support.launch.start_program`."""
+        return start_program(*self.command, sys.executable, "-m", *arguments, env=env, output=output)
 
     def run(self, *command: str) -> str:
         """Run a program on this host; what it printed."""
@@ -142,12 +146,16 @@ def two_hosts(rate: str = "1gbit") -> Iterator[TwoHosts]:
     _remove_leftovers()
     number = next(_numbers)
     a, b = (
-        Host(f"{PREFIX}-{letter}-{number}-{os.getpid()}", f"10.77.0.{place}", f"eth-{letter}")
+        Host(f"{PREFIX}-{letter}-{number}-{os.getpid()}", f"host{place}", f"10.77.0.{place}", f"eth-{letter}")
         for place, letter in ((1, "a"), (2, "b"))
     )
     hosts = TwoHosts(a, b, rate)
     try:
+        names = ["127.0.0.1 localhost", *(f"{host.address} {host.hostname}" for host in (a, b))]
         for host in (a, b):
+            files = FILES / host.name
+            files.mkdir(parents=True)
+            (files / "hosts").write_text("\n".join(names) + "\n")
             _run("ip", "netns", "add", host.name)
             host.run("ip", "link", "set", "lo", "up")
         _run(
@@ -173,6 +181,7 @@ def _remove_leftovers() -> None:
 
 def _remove(name: str) -> None:
     """Kill what runs there, and remove the namespace; the link goes with it."""
+    shutil.rmtree(FILES / name, ignore_errors=True)
     if name not in _run("ip", "netns", "list"):
         return
     deadline = time.monotonic() + END_S

@@ -59,7 +59,8 @@ def trainer_of_two(checkout: Path) -> dict[str, float]:
 def _trainer(checkout: Path, torchrun: list[str]) -> float:
     output = checkout / "bench"
     run(checkout, [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split(), "--device", "cpu", "--output", str(output)])
-    return statistics.median(json.loads((output / "overhead.json").read_text())["seconds_per_step"]["trainer"])
+    loops: dict[str, list[float]] = json.loads((output / "overhead.json").read_text())["seconds_per_step"]
+    return statistics.median(loops["trainer"])
 
 
 def engines(checkout: Path) -> dict[str, float]:

@@ -23,7 +23,8 @@ import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import Store
 
 from common.distributed import BACKENDS, DEVICES
-from common.distributed.dist_env import TORCHRUN_VARIABLES, DistEnv, find_dist_env, require_alone
+from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
+from common.distributed.launchers import TORCHRUN_VARIABLES
 from common.errors import UsageError
 from common.reporting.run_files import LOG_FOLDER
 from common.resilience.fork_safety import rest_before_forks

@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -47,25 +47,27 @@ def run_torchrun(
     return run_command(*flags, *arguments, timeout_s=timeout_s, env=env)
 
 
-@contextlib.contextmanager
 def start_command(
-    *arguments: str,
-    env: dict[str, str] | None = None,
-    cwd: Path = REPOSITORY,
-    output: Path | None = None,
-    before: Sequence[str] = (),
+    *arguments: str, env: dict[str, str] | None = None, cwd: Path = REPOSITORY, output: Path | None = None
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """``python -m ARGUMENTS``, as :func:`start_program` starts it."""
+    return start_program(sys.executable, "-m", *arguments, env=env, cwd=cwd, output=output)
+
+
+@contextlib.contextmanager
+def start_program(
+    *command: str, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY, output: Path | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """``python -m ARGUMENTS`` in a session of its own; killed, with all its children, at the end of the block.
+    """A command in a session of its own; killed, with all its children, at the end of the block.
 
     :param output: a file for what it prints; without one, pipes that the caller must read
-    :param before: a command that starts it, as ``("ip", "netns", "exec", "host")``
     """
     with contextlib.ExitStack() as streams:
         file = None if output is None else streams.enter_context(open(output, "w"))
         process = subprocess.Popen(
-            [*before, sys.executable, "-m", *arguments],
+            command,
             cwd=cwd,
-            env=clean_environment() | (env or {}),
+            env={**clean_environment(), **(env or {})},
             stdout=file or subprocess.PIPE,
             stderr=file or subprocess.PIPE,
             text=True,

@@ -1,0 +1,71 @@
+"""ddp/launch/*.sbatch on a real SLURM of two nodes: they train, are requeued, and end with the bits of one host."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.distributed.launchers import expand_hosts
+from tests.ddp.jobs import assert_identical, final_state
+from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
+from tests.hosts import two_hosts
+from tests.slurm import Cluster, slurm, why_not
+from tests.support.launch import REPOSITORY
+
+pytestmark = pytest.mark.faults
+
+LAUNCH = REPOSITORY / "ddp" / "launch"
+# With torchrun's agents, and without: a rank on each node.
+JOBS = {
+    "torchrun": (str(LAUNCH / "slurm.sbatch"), *FLAGS),
+    "srun": ("--ntasks-per-node=1", str(LAUNCH / "slurm-srun.sbatch"), *FLAGS),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # short: it holds sockets
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        yield stack.enter_context(slurm(stack.enter_context(two_hosts()), folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The weights of the run on one host, and its metrics."""
+    with training(tmp_path_factory.mktemp("undisturbed") / "run") as run:
+        run.finish()
+    return final_state(run.folder)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, undisturbed: Any, job: str) -> None:
+    number = cluster.sbatch(*JOBS[job])
+    folder = cluster.folder / "runs" / f"slurm-{number}"
+    wait_for_step(folder, 5)
+    cluster.run("scancel", "--signal=TERM", number)
+    assert cluster.wait(number) == "COMPLETED", cluster.logs()
+
+    logs = {path.name: path.read_text() for path in cluster.folder.glob(f"ddp-{number}*.log")}
+    names = ("host1", "host2") if job == "torchrun" else ("0", "1")
+    assert sorted(logs) == sorted([f"ddp-{number}.log", *(f"ddp-{number}-{name}.log" for name in names)])
+    everything = "\n".join(logs.values())
+    assert re.search(r"stopped by SIGTERM on rank .* after step \d+, which is saved", everything), everything
+    assert re.search(r"resuming after step \d+,", everything), everything
+    tensors, records = final_state(folder)
+    assert_identical(tensors, undisturbed[0])
+    assert records == undisturbed[1]
+
+
+def test_hosts_are_those_that_slurm_tells(cluster: Cluster) -> None:
+    for hosts in ("n[1-3,07],gpu5", "r[1-2]n[008-010],head", "a"):
+        assert expand_hosts(hosts) == cluster.run("scontrol", "show", "hostnames", hosts).split()

@@ -1,0 +1,257 @@
+"""The same small job, started in nine ways: one digest of the final weights.
+
+    python -m tests.launchers            # all; needs root, slurm-wlm and munge
+    python -m tests.launchers standalone by-hand
+
+Two ranks. Where a launcher is for several hosts, there is a rank on each of two (tests/hosts.py). SLURM is a real one
+(tests/slurm.py); LSF's ``blaunch`` is a stand-in; what Kubernetes and Azure ML set is set here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp.checkpoint import storage
+from tests import slurm
+from tests.hosts import Host, TwoHosts, two_hosts
+from tests.slurm import Cluster
+from tests.support.launch import REPOSITORY, free_port, start_program
+
+JOB = (
+    "--train-samples", "720", "--test-samples", "100", "--batch-size", "24", "--epochs", "1", "--device", "cpu", "--threads", "1"
+)  # fmt: skip
+TRAIN = ("-m", "ddp.train", *JOB)
+LIMIT_S = 240.0
+BLAUNCH = REPOSITORY / "tests" / "blaunch"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command that is typed.
+
+    :ivar environment: what stands in its environment beside everything else
+    :ivar host: on which it is typed; None for this machine without namespaces
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    host: Host | None = None
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What launchers need, made when the first one asks for it."""
+
+    stack: contextlib.ExitStack
+    folder: Path
+    made: dict[str, object]
+
+    @property
+    def hosts(self) -> TwoHosts:
+        if "hosts" not in self.made:
+            self.made["hosts"] = self.stack.enter_context(two_hosts())
+        hosts = self.made["hosts"]
+        assert isinstance(hosts, TwoHosts)
+        return hosts
+
+    @property
+    def cluster(self) -> Cluster:
+        if "cluster" not in self.made:
+            (self.folder / "slurm").mkdir()
+            self.made["cluster"] = self.stack.enter_context(slurm.slurm(self.hosts, self.folder / "slurm"))
+        cluster = self.made["cluster"]
+        assert isinstance(cluster, Cluster)
+        return cluster
+
+
+def standalone(machines: Machines) -> list[Start]:
+    return [Start(("torchrun", "--standalone", "--nproc-per-node=2", *TRAIN), {})]
+
+
+def static(machines: Machines) -> list[Start]:
+    a = machines.hosts.a
+    return [
+        Start(
+            ("torchrun", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", f"--master-addr={a.hostname}",
+             "--master-port=29500", *TRAIN),
+            {}, host,
+        )
+        for number, host in _numbered(machines)
+    ]  # fmt: skip
+
+
+def c10d(machines: Machines) -> list[Start]:
+    a = machines.hosts.a
+    return [
+        Start(
+            ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={a.hostname}:29400",
+             "--rdzv-id=job", f"--rdzv-conf=is_host={1 - number}", f"--local-addr={host.hostname}", *TRAIN),
+            {}, host,
+        )
+        for number, host in _numbered(machines)
+    ]  # fmt: skip
+
+
+def srun(machines: Machines) -> list[Start]:
+    command = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "python", *TRAIN)
+    return [Start(command, machines.cluster.environment, machines.hosts.a)]
+
+
+def sbatch(machines: Machines) -> list[Start]:
+    """The agents of torchrun in a batch job."""
+    command = ("sbatch", "--wait", str(REPOSITORY / "ddp/launch/slurm.sbatch"), *JOB)
+    return [Start(command, machines.cluster.environment, machines.hosts.a)]
+
+
+def lsf(machines: Machines) -> list[Start]:
+    """As LSF starts the script on the first of a job's hosts."""
+    hosts = machines.hosts
+    environment = {
+        "LSB_JOBID": "12", "LSB_MCPU_HOSTS": f"{hosts.a.hostname} 1 {hosts.b.hostname} 1", "FLAGS": " ".join(JOB),
+        "PATH": f"{BLAUNCH}:{_path()}", "BLAUNCH_NAMESPACES": " ".join(f"{h.hostname}={h.name}" for h in (hosts.a, hosts.b)),
+    }  # fmt: skip
+    return [Start(("bash", "ddp/launch/lsf.bsub"), environment)]
+
+
+def kubernetes(machines: Machines) -> list[Start]:
+    """What Kubeflow's Trainer sets in each pod, and torchrun reads."""
+    a = machines.hosts.a
+    return [
+        Start(
+            ("torchrun", *TRAIN),
+            {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": a.hostname,
+             "PET_MASTER_PORT": "29500"},
+            host,
+        )
+        for number, host in _numbered(machines)
+    ]  # fmt: skip
+
+
+def azure(machines: Machines) -> list[Start]:
+    """What Azure ML sets for each rank of a job with ``distribution: type: pytorch``."""
+    a = machines.hosts.a
+    return [
+        Start(
+            ("python", *TRAIN),
+            {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": str(number), "MASTER_ADDR": a.address,
+             "MASTER_PORT": "6105", "AZUREML_NODE_COUNT": "2"},
+            host,
+        )
+        for number, host in _numbered(machines)
+    ]  # fmt: skip
+
+
+def by_hand(machines: Machines) -> list[Start]:
+    """As torch.multiprocessing's examples set them."""
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [
+        Start(("python", *TRAIN), {"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **meeting}) for rank in range(2)
+    ]
+
+
+LAUNCHERS: dict[str, Callable[[Machines], list[Start]]] = {
+    "standalone": standalone,
+    "static": static,
+    "c10d": c10d,
+    "srun": srun,
+    "sbatch": sbatch,
+    "lsf": lsf,
+    "kubernetes": kubernetes,
+    "azure": azure,
+    "by-hand": by_hand,
+}
+
+
+def main() -> None:
+    parser = ArgumentParser("python -m tests.launchers", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("launchers", nargs="*", metavar="LAUNCHER", help=f"of {', '.join(LAUNCHERS)} (default: all)")
+    names = parser.parse_args().launchers or list(LAUNCHERS)
+    if unknown := [name for name in names if name not in LAUNCHERS]:
+        parser.error(f"there is no launcher {unknown[0]}: take one of {', '.join(LAUNCHERS)}")
+    if reason := slurm.why_not():
+        parser.error(f"two hosts and SLURM cannot be had here: {reason}")
+    digests = run(names, print)
+    if len(set(digests.values())) > 1:
+        sys.exit("the digests differ")
+
+
+def run(names: Sequence[str], report: Callable[[str], None]) -> dict[str, str]:
+    """Train with each of these launchers.
+
+    :param report: called with the lines of the table
+    :returns: the digest of the final weights, by launcher
+    """
+    digests = {}
+    with contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="launch", dir="/tmp"))  # short: it holds sockets
+        stack.callback(shutil.rmtree, folder)
+        machines = Machines(stack, folder, {})
+        for name in names:
+            run_dir = folder / name
+            starts = LAUNCHERS[name](machines)
+            _finish(starts, run_dir, folder)
+            digests[name] = digest_of(run_dir)
+            report(f"{name}: {digests[name]}")
+            for start in starts:
+                own = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(start.environment.items()))
+                own = own if "SLURM_CONF" not in start.environment else ""
+                report(f"  {start.host.hostname if start.host else 'here'}: {own} {shlex.join(start.command)}".rstrip())
+    return digests
+
+
+def digest_of(run_dir: Path) -> str:
+    """The first 16 digits of SHA-256 of all weights and buffers that the run has come to."""
+    found = storage.newest(run_dir)
+    assert found is not None, f"{run_dir} has no checkpoint"
+    digest = hashlib.sha256()
+    for name, value in sorted(storage.read(found[0], "model").items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _finish(starts: Sequence[Start], run_dir: Path, folder: Path) -> None:
+    """Run all commands of a job at once, and wait for them.
+
+    :raises AssertionError: with what they printed, if one fails or does not end in time
+    """
+    outputs = [folder / f"{run_dir.name}-{number}.out" for number in range(len(starts))]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                start_program(
+                    *(start.host.command if start.host else ()),
+                    *start.command,
+                    *(("--run-dir", str(run_dir)) if "ddp.train" in start.command else ()),
+                    env={"PATH": _path(), "PYTHONPATH": str(REPOSITORY), "RUN_DIR": str(run_dir), **start.environment},
+                    cwd=folder if start.command[0] == "sbatch" else REPOSITORY,
+                    output=output,
+                )
+            )
+            for start, output in zip(starts, outputs, strict=True)
+        ]
+        statuses = [process.wait(LIMIT_S) for process in processes]
+    said = "\n".join(output.read_text() for output in outputs)
+    assert set(statuses) == {0}, f"{run_dir.name} ended with {statuses}:\n{said}"
+
+
+def _path() -> str:
+    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def _numbered(machines: Machines) -> list[tuple[int, Host]]:
+    return [(0, machines.hosts.a), (1, machines.hosts.b)]
+
+
+if __name__ == "__main__":
+    main()
