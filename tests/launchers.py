@@ -181,6 +181,7 @@ def main() -> None:
         parser.error(f"there is no launcher {unknown[0]}: take one of {', '.join(LAUNCHERS)}")
     if reason := slurm.why_not():
         parser.error(f"two hosts and SLURM cannot be had here: {reason}")
+    print(f"JOB={shlex.quote(shlex.join(JOB))}")
     digests = run(names, print)
     if len(set(digests.values())) > 1:
         sys.exit("the digests differ")
@@ -204,10 +205,16 @@ def run(names: Sequence[str], report: Callable[[str], None]) -> dict[str, str]:
             digests[name] = digest_of(run_dir)
             report(f"{name}: {digests[name]}")
             for start in starts:
-                own = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(start.environment.items()))
-                own = own if "SLURM_CONF" not in start.environment else ""
-                report(f"  {start.host.hostname if start.host else 'here'}: {own} {shlex.join(start.command)}".rstrip())
+                report(f"  {start.host.hostname if start.host else 'here'}: {as_typed(start)}")
     return digests
+
+
+def as_typed(start: Start) -> str:
+    """The command with its environment, with JOB for the flags of the job."""
+    hidden = ("PATH", "BLAUNCH_NAMESPACES") if "SLURM_CONF" not in start.environment else start.environment
+    own = [f"{name}={shlex.quote(value)}" for name, value in sorted(start.environment.items()) if name not in hidden]
+    line = " ".join([*own, shlex.join(start.command)]).replace(f"{REPOSITORY}/", "")
+    return line.replace(shlex.quote(shlex.join(JOB)), '"$JOB"').replace(shlex.join(JOB), "$JOB")
 
 
 def digest_of(run_dir: Path) -> str:

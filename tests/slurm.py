@@ -89,15 +89,19 @@ class Cluster:
         """Submit a script; the job's number."""
         return self.run("sbatch", "--parsable", *arguments, env=env).strip()
 
-    def state(self, job: str) -> str:
-        """As ``RUNNING``."""
-        described = self.run("scontrol", "show", "job", job, "-o")
-        return described.partition("JobState=")[2].split()[0]
+    def restarts(self, job: str) -> int:
+        """How often it was requeued."""
+        return int(self._field(job, "Restarts"))
+
+    def _field(self, job: str, name: str) -> str:
+        return self.run("scontrol", "show", "job", job, "-o").partition(f" {name}=")[2].split()[0]
 
     def wait(self, job: str, timeout_s: float = 240.0) -> str:
-        """Wait until the job is over; its state."""
+        """Wait until the job is over; its state. (A job that is requeued need not wait the two minutes that SLURM gives it.)"""
         deadline = time.monotonic() + timeout_s
-        while (state := self.state(job)) not in OVER:
+        while (state := self._field(job, "JobState")) not in OVER:
+            if state == "PENDING" and self._field(job, "Reason") == "BeginTime":
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s} s:\n{self.logs()}"
             time.sleep(0.3)
         return state

@@ -35,15 +35,22 @@ def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
     return {
         **({} if settings is None else settings_of(settings)),
         "the backend": f"{env.backend} on {env.device.type}",
-        "the version of torch": torch.__version__,
-        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
-        "the digest of this project's source": source_digest(),
+        **software(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn.allow_tf32": str(torch.backends.cudnn.allow_tf32),
         "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "cudnn.deterministic": str(torch.backends.cudnn.deterministic),
         "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
         **{name: os.environ.get(name, "not set") for name in VARIABLES},
+    }
+
+
+def software() -> dict[str, str]:
+    """What this rank runs."""
+    return {
+        "the version of torch": torch.__version__,
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "the digest of this project's source": source_digest(),
     }
 
 

@@ -79,6 +79,16 @@ LAUNCHERS = (
 )
 
 
+def launcher_name(environment: Environment = os.environ) -> str:
+    """What started this process, for a person to read."""
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return "torchrun"
+    if "RANK" in environment and "AZUREML_NODE_COUNT" in environment:
+        return "Azure ML"
+    found = [launcher.name for launcher in LAUNCHERS if launcher.started(environment)]
+    return found[0] if found else "variables set by hand" if "RANK" in environment else "nobody: one process by itself"
+
+
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what torchrun would have set, if another launcher started this process. What is set already comes first.
 

@@ -31,7 +31,7 @@ from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
 
 __all__ = [
-    "BACKENDS", "DEVICES", "TORCHRUN_VARIABLES", "DistEnv", "clean_exit", "find_dist_env", "process_group",
+    "BACKENDS", "DEVICES", "TORCHRUN_VARIABLES", "DistEnv", "clean_exit", "find_dist_env", "open_store", "process_group",
     "rendezvous_errors", "rendezvous_store", "require_alone", "stop_signals",
 ]  # fmt: skip
 
@@ -103,8 +103,21 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
 
     :param timeout_s: seconds to wait for the other ranks
     :param settings: the command's dataclass; None if it has none
-    :raises UsageError: on every rank, when the ranks were started differently, or ``--interface`` names no interface of this host
+    :raises UsageError: on every rank, when the ranks were started differently; when MASTER_ADDR cannot be the place to meet, or
+        ``--interface`` names no interface of this host
     """
+    store = open_store(env, timeout_s, settings)
+    if "RANK" in os.environ:  # a job of ranks
+        from common.distributed.agreement import require_agreement
+        from common.distributed.launch_facts import launch_facts
+
+        timeout = datetime.timedelta(seconds=timeout_s)
+        require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout)
+    return store
+
+
+def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
+    """:func:`rendezvous_store`, before the ranks compare anything."""
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:
         from common.distributed.interface import offer_interface
@@ -112,24 +125,22 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         return dist.HashStore()  # type: ignore[attr-defined]
-    from common.distributed.agreement import require_agreement  # only in a job of ranks
-    from common.distributed.launch_facts import launch_facts
-    from common.distributed.native_stderr import frames_to_log
+    from common.distributed.native_stderr import frames_to_log  # only in a job of ranks
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    store: Store
     with frames_to_log(_log_of(env, settings)):
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
-            store = store_with_new_prefix(env.rank, env.world_size, timeout)
-        else:  # rank 0 serves it; which ranks come is checked below
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
-            )
-    require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout)
-    return store
+            return store_with_new_prefix(env.rank, env.world_size, timeout)
+        from common.distributed.master_address import require_meeting_place
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        require_meeting_place(env, address, port, timeout_s)
+        # Rank 0 serves the store; which ranks come is checked by the caller.
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
+        )
 
 
 def _log_of(env: DistEnv, settings: Any) -> Path | None:

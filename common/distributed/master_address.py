@@ -1,0 +1,88 @@
+"""Can the ranks meet at MASTER_ADDR? What is wrong with it is said at once, and not after the timeout of the rendezvous."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import time
+
+from common.distributed.dist_env import DistEnv
+from common.distributed.interface import addresses_by_interface
+from common.errors import UsageError
+
+RESOLVE_S = 5.0  # names of Kubernetes' pods can be resolved only when these have started
+LISTEN_S = 20.0  # in which rank 0 begins to listen, if it is on this host
+POLL_S = 0.5
+
+
+def require_meeting_place(env: DistEnv, address: str, port: int, timeout_s: float) -> None:
+    """Check what one rank can know by itself.
+
+    :param address: MASTER_ADDR, a name or an address
+    :param port: MASTER_PORT
+    :param timeout_s: of the rendezvous
+    :raises UsageError: when the address cannot be resolved, has no route, or is this host's loopback address although rank 0 is
+        on another; on rank 0, which listens there, when it is that of another host
+    """
+    found = _resolve(address, min(RESOLVE_S, timeout_s))
+    if not found:
+        raise UsageError(
+            f"MASTER_ADDR {address} cannot be resolved on {env.host}: set it to the name or address of the host of rank 0"
+        )
+    if env.rank == 0:
+        own = [one for addresses in addresses_by_interface().values() for one in addresses]
+        if not any(one in own or _is_loopback(one) for one in found):
+            raise UsageError(
+                f"rank 0 is on {env.host}, but MASTER_ADDR {address} ({', '.join(found)}) is another host: start rank 0 there, "
+                f"or set MASTER_ADDR to an address of {env.host}"
+            )
+    elif problem := _route_problem(found[0]):
+        raise UsageError(
+            f"{env.host} has no way to MASTER_ADDR {address}: {problem}: check the address, and the network between the hosts"
+        )
+    only_here = env.rank >= env.local_world_size and all(map(_is_loopback, found))
+    if only_here and timeout_s > LISTEN_S and not _listens(found[0], port):
+        raise UsageError(
+            f"MASTER_ADDR {address} is {env.host} itself, and no rank 0 is here: set it to an address of rank 0's host that all "
+            "hosts can reach"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _listens(address: str, port: int) -> bool:
+    deadline = time.monotonic() + LISTEN_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), POLL_S).close()
+            return True
+        except OSError:
+            time.sleep(POLL_S)
+    return False
+
+
+def _resolve(address: str, patience_s: float) -> list[str]:
+    """The IP addresses; none if there are none in time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
+        except OSError:
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(POLL_S)
+
+
+def _route_problem(address: str) -> str | None:
+    """Why nothing can be sent there, as far as this host's own routes tell; sends nothing."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 1))
+    except OSError as error:
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
+            return (error.strerror or str(error)).lower()
+    return None

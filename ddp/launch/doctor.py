@@ -1,0 +1,274 @@
+"""What has a launcher started? Which ranks came, from where, with which software, and how fast do they reach each other?
+
+    python -m ddp.launch.doctor                                      # this host
+    torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
+    srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
+
+Rank 0 prints what is wrong first, then a table of the ranks and one of the ways between their hosts. The exit status is 1 if
+something is wrong.
+
+It needs nothing of the ranks but that they reach MASTER_ADDR: they tell each other about themselves through the store there.
+Only when all have come, and run the same software, do they form a group, in which the ways are measured: a message goes there
+and back (the latency is half of that), and larger ones go one way and are answered by a byte (the bandwidth).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from common.cli import command, option, parse
+from common.distributed.agreement import differences
+from common.distributed.interface import addresses_by_interface, interface_towards
+from common.distributed.launch_facts import software
+from common.distributed.launchers import launcher_name
+from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
+from common.distributed.rank_logging import rank_logging
+from common.stdout import print_results
+
+POLL_S = 0.002  # between two looks into the store; half of it is the error of a clock's difference
+READ_S = 3.0  # for the other ranks to read the verdict of rank 0
+ROUND_TRIPS, TRANSFERS = 20, 3
+MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
+
+# Facts that may differ between the ranks of a job.
+OWN = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
+
+Facts = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Settings of ``ddp.launch.doctor``."""
+
+    timeout: float = option(60.0, "seconds to wait for the other ranks", above=0, maximum=86_400)
+    mebibytes: int = option(16, "size of the message whose time tells the bandwidth", minimum=1, maximum=1024)
+    device: str = option("auto", "as in ddp.train", choices=DEVICES)
+    interface: str | None = option(None, "as in ddp.train", per_node=True)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How fast one host reaches another, one way.
+
+    :ivar latency_s: seconds of a message of one byte
+    :ivar bytes_per_s: of large messages
+    """
+
+    first: str
+    second: str
+    latency_s: float
+    bytes_per_s: float
+
+
+@command
+def main() -> None:
+    config = parse(DoctorConfig, "ddp.launch.doctor", __doc__)
+    env = find_dist_env(config.device)
+    with clean_exit(env), rank_logging(env):
+        with rendezvous_errors(env):
+            store = open_store(env, config.timeout, config)
+            everyone = tell(store, env, facts_of(env, config), config.timeout)
+            problems = what_is_wrong(everyone, env.world_size) if env.is_main else []
+            hosts = agree(store, env, first_ranks(everyone) if not problems else {}, config.timeout)
+            ways: list[Way] = []
+            if len(hosts) > 1:
+                dist.init_process_group(
+                    "gloo", store=store, rank=env.rank, world_size=env.world_size,
+                    timeout=datetime.timedelta(seconds=config.timeout),
+                )  # fmt: skip
+                ways = measure(hosts, env.rank, config.mebibytes * 2**20)
+        if env.is_main:
+            print_results(report(problems, everyone, ways, env))
+        if problems:
+            sys.exit(1)
+
+
+def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
+    """What this rank knows of itself."""
+    towards = interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or towards or "lo"
+    addresses = addresses_by_interface().get(interface, [])
+    gpu = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else ""
+    return {
+        "host": env.host,
+        "pid": str(os.getpid()),
+        "local rank": f"{env.local_rank} of {env.local_world_size}",
+        "interface": f"{interface} ({addresses[0] if addresses else 'no address'})",
+        "device": f"{env.device} {gpu}".strip(),
+        "GPUs": str(torch.cuda.device_count()),
+        "cores": str(env.share_of_cores * env.local_world_size),
+        **software(),
+        "started by": launcher_name(),
+    }
+
+
+def tell(store: Store, env: DistEnv, facts: dict[str, str], timeout_s: float) -> dict[int, Facts]:
+    """Put this rank's facts into the store. Rank 0 waits for those of all, and tells each its time meanwhile.
+
+    :returns: on rank 0, the facts by rank, of those that came; on the others, their own
+    """
+    deadline = time.monotonic() + timeout_s
+    if env.rank > 0:
+        asked = time.time()
+        store.set(f"ask/{env.rank}", "")
+        if not _wait(store, f"time/{env.rank}", deadline):
+            raise dist.DistStoreError("rank 0 did not answer")
+        offset = (asked + time.time()) / 2 - float(store.get(f"time/{env.rank}"))
+        facts["clock"] = f"{offset:+.1f} s"
+        store.set(f"facts/{env.rank}", json.dumps(facts))
+        return {env.rank: facts}
+    everyone: dict[int, Facts] = {0: facts | {"clock": "+0.0 s"}}
+    told: set[int] = set()
+    while len(everyone) < env.world_size and time.monotonic() < deadline:
+        for rank in range(1, env.world_size):
+            if rank not in told and store.check([f"ask/{rank}"]):
+                store.set(f"time/{rank}", repr(time.time()))
+                told.add(rank)
+            if rank not in everyone and store.check([f"facts/{rank}"]):
+                everyone[rank] = json.loads(store.get(f"facts/{rank}"))
+        time.sleep(POLL_S)
+    return dict(sorted(everyone.items()))
+
+
+def what_is_wrong(everyone: Mapping[int, Facts], world_size: int) -> list[str]:
+    """A line for each thing that would keep a job from running, or make it hard to read."""
+    found = []
+    if absent := [rank for rank in range(world_size) if rank not in everyone]:
+        hosts = ", ".join(dict.fromkeys(facts["host"] for facts in everyone.values()))
+        found.append(
+            f"{len(everyone)} of {world_size} ranks came, from {hosts}: ranks {', '.join(map(str, absent))} did not. Were they "
+            "started, and can their hosts reach MASTER_ADDR and MASTER_PORT?"
+        )
+    same = {rank: {k: v for k, v in facts.items() if k not in OWN} for rank, facts in everyone.items()}
+    found += differences(same)
+    for rank, facts in everyone.items():
+        if abs(float(facts["clock"].split()[0])) > MOST_CLOCK_S:
+            found.append(f"the clock of {facts['host']} (rank {rank}) differs by {facts['clock']} from that of rank 0")
+    return found
+
+
+def first_ranks(everyone: Mapping[int, Facts]) -> dict[str, int]:
+    """The lowest rank of each host. On one host, every rank counts as a host of its own."""
+    found: dict[str, int] = {}
+    for rank, facts in everyone.items():
+        found.setdefault(facts["interface"] + facts["host"], rank)
+    if len(found) == 1:
+        return {f"rank {rank}": rank for rank in everyone}
+    return {f"{everyone[rank]['host']} (rank {rank})": rank for rank in found.values()}
+
+
+def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -> dict[str, int]:
+    """Rank 0 tells all between which ranks they measure; none if something is wrong. It waits until they have read that,
+    since it may serve the store."""
+    if env.is_main:
+        store.set("hosts", json.dumps(hosts))
+        if not hosts:
+            deadline = time.monotonic() + READ_S
+            for rank in range(1, env.world_size):
+                _wait(store, f"read/{rank}", deadline)
+        return hosts
+    if not _wait(store, "hosts", time.monotonic() + timeout_s):
+        return {}
+    told: dict[str, int] = json.loads(store.get("hosts"))
+    store.set(f"read/{env.rank}", "")
+    return told
+
+
+def measure(hosts: Mapping[str, int], rank: int, size: int) -> list[Way]:
+    """Time messages between each pair of hosts, one pair after another. A collective.
+
+    :param hosts: a rank of each
+    :param size: of the large messages, in bytes
+    :returns: on rank 0, every way
+    """
+    ways = []
+    names = list(hosts)
+    for place, first in enumerate(names):
+        for second in names[place + 1 :]:
+            pair = hosts[first], hosts[second]
+            seconds = torch.zeros(2, dtype=torch.float64)
+            if rank in pair:
+                other = pair[1] if rank == pair[0] else pair[0]
+                seconds[0] = _median_seconds(ROUND_TRIPS, 1, rank == pair[0], other) / 2
+                seconds[1] = _median_seconds(TRANSFERS, size, rank == pair[0], other)
+            dist.broadcast(seconds, pair[0])
+            latency, large = seconds.tolist()
+            ways.append(Way(first, second, latency, size / max(large - latency, 1e-9)))
+    return ways
+
+
+def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
+    """Of a message of this size to the other rank, and its answer of one byte. The first is left out."""
+    message, answer = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    seconds = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        if sends:
+            dist.send(message, other)
+            dist.recv(answer, other)
+        else:
+            dist.recv(message, other)
+            dist.send(answer, other)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
+def report(problems: Sequence[str], everyone: Mapping[int, Facts], ways: Sequence[Way], env: DistEnv) -> str:
+    """All that rank 0 prints."""
+    lines = [f"wrong: {problem}" for problem in problems] or ["nothing is wrong"]
+    facts = everyone[0]
+    hosts = len({facts["host"] for facts in everyone.values()})
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if "RANK" in os.environ else "nowhere"
+    lines.append(
+        f"started by {facts['started by']}: {len(everyone)} of {env.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
+        f"which meet at {where}"
+    )
+    columns = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
+    short = {
+        "torch": "the version of torch",
+        "Python": "the version of Python",
+        "source": "the digest of this project's source",
+    }
+    rows = [["rank", *columns, *short]]
+    rows += [
+        [str(rank), *(facts[name] for name in columns), *(facts[name] for name in short.values())]
+        for rank, facts in everyone.items()
+    ]
+    lines += ["", *_aligned(rows)]
+    if ways:
+        rows = [["from", "to", "latency", "bandwidth"]]
+        rows += [
+            [way.first, way.second, f"{1e6 * way.latency_s:.0f} us", f"{way.bytes_per_s / 2**20:.0f} MiB/s"]
+            for way in ways
+        ]
+        lines += ["", *_aligned(rows)]
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _wait(store: Store, key: str, deadline: float) -> bool:
+    """Whether the store has the key in time."""
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+if __name__ == "__main__":
+    main()
