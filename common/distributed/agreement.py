@@ -114,7 +114,11 @@ def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -
         if time.monotonic() > deadline:
             if differ:
                 break
-            raise dist.DistStoreError(f"ranks {absent} did not come")
+            here = [store.get(f"process/{rank}").decode().rpartition(" on ")[2] for rank in everyone]
+            raise dist.DistStoreError(
+                f"ranks {absent} did not come, {len(everyone)} of {world_size} did, from {', '.join(dict.fromkeys(here))}: start "
+                "the others, and check that their hosts can reach this one"
+            )
         if not came:
             time.sleep(POLL_S)
     return everyone, describe(everyone)

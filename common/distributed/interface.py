@@ -24,21 +24,33 @@ def offer_interface(master_address: str, named: str | None = None) -> str | None
     :param master_address: of the rendezvous, a name or an address
     :param named: ``--interface``; when None, the interface on the way to the rendezvous
     :returns: its name; None when the rendezvous is on this host alone, or cannot be found: then nothing is chosen
-    :raises UsageError: when there is no interface of that name, or it has no address
+    :raises UsageError: when there is no interface of that name, or it has no address; when the variable of gloo names such a one
     """
     if named is not None:
-        addresses = addresses_by_interface()
-        if not addresses.get(named):
-            has = [f"{name} ({', '.join(of)})" for name, of in sorted(addresses.items()) if of]
-            reason = "has no address" if named in addresses else "is not an interface"
-            raise UsageError(f"--interface {named} {reason} of {socket.gethostname()}, which has {', '.join(has)}")
+        _require_interface(named, f"--interface {named}")
     elif any(name in os.environ for name in VARIABLES):
+        _require_gloo_s_interface()
         return None
     interface = named or interface_towards(master_address)
     if interface is not None:
         for name, value in VARIABLES.items():
             os.environ[name] = value.format(interface)
     return interface
+
+
+def _require_gloo_s_interface() -> None:
+    """Gloo takes names alone. (NCCL's variable may have beginnings of names, and those that are left out.)"""
+    value = os.environ.get("GLOO_SOCKET_IFNAME")
+    for name in value.split(",") if value else []:
+        _require_interface(name, f"GLOO_SOCKET_IFNAME={value}: {name}")
+
+
+def _require_interface(name: str, source: str) -> None:
+    addresses = addresses_by_interface()
+    if not addresses.get(name):
+        has = [f"{other} ({', '.join(of)})" for other, of in sorted(addresses.items()) if of]
+        reason = "has no address" if name in addresses else "is not an interface"
+        raise UsageError(f"{source} {reason} of {socket.gethostname()}, which has {', '.join(has)}")
 
 
 def interface_towards(host: str) -> str | None:

@@ -15,7 +15,7 @@ from common.cli import settings_of
 from common.distributed.dist_env import DistEnv
 
 PACKAGES = ("common", "ddp", "dataloading", "dataparallel")
-# Variables that change what is computed, or whether the ranks' collectives fit together.
+# Variables that change what is computed, or whether the ranks' collectives fit together, or name the job.
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -24,6 +24,10 @@ VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
     "TORCH_DIST_USE_NCCL2",
+    # Two jobs that were given one place to meet would be taken for one.
+    "SLURM_JOB_ID",
+    "LSB_JOBID",
+    "AZUREML_RUN_ID",
 )
 
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.errors import UsageError
 
@@ -96,6 +97,7 @@ def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         _require_one_agent_per_node(environment)
+        _require_number_of_node(environment)
         return
     _complete_azure(environment)
     launcher = next((launcher for launcher in LAUNCHERS if launcher.started(environment)), None)
@@ -136,6 +138,24 @@ def _require_one_agent_per_node(environment: Environment) -> None:
         raise UsageError(
             f"srun started {agents} torchrun agents on this node, and each starts all its ranks: give srun "
             "--ntasks-per-node=1, or leave torchrun out"
+        )
+
+
+def _require_number_of_node(environment: Environment) -> None:
+    """:raises UsageError: when torchrun was given a --node-rank that it does not use, and this node has another number"""
+    try:
+        agent = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
+    except OSError:  # not on this system
+        return
+    given = re.search(r" --node[-_]rank[= ](\d+) ", agent)
+    if (
+        given
+        and re.search(r" --rdzv[-_]backend[= ]c10d ", agent)
+        and given[1] != environment.get("GROUP_RANK", given[1])
+    ):
+        raise UsageError(
+            f"torchrun was given --node-rank {given[1]}, but with --rdzv-backend c10d it numbers the nodes by itself, and this one is "
+            f"{environment['GROUP_RANK']}: leave --node-rank out"
         )
 
 

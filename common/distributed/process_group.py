@@ -167,7 +167,10 @@ def rendezvous_errors(env: DistEnv) -> Iterator[None]:
             raise UsageError(
                 f"MASTER_PORT {port} is in use on {address}: set another, or let torchrun choose a free one"
             ) from error
-        raise UsageError(f"no rendezvous at MASTER_ADDR {address}, MASTER_PORT {port}: {_first_line(error)}") from error
+        raise UsageError(
+            f"no rendezvous at MASTER_ADDR {address}, MASTER_PORT {port}, from {env.host}: {_first_line(error)}: has rank 0 "
+            "started there, and does a firewall let the port through?"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

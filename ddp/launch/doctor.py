@@ -147,8 +147,8 @@ def what_is_wrong(everyone: Mapping[int, Facts], world_size: int) -> list[str]:
     if absent := [rank for rank in range(world_size) if rank not in everyone]:
         hosts = ", ".join(dict.fromkeys(facts["host"] for facts in everyone.values()))
         found.append(
-            f"{len(everyone)} of {world_size} ranks came, from {hosts}: ranks {', '.join(map(str, absent))} did not. Were they "
-            "started, and can their hosts reach MASTER_ADDR and MASTER_PORT?"
+            f"{len(everyone)} of {world_size} ranks came, from {hosts}. Not rank {', '.join(map(str, absent))}: start the others, "
+            "and check that their hosts can reach MASTER_ADDR and MASTER_PORT"
         )
     same = {rank: {k: v for k, v in facts.items() if k not in OWN} for rank, facts in everyone.items()}
     found += differences(same)

@@ -234,6 +234,7 @@ def test_each_pod_of_the_plain_job_starts_an_agent(tmp_path: Path, index: int) -
     assert int(found.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert found.rdzv_endpoint.partition(":")[0] == f"{name}-0.{manifest(PLAIN, 'Service')['metadata']['name']}"
     assert found.rdzv_id == name
+    assert found.max_restarts == 0, "an agent that restarts hangs with that of a new pod"
     assert f"is_host={int(index == 0)}" in found.rdzv_conf.split(",")
     assert found.local_addr == f"{name}-{index}.{name}"
     assert_trains(found, int(found.nnodes) * int(found.nproc_per_node))
