@@ -12,7 +12,7 @@ cd "$(dirname "$0")"
 names=()
 declare -A shows needs commands
 
-# example NAME 'what it shows' 'what it needs: - or GPUS' 'command, with FLAGS where ddp.train's flags go (AGAIN, if it is to
+# example NAME 'what it shows' 'what it needs: -, so many GPUs, or the program of a cluster' 'command, with FLAGS where ddp.train's flags go (AGAIN, if it is to
 # continue what it has begun) and RUN for its run directory, or OPTIONS where those of another command do'
 example() {
     names+=("$1")
@@ -81,11 +81,30 @@ example one-step 'one training step on every rank, as a picture: what travels wh
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 
+example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \
+    'torchrun --nproc_per_node=2 -m ddp.launch.doctor OPTIONS'
+example slurm 'a batch job of SLURM: a torchrun agent on each node' sbatch \
+    'sbatch --wait ddp/launch/slurm.sbatch OPTIONS'
+example slurm-srun 'the same without torchrun: srun starts the ranks' sbatch \
+    'sbatch --wait ddp/launch/slurm-srun.sbatch OPTIONS'
+example lsf 'a batch job of LSF: a torchrun agent on each host' bsub \
+    'FLAGS="OPTIONS" bsub -K < ddp/launch/lsf.bsub'
+example azure 'a job of Azure ML, which starts the ranks itself' az \
+    'az ml job create --stream --file ddp/launch/azureml.yml OPTIONS'
+example kubeflow 'a TrainJob of the Kubeflow Trainer on Kubernetes' kubectl \
+    'kubectl apply --filename ddp/launch/kubernetes.yml OPTIONS'
+example kubernetes 'an Indexed Job on Kubernetes without any operator' kubectl \
+    'kubectl apply --filename ddp/launch/kubernetes-job.yml OPTIONS'
+
 gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true; }
 
 # Why an example cannot run here; nothing when it can.
 obstacle() {
-    [ "${needs[$1]}" = - ] || [ "$(gpus)" -ge "${needs[$1]}" ] || echo "needs ${needs[$1]} GPUs, this machine has $(gpus)"
+    case ${needs[$1]} in
+    -) ;;
+    [0-9]*) [ "$(gpus)" -ge "${needs[$1]}" ] || echo "needs ${needs[$1]} GPUs, this machine has $(gpus)" ;;
+    *) command -v "${needs[$1]}" >/dev/null || echo "needs a cluster, and its ${needs[$1]} here" ;;
+    esac
 }
 
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
@@ -120,6 +139,7 @@ all)
     failed=()
     for name in "${names[@]}"; do
         reason=$(obstacle "$name")
+        case ${needs[$name]} in [a-z]*) reason=${reason:-it takes other machines: run it by its name} ;; esac
         if [ -n "$reason" ]; then
             printf '\n# %s: skipped, %s\n' "$name" "$reason"
         else

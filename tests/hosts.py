@@ -18,13 +18,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tests.support.launch import start_program
+from tests.support.launch import REPOSITORY, start_program
 
 PREFIX = "raw-ddp"
 FILES = Path("/etc/netns")  # `ip netns exec NAME` shows the files in NAME's folder here as those of /etc
@@ -53,10 +53,10 @@ class Host:
         return ("ip", "netns", "exec", self.name)
 
     def start(
-        self, *arguments: str, env: dict[str, str] | None = None, output: Path | None = None
+        self, *arguments: str, env: Mapping[str, str] | None = None, output: Path | None = None, cwd: Path = REPOSITORY
     ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
         """``python -m ARGUMENTS`` on this host; see :func:`tests.support.launch.start_program`."""
-        return start_program(*self.command, sys.executable, "-m", *arguments, env=env, output=output)
+        return start_program(*self.command, sys.executable, "-m", *arguments, env=env, output=output, cwd=cwd)
 
     def run(self, *command: str) -> str:
         """Run a program on this host; what it printed."""
@@ -107,19 +107,27 @@ class TwoHosts:
             host.run("tc", "qdisc", "replace", "dev", host.interface, "root", "handle", "1:", "tbf", *limit)
 
     def agent(
-        self, host: Host, *job: str, ranks: int = 1, env: dict[str, str] | None = None, output: Path | None = None
+        self,
+        host: Host,
+        *job: str,
+        ranks: int = 1,
+        node_rank: int | None = None,
+        env: Mapping[str, str] | None = None,
+        output: Path | None = None,
     ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
         """A torchrun agent, which meets that of the other host by c10d at the first host's address. It starts its ranks again when
         they have failed, and gives up an agent from which it has not heard for some seconds.
 
         :param job: what the ranks run, as ``"-m", "ddp.train"``
         :param ranks: on this host
+        :param node_rank: a flag that does nothing in such a rendezvous
         """
+        useless = () if node_rank is None else (f"--node-rank={node_rank}",)
         conf = f"is_host={int(host is self.a)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=15"
         return host.start(
             "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}", "--max-restarts=3",
             "--rdzv-backend=c10d", "--rdzv-id=two-hosts", f"--rdzv-endpoint={self.a.address}:29400", f"--rdzv-conf={conf}",
-            f"--local-addr={host.address}", *job, env=env, output=output,
+            f"--local-addr={host.address}", *useless, *job, env=env, output=output,
         )  # fmt: skip
 
 

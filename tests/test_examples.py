@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,12 +70,14 @@ def listed() -> list[str]:
 def test_it_lists_every_example_with_what_it_shows() -> None:
     status, out = run_script()
     assert status == 0
-    for name in (*listed(), "two-gpus"):
+    for name in (*listed(), "two-gpus", "slurm", "slurm-srun", "lsf", "azure", "kubeflow", "kubernetes"):
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize("name", [name for name in listed() if name not in (*LOADING, *MEASURING, *INTERRUPTED)])
+@pytest.mark.parametrize(
+    "name", [name for name in listed() if name not in (*LOADING, *MEASURING, *INTERRUPTED, "doctor")]
+)
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     flags = ("--data-dir", str(faces), "--train-samples", "96") if name == "files" else ()
     status, out = run_script(name, *SMALL, *flags, "--run-dir", str(tmp_path / "run"))
@@ -113,6 +116,22 @@ def test_an_example_that_measures_is_a_command_with_options(name: str) -> None:
     assert status == 0, out
     assert re.search(r"^python -m (dataparallel|ddp)\.\w+ .*--output results --help$", out, re.MULTILINE)
     assert "--output" in out
+
+
+@pytest.mark.examples
+def test_the_doctor_finds_two_ranks() -> None:
+    status, out = run_script("doctor", "--mebibytes", "1")
+    assert status == 0, out
+    assert re.search(
+        r"^nothing is wrong\nstarted by torchrun: 2 of 2 ranks on 1 host, which meet at ", out, re.MULTILINE
+    )
+    assert re.search(r"^rank 0 +rank 1 +\d+ us +\d+ MiB/s$", out, re.MULTILINE)
+
+
+def test_a_cluster_that_is_not_here_is_one_line() -> None:
+    if shutil.which("bsub"):
+        pytest.skip("there is LSF here")
+    assert run_script("lsf") == (2, "error: lsf needs a cluster, and its bsub here\n")
 
 
 def test_an_unknown_example_is_one_line() -> None:

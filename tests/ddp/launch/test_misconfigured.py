@@ -1,0 +1,233 @@
+"""What people get wrong with several hosts: one line where it is wrong, with the cure."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ddp.launch.doctor import what_is_wrong
+from tests.ddp.resilience.interrupting import FLAGS
+from tests.hosts import TwoHosts, two_hosts, why_not
+from tests.support.launch import REPOSITORY, error_lines, run_torchrun
+
+pytestmark = pytest.mark.faults
+
+NAME = re.escape(socket.gethostname())
+DIFFER = "the ranks were started differently: "
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A job of a rank on each host, and what is wrong with it.
+
+    :ivar lines: what the rank on each host must say
+    :ivar wrong: variables on each host
+    """
+
+    lines: tuple[str, ...]
+    wrong: tuple[Mapping[str, str], ...] = ({}, {})
+    flags_on_2: tuple[str, ...] = ()
+    timeout_s: int = 8
+    source_on_2: Path = field(default=REPOSITORY)
+
+
+MISTAKES = {
+    "rank 0 is not on the master's host": Mistake(
+        (
+            rf"no rendezvous at MASTER_ADDR host1, MASTER_PORT 29500, from {NAME}: .*: has rank 0 started there",
+            rf"rank 0 is on {NAME}, but MASTER_ADDR host1 \(10\.77\.0\.1\) is another host: start rank 0 there, or set",
+        ),
+        ({"RANK": "1"}, {"RANK": "0"}),
+    ),
+    "the master's address is loopback": Mistake(
+        (
+            rf"ranks \[1\] did not come, 1 of 2 did, from {NAME}: start the others, and check that their hosts can reach this",
+            rf"MASTER_ADDR 127\.0\.0\.1 is {NAME} itself, and no rank 0 is here: set it to an address of rank 0's host",
+        ),
+        ({"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1"}),
+        timeout_s=25,
+    ),
+    "the master's address does not resolve": Mistake(
+        (
+            rf"MASTER_ADDR no-such-host cannot be resolved on {NAME}: set it to the name or address of the host of rank 0",
+        )
+        * 2,
+        ({"MASTER_ADDR": "no-such-host"},) * 2,
+    ),
+    "there is no route to the master": Mistake(
+        (
+            rf"rank 0 is on {NAME}, but MASTER_ADDR 192\.0\.2\.7 \(192\.0\.2\.7\) is another host",
+            rf"{NAME} has no way to MASTER_ADDR 192\.0\.2\.7: network is unreachable: check the address",
+        ),
+        ({"MASTER_ADDR": "192.0.2.7"},) * 2,
+    ),
+    "another number of ranks": Mistake(
+        (DIFFER + "WORLD_SIZE is 2 on rank 0, but 3 on rank 1",) * 2, ({}, {"WORLD_SIZE": "3"})
+    ),
+    "other flags": Mistake((DIFFER + r"--lr is \S+ on rank 0, but 0\.5 on rank 1",) * 2, flags_on_2=("--lr", "0.5")),
+    "two jobs that meet in one place": Mistake(
+        (DIFFER + "LSB_JOBID is 1 on rank 0, but 2 on rank 1",) * 2, ({"LSB_JOBID": "1"}, {"LSB_JOBID": "2"})
+    ),
+    "an interface that only one host has": Mistake(
+        (
+            rf"ranks \[1\] did not come, 1 of 2 did, from {NAME}",
+            rf"GLOO_SOCKET_IFNAME=eth-a: eth-a is not an interface of {NAME}, which has eth-b \(10\.77\.0\.2",
+        ),
+        ({"GLOO_SOCKET_IFNAME": "eth-a"},) * 2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts() as pair:
+        yield pair
+
+
+def run_ranks(
+    hosts: TwoHosts, folder: Path, mistake: Mistake, come: int = 2, run_dirs: tuple[str, str] = ("run", "run")
+) -> list[tuple[int, str]]:
+    """The exit status of the rank on each host that comes, and what it printed."""
+    outputs = [folder / f"host{number}.out" for number in (1, 2)][:come]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, (host, output) in enumerate(zip((hosts.a, hosts.b), outputs, strict=False)):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": "host1", "MASTER_PORT": "29500"}
+            flags = ("--run-dir", str(folder / run_dirs[rank]), "--timeout", str(mistake.timeout_s))
+            command = ["ddp.train", *FLAGS, *flags, *(mistake.flags_on_2 if rank == 1 else ())]
+            cwd = mistake.source_on_2 if rank == 1 else REPOSITORY
+            env = {**place, **meeting, **mistake.wrong[rank]}
+            processes.append(stack.enter_context(host.start(*command, env=env, output=output, cwd=cwd)))
+        statuses = [process.wait(120) for process in processes]
+    return [(status, output.read_text()) for status, output in zip(statuses, outputs, strict=True)]
+
+
+def assert_said(ended: list[tuple[int, str]], lines: tuple[str, ...]) -> None:
+    """One line each, and status 2."""
+    for (status, output), line in zip(ended, lines, strict=True):
+        (said,) = error_lines(output)
+        assert re.search(line, said), said
+        assert status == 2, output
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    assert_said(run_ranks(hosts, tmp_path, MISTAKES[name]), MISTAKES[name].lines)
+
+
+def test_a_host_that_never_comes(hosts: TwoHosts, tmp_path: Path) -> None:
+    line = (
+        rf"not all 2 ranks came within --timeout: ranks \[1\] did not come, 1 of 2 did, from {NAME}: start the others"
+    )
+    assert_said(run_ranks(hosts, tmp_path, Mistake(("", "")), come=1), (line,))
+
+
+def test_another_version_of_the_project(hosts: TwoHosts, tmp_path: Path) -> None:
+    for package in ("common", "ddp", "dataloading", "dataparallel"):
+        shutil.copytree(REPOSITORY / package, tmp_path / "other" / package)
+    with open(tmp_path / "other" / "ddp" / "config.py", "a") as file:
+        file.write("# newer\n")
+    line = DIFFER + r"the digest of this project's source is \w+ on rank 0, but \w+ on rank 1"
+    assert_said(run_ranks(hosts, tmp_path, Mistake(("", ""), source_on_2=tmp_path / "other")), (line, line))
+
+
+def test_another_version_of_torch(hosts: TwoHosts, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '1.13.1'\n")
+    mistake = Mistake(("", ""), ({}, {"PYTHONPATH": str(tmp_path)}))
+    line = DIFFER + r"the version of torch is \S+ on rank 0, but 1\.13\.1 on rank 1"
+    assert_said(run_ranks(hosts, tmp_path, mistake), (line, line))
+
+
+def test_a_port_that_is_taken(hosts: TwoHosts, tmp_path: Path) -> None:
+    with hosts.a.start("http.server", "29500", "--bind", "10.77.0.1"):
+        status, output = run_ranks(hosts, tmp_path, Mistake(("", "")), come=1)[0]
+    assert_said([(status, output)], ("MASTER_PORT 29500 is in use on host1: set another",))
+
+
+def test_a_firewall_that_drops_the_port(hosts: TwoHosts, tmp_path: Path) -> None:
+    """As a rule of the kernel's routing, before that which takes what is for this host."""
+    drop = f"add pref 5 iif {hosts.a.interface} ipproto tcp dport 29500 blackhole"
+    for rule in ("add pref 10 lookup local", "del pref 0", drop):
+        hosts.a.run("ip", "rule", *rule.split())
+    try:
+        ended = run_ranks(hosts, tmp_path, Mistake(("", "")))
+    finally:
+        hosts.a.run("ip", "rule", "del", "pref", "5")
+    lines = (
+        r"ranks \[1\] did not come, 1 of 2 did",
+        rf"no rendezvous at MASTER_ADDR host1, MASTER_PORT 29500, from {NAME}: .*: .* does a firewall let the port through\?",
+    )
+    assert_said(ended, lines)
+
+
+def test_a_run_directory_that_is_not_shared(hosts: TwoHosts, tmp_path: Path) -> None:
+    """It trains. The second host keeps the log of its rank."""
+    ended = run_ranks(hosts, tmp_path, Mistake(("", "")), run_dirs=("run", "its-own"))
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert re.search(r"its-own on \S+ is not that of rank 0, which writes the run and its checkpoints", ended[1][1])
+    assert [
+        path.relative_to(tmp_path / "its-own").as_posix() for path in sorted((tmp_path / "its-own").rglob("*.*"))
+    ] == ["logs/rank1.log"]
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+@pytest.mark.parametrize("given", [(0, 1), (1, 0)])
+def test_a_number_of_the_node_under_c10d(hosts: TwoHosts, tmp_path: Path, given: tuple[int, int]) -> None:
+    """torchrun does not use it: when it is another than the one that the node has, that is said."""
+    job = ("-m", "ddp.train", *FLAGS, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    with contextlib.ExitStack() as stack:
+        agents = [
+            stack.enter_context(hosts.agent(host, *job, node_rank=rank, output=tmp_path / host.hostname))
+            for host, rank in zip((hosts.a, hosts.b), given, strict=True)
+        ]
+        statuses = [agent.wait(120) for agent in agents]
+    output = "".join((tmp_path / host.hostname).read_text() for host in (hosts.a, hosts.b))
+    if "numbers the nodes by itself" not in output:
+        assert statuses == [0, 0], output
+    else:
+        line = r"given --node-rank \d, but with --rdzv-backend c10d .*, and this one is \d: leave --node-rank out"
+        assert all(re.search(line, said) for said in error_lines(output)), output  # again after each restart
+
+
+def test_the_rendezvous_id_of_a_dead_job(hosts: TwoHosts, tmp_path: Path) -> None:
+    """A job that was killed while its agent waited for another leaves nothing: the next one may have its id and its port."""
+    job = ("-m", "ddp.train", *FLAGS, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    with hosts.agent(hosts.a, *job, output=tmp_path / "dead"):
+        deadline = time.monotonic() + 60
+        while ":29400" not in hosts.a.run("ss", "--listening", "--tcp", "--numeric"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        hosts.a.kill()
+    with contextlib.ExitStack() as stack:
+        agents = [
+            stack.enter_context(hosts.agent(host, *job, output=tmp_path / host.hostname)) for host in (hosts.a, hosts.b)
+        ]
+        assert [agent.wait(120) for agent in agents] == [0, 0]
+
+
+def test_several_agents_of_torchrun_on_a_node_of_slurm() -> None:
+    step = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    done = run_torchrun(1, "ddp.train", *FLAGS, env=step)
+    (line,) = error_lines(done.stderr)
+    assert (
+        "srun started 2 torchrun agents on this node, and each starts all its ranks: give srun --ntasks-per-node=1"
+        in line
+    )
+
+
+def test_clocks_that_differ_by_minutes() -> None:
+    """No bits depend on them, but logs are read side by side: the doctor says so."""
+    facts = {"host": "host1", "clock": "+0.0 s"}
+    everyone = {0: facts, 1: facts | {"host": "host2", "clock": "-300.2 s"}}
+    assert what_is_wrong(everyone, 2) == ["the clock of host2 (rank 1) differs by -300.2 s from that of rank 0"]
