@@ -142,7 +142,7 @@ def slurm(hosts: TwoHosts, folder: Path) -> Iterator[Cluster]:
     (folder / "slurm.conf").write_text("\n".join([general, *nodes]) + "\n")
     with contextlib.ExitStack() as stack:
         for command in (
-            ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
+            [*hosts.a.command, "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
              f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed", f"--log-file={folder}/munge.log"],
             [*hosts.a.command, "slurmctld", "-D"],
             [*hosts.a.command, "slurmd", "-D", "-N", hosts.a.hostname],
@@ -171,7 +171,7 @@ def _daemon(command: list[str], cluster: Cluster) -> Iterator[None]:
     with open(cluster.folder / "daemons.log", "a") as log:
         process = subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        if command[0] == "munged":
+        if "munged" in command:
             deadline = time.monotonic() + START_S
             while not (cluster.folder / "munge.socket").exists():
                 assert process.poll() is None and time.monotonic() < deadline, cluster.logs()

@@ -41,16 +41,17 @@ def offer_interface(master_address: str, named: str | None = None) -> str | None
 def _require_gloo_s_interface() -> None:
     """Gloo takes names alone. (NCCL's variable may have beginnings of names, and those that are left out.)"""
     value = os.environ.get("GLOO_SOCKET_IFNAME")
+    cure = ": leave it unset, and each host takes the one that leads to MASTER_ADDR"
     for name in value.split(",") if value else []:
-        _require_interface(name, f"GLOO_SOCKET_IFNAME={value}: {name}")
+        _require_interface(name, f"GLOO_SOCKET_IFNAME={value}: {name}", cure)
 
 
-def _require_interface(name: str, source: str) -> None:
+def _require_interface(name: str, source: str, cure: str = "") -> None:
     addresses = addresses_by_interface()
     if not addresses.get(name):
         has = [f"{other} ({', '.join(of)})" for other, of in sorted(addresses.items()) if of]
         reason = "has no address" if name in addresses else "is not an interface"
-        raise UsageError(f"{source} {reason} of {socket.gethostname()}, which has {', '.join(has)}")
+        raise UsageError(f"{source} {reason} of {socket.gethostname()}, which has {', '.join(has)}{cure}")
 
 
 def interface_towards(host: str) -> str | None:
