@@ -111,7 +111,6 @@ class TwoHosts:
         host: Host,
         *job: str,
         ranks: int = 1,
-        node_rank: int | None = None,
         env: Mapping[str, str] | None = None,
         output: Path | None = None,
     ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
@@ -120,14 +119,12 @@ class TwoHosts:
 
         :param job: what the ranks run, as ``"-m", "ddp.train"``
         :param ranks: on this host
-        :param node_rank: a flag that does nothing in such a rendezvous
         """
-        useless = () if node_rank is None else (f"--node-rank={node_rank}",)
         conf = f"is_host={int(host is self.a)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=15"
         return host.start(
             "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}", "--max-restarts=3",
             "--rdzv-backend=c10d", "--rdzv-id=two-hosts", f"--rdzv-endpoint={self.a.address}:29400", f"--rdzv-conf={conf}",
-            f"--local-addr={host.address}", *useless, *job, env=env, output=output,
+            f"--local-addr={host.address}", *job, env=env, output=output,
         )  # fmt: skip
 
 
@@ -193,12 +190,17 @@ def _remove(name: str) -> None:
     if name not in _run("ip", "netns", "list"):
         return
     deadline = time.monotonic() + END_S
-    while (pids := _run("ip", "netns", "pids", name).split()) and time.monotonic() < deadline:
+    while (pids := _pids(name)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.05)
-    _run("ip", "netns", "del", name)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)  # another test may have been quicker
+
+
+def _pids(name: str) -> list[str]:
+    """Of the processes in the namespace, if there is one."""
+    return subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
 
 
 def _run(*command: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -31,22 +32,20 @@ def test_nine_launchers_come_to_one_digest() -> None:
     assert not any(name in lines for name in ("/tmp", "raw-ddp")), lines
 
 
-def daemons() -> list[str]:
-    names = ("munged", "slurmctld", "slurmd", "slurmstepd")
-    found = [process.info["name"] for process in psutil.process_iter(["name"])]
-    return [name for name in found if name in names]
-
-
 def test_nothing_is_left_after_ctrl_c() -> None:
-    before = daemons(), sorted(Path("/etc/netns").glob("raw-ddp*"))
     with start_command("tests.launchers", "srun") as process:
+        started: list[psutil.Process] = []
         deadline = time.monotonic() + 60
-        while "slurmctld" not in daemons():
+        while not {"munged", "slurmctld", "slurmd"} <= {child.name() for child in started}:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(process.pid).children(recursive=True)
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-    assert (daemons(), sorted(Path("/etc/netns").glob("raw-ddp*"))) == before
-    pid = f"-{process.pid}"
-    assert pid not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        _, alive = psutil.wait_procs(started, 10)
+    assert alive == []
+    assert list(Path("/etc/netns").glob(f"raw-ddp-*-{process.pid}")) == []
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"-{process.pid} " not in names

@@ -26,6 +26,7 @@ OTHERS_S = 2.0  # after a difference is found, for ranks that have not come yet:
 READ_S = 3.0  # for the others to read the verdict: rank 0 may serve the store, and leaves after an error
 MOST_DIFFERENCES = 4
 MOST_RANKS = 8
+UNKNOWN = ""  # a fact that this rank cannot tell: no difference
 
 Facts = Mapping[str, str]
 
@@ -78,7 +79,8 @@ def differences(everyone: Mapping[int, Facts]) -> list[str]:
     for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
         ranks_with: dict[str, list[int]] = {}
         for rank, facts in sorted(everyone.items()):
-            ranks_with.setdefault(facts.get(name, "missing"), []).append(rank)
+            if facts.get(name) != UNKNOWN:
+                ranks_with.setdefault(facts.get(name, "missing"), []).append(rank)
         if len(ranks_with) > 1:
             first, *others = (f"{value} on {_listed(ranks)}" for value, ranks in ranks_with.items())
             found.append(f"{name} is {first}, but {' and '.join(others)}")
@@ -107,7 +109,7 @@ def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -
             return everyone, store.get("taken").decode()
         came = {rank: _facts_of(store, rank) for rank in absent if store.check([f"facts/{rank}"])}
         everyone |= came
-        if not differ and any(theirs != facts for theirs in came.values()):
+        if not differ and differences({0: facts, **came}):
             differ = True
             world_size = max(int(theirs["WORLD_SIZE"]) for theirs in everyone.values())
             deadline = time.monotonic() + OTHERS_S

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from common.cli import settings_of
+from common.distributed.agreement import UNKNOWN
 from common.distributed.dist_env import DistEnv
 
 PACKAGES = ("common", "ddp", "dataloading", "dataparallel")
-# Variables that change what is computed, or whether the ranks' collectives fit together, or name the job.
+# Variables that change what is computed, or whether the ranks' collectives fit together.
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -24,11 +25,9 @@ VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
     "TORCH_DIST_USE_NCCL2",
-    # Two jobs that were given one place to meet would be taken for one.
-    "SLURM_JOB_ID",
-    "LSB_JOBID",
-    "AZUREML_RUN_ID",
 )
+# Of the scheduler's job, on the ranks that know it: two jobs that were given one place to meet would be taken for one.
+JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "AZUREML_RUN_ID")
 
 
 def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
@@ -46,6 +45,7 @@ def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
         "cudnn.deterministic": str(torch.backends.cudnn.deterministic),
         "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
         **{name: os.environ.get(name, "not set") for name in VARIABLES},
+        **{name: os.environ.get(name, UNKNOWN) for name in JOBS},
     }
 
 

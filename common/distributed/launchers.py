@@ -6,6 +6,7 @@ of its own. :func:`adopt_launcher` reads these and sets torchrun's, so that ever
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PORTS = range(20_000, 30_000)  # below those that Linux gives to outgoing connections
@@ -54,11 +57,6 @@ class Launcher:
 
 def slurm_rendezvous(environment: Environment) -> Environment:
     """The ranks of a step meet on the host of its first task. (The host of ``srun`` or ``sbatch`` may be another.)"""
-    if "SLURM_PTY_PORT" in environment:
-        raise UsageError(
-            f"this shell is one of {environment['SLURM_STEP_NUM_TASKS']} tasks of srun --pty, and the others run no command: "
-            "start with srun here too, or take a shell with --ntasks=1"
-        )
     hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
     job, step = int(environment["SLURM_JOB_ID"]), int(environment["SLURM_STEP_ID"])
     return {
@@ -93,15 +91,21 @@ def launcher_name(environment: Environment = os.environ) -> str:
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what torchrun would have set, if another launcher started this process. What is set already comes first.
 
-    :raises UsageError: when two launchers contradict each other, or a shell has inherited a launcher's variables
+    :raises UsageError: when some of torchrun's variables are set and contradict the launcher
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         _require_one_agent_per_node(environment)
-        _require_number_of_node(environment)
+        _warn_of_a_node_rank_without_effect(environment)
         return
     _complete_azure(environment)
     launcher = next((launcher for launcher in LAUNCHERS if launcher.started(environment)), None)
-    if launcher is None:
+    if launcher is None or all(name in environment for name in TORCHRUN_VARIABLES):
+        return
+    if "SLURM_PTY_PORT" in environment and os.isatty(0):
+        logger.warning(
+            f"this shell is one of {environment['SLURM_STEP_NUM_TASKS']} tasks of srun --pty, and the others run no command: this is "
+            "one process by itself; for a rank per task, start it with srun here too"
+        )
         return
     found = launcher.read(environment)
     for name, value in found.items():
@@ -134,28 +138,31 @@ def _complete_azure(environment: MutableMapping[str, str]) -> None:
 
 def _require_one_agent_per_node(environment: Environment) -> None:
     """:raises UsageError: when srun has started several agents of torchrun here: each starts all ranks of the node"""
-    if "SLURM_STEP_TASKS_PER_NODE" in environment and (agents := _slurm_tasks_here(environment)) > 1:
+    if "SLURM_PTY_PORT" in environment:  # a shell, whatever its number of tasks
+        return
+    try:
+        agents = _slurm_tasks_here(environment)
+    except (KeyError, ValueError, IndexError):  # not within a step of SLURM
+        return
+    if agents > 1:
         raise UsageError(
             f"srun started {agents} torchrun agents on this node, and each starts all its ranks: give srun "
             "--ntasks-per-node=1, or leave torchrun out"
         )
 
 
-def _require_number_of_node(environment: Environment) -> None:
-    """:raises UsageError: when torchrun was given a --node-rank that it does not use, and this node has another number"""
+def _warn_of_a_node_rank_without_effect(environment: Environment) -> None:
+    """With c10d, torchrun takes --node-rank and numbers the nodes by itself."""
     try:
-        agent = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
+        agent = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:  # not on this system
         return
-    given = re.search(r" --node[-_]rank[= ](\d+) ", agent)
-    if (
-        given
-        and re.search(r" --rdzv[-_]backend[= ]c10d ", agent)
-        and given[1] != environment.get("GROUP_RANK", given[1])
-    ):
-        raise UsageError(
-            f"torchrun was given --node-rank {given[1]}, but with --rdzv-backend c10d it numbers the nodes by itself, and this one is "
-            f"{environment['GROUP_RANK']}: leave --node-rank out"
+    given = re.search(r" --node[-_]rank[= ](\d+) ", agent) if environment.get("LOCAL_RANK") == "0" else None
+    number = environment.get("GROUP_RANK")
+    if given and given[1] != number and re.search(r" --rdzv[-_]backend[= ]c10d ", agent):
+        logger.warning(
+            f"torchrun was given --node-rank {given[1]}, but with --rdzv-backend c10d it numbers the nodes by itself, and this one "
+            f"is {number}: leave --node-rank out"
         )
 
 

@@ -11,7 +11,8 @@ from common.distributed.dist_env import DistEnv
 from common.distributed.interface import addresses_by_interface
 from common.errors import UsageError
 
-RESOLVE_S = 5.0  # names of Kubernetes' pods can be resolved only when these have started
+RESOLVE_S = 5.0  # for rank 0. Others wait longer: a name of Kubernetes can be resolved only when its pod has started
+CONNECT_S = 3.0
 LISTEN_S = 20.0  # in which rank 0 begins to listen, if it is on this host
 POLL_S = 0.5
 
@@ -25,21 +26,21 @@ def require_meeting_place(env: DistEnv, address: str, port: int, timeout_s: floa
     :raises UsageError: when the address cannot be resolved, has no route, or is this host's loopback address although rank 0 is
         on another; on rank 0, which listens there, when it is that of another host
     """
-    found = _resolve(address, min(RESOLVE_S, timeout_s))
+    found = _resolve(address, min(RESOLVE_S, timeout_s) if env.rank == 0 else timeout_s)
     if not found:
         raise UsageError(
             f"MASTER_ADDR {address} cannot be resolved on {env.host}: set it to the name or address of the host of rank 0"
         )
+    problems = [_route_problem(one) for one in found]
     if env.rank == 0:
-        own = [one for addresses in addresses_by_interface().values() for one in addresses]
-        if not any(one in own or _is_loopback(one) for one in found):
+        if not any(map(_is_own, found)) and not _leads_here(address, port):
             raise UsageError(
                 f"rank 0 is on {env.host}, but MASTER_ADDR {address} ({', '.join(found)}) is another host: start rank 0 there, "
                 f"or set MASTER_ADDR to an address of {env.host}"
             )
-    elif problem := _route_problem(found[0]):
+    elif all(problems):
         raise UsageError(
-            f"{env.host} has no way to MASTER_ADDR {address}: {problem}: check the address, and the network between the hosts"
+            f"{env.host} has no way to MASTER_ADDR {address}: {problems[0]}: check the address, and the network between the hosts"
         )
     only_here = env.rank >= env.local_world_size and all(map(_is_loopback, found))
     if only_here and timeout_s > LISTEN_S and not _listens(found[0], port):
@@ -47,6 +48,21 @@ def require_meeting_place(env: DistEnv, address: str, port: int, timeout_s: floa
             f"MASTER_ADDR {address} is {env.host} itself, and no rank 0 is here: set it to an address of rank 0's host that all "
             "hosts can reach"
         )
+
+
+def _is_own(address: str) -> bool:
+    own = [one for addresses in addresses_by_interface().values() for one in addresses]
+    return address in own or _is_loopback(address)
+
+
+def _leads_here(address: str, port: int) -> bool:
+    """Whether who connects there comes to this process, as through a service of Kubernetes or a public address."""
+    try:
+        with socket.create_server(("", port)):
+            socket.create_connection((address, port), CONNECT_S).close()
+            return True
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE  # which the store will say
 
 
 def _is_loopback(address: str) -> bool:

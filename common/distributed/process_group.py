@@ -128,14 +128,14 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     from common.distributed.native_stderr import frames_to_log  # only in a job of ranks
 
     timeout = datetime.timedelta(seconds=timeout_s)
-    with frames_to_log(_log_of(env, settings)):
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with frames_to_log(_log_of(env, settings)), _store_errors(env, address, port):
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
             return store_with_new_prefix(env.rank, env.world_size, timeout)
         from common.distributed.master_address import require_meeting_place
 
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         require_meeting_place(env, address, port, timeout_s)
         # Rank 0 serves the store; which ranks come is checked by the caller.
         return dist.TCPStore(  # type: ignore[attr-defined]
@@ -153,16 +153,29 @@ def _log_of(env: DistEnv, settings: Any) -> Path | None:
 def rendezvous_errors(env: DistEnv) -> Iterator[None]:
     """A block that joins the process group.
 
-    :raises UsageError: when a rank does not come in time, the port is in use, or the address cannot be reached
+    :raises UsageError: when a rank does not come in time, or the ranks cannot reach each other
     """
     try:
         yield
     except dist.DistStoreError as error:  # the others did not come in time
         raise UsageError(f"not all {env.world_size} ranks came within --timeout: {_first_line(error)}") from error
-    except RuntimeError as error:  # DistNetworkError, in newer versions
+    except RuntimeError as error:
         if "RANK" not in os.environ:
             raise
-        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        raise UsageError(
+            f"the ranks met at MASTER_ADDR {os.environ['MASTER_ADDR']}, but {env.host} cannot form a group with the others: "
+            f"{_first_line(error)}: hosts must reach each other on every port; --interface says which way"
+        ) from error
+
+
+@contextlib.contextmanager
+def _store_errors(env: DistEnv, address: str, port: int) -> Iterator[None]:
+    """:raises UsageError: when the port is in use, or the address cannot be reached"""
+    try:
+        yield
+    except dist.DistStoreError:  # the others did not come in time
+        raise
+    except RuntimeError as error:  # DistNetworkError, in newer versions
         if "EADDRINUSE" in str(error):
             raise UsageError(
                 f"MASTER_PORT {port} is in use on {address}: set another, or let torchrun choose a free one"

@@ -1,6 +1,7 @@
 #!/bin/bash
 # torchrun's agent on one host of a job of LSF: lsf.bsub has blaunch start it on each.
 cd "$JOB_DIR" || exit
+set -f # FLAGS is split into words, and no more
 host=$(hostname)
 is_host=0
 [ "${host%%.*}" != "${HEAD_HOST%%.*}" ] || is_host=1 # LSF may give names with or without a domain

@@ -72,10 +72,10 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         with env.fail_together():  # on every node
             require_writable(config.run_dir)
-        if env.local_rank == 0 and not (config.run_dir / CONFIG_FILE).exists():
+        if not env.is_main and env.local_rank == 0 and not (config.run_dir / CONFIG_FILE).exists():
             logger.warning(
-                f"{config.run_dir} on {env.host} is not that of rank 0, which writes the run and its checkpoints: here will be the "
-                "logs of this host's ranks"
+                f"{config.run_dir} on {env.host} is not that of rank 0, which writes the run and its checkpoints: only the logs of "
+                "this host's ranks will be here"
             )
         dist.broadcast_object_list(found, src=0, device=env.device)
         if found[0] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -82,6 +83,25 @@ def test_a_process_by_itself_stays_so(alone: dict[str, str]) -> None:
     assert adopted(alone) == alone
 
 
+def test_a_shell_of_srun_is_no_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What is typed there is one process; what srun starts there is a rank, though it inherits the shell's variables."""
+    shell = SRUN | {"SLURM_PTY_PORT": "40000"}
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    assert adopted(shell) == shell
+    (line,) = caplog.messages
+    assert line.startswith(
+        "this shell is one of 5 tasks of srun --pty, and the others run no command: this is one process"
+    )
+    assert adopted(TORCHRUN | shell) == TORCHRUN | shell
+    monkeypatch.setattr(os, "isatty", lambda descriptor: False)
+    assert adopted(shell)["RANK"] == "3"
+
+
+def test_a_wrapper_that_sets_all_of_them_is_trusted() -> None:
+    """As a script that srun starts once per node, which starts a process per device."""
+    assert adopted(SRUN | FOURTH_OF_FOUR) == SRUN | FOURTH_OF_FOUR
+
+
 def test_torchrun_s_own_variables_come_first() -> None:
     one_agent = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
     for around in ({}, one_agent, MPIRUN):
@@ -93,7 +113,6 @@ def test_torchrun_s_own_variables_come_first() -> None:
     [
         (SRUN | {"RANK": "0"}, "RANK is 0, but SLURM's srun has started this process as RANK 3: unset RANK, which was set before"),
         (MPIRUN | MEETING | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but Open MPI's mpirun has started .* WORLD_SIZE 4: unset"),
-        (SRUN | {"SLURM_PTY_PORT": "40000"}, "one of 5 tasks of srun --pty, and the others run no command: start with srun"),
         (TORCHRUN | SRUN, "srun started 2 torchrun agents on this node, .*: give srun --ntasks-per-node=1"),
         (SRUN | {"SLURM_NODEID": "9"}, "variables of SLURM's srun do not fit together .*: start with it again"),
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"}, "do not fit together .*NODELIST"),

@@ -15,6 +15,8 @@ BLAUNCH = f"""#!{sys.executable}
 import json, os, sys
 names = ("HOSTS", "SLOTS", "HEAD_HOST", "FLAGS", "JOB_DIR")
 print(json.dumps({{"arguments": sys.argv[1:], **{{name: os.environ[name] for name in names}}}}))
+if os.environ.get("TOUCH"):
+    open(os.environ["TOUCH"], "w").close()
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 
@@ -37,6 +39,7 @@ def submit(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         timeout=60,
+        start_new_session=True,
     )
 
 
@@ -71,10 +74,22 @@ def test_every_form_gives_each_host_once_in_lsf_s_order(
 def test_a_job_that_was_stopped_asks_lsf_to_start_it_again(
     tmp_path: Path, saved: bool, status: int, expected: int
 ) -> None:
+    """That of a start before does not count."""
     (tmp_path / "run").mkdir()
-    if saved:
-        (tmp_path / "run" / "requeue.json").write_text("{}")
-    assert submit(tmp_path, LSB_MCPU_HOSTS="hostA 1", STATUS=str(status)).returncode == expected
+    (tmp_path / "run" / "requeue.json").write_text("{}")
+    touch = str(tmp_path / "run" / "requeue.json") if saved else ""
+    assert submit(tmp_path, LSB_MCPU_HOSTS="hostA 1", STATUS=str(status), TOUCH=touch).returncode == expected
+
+
+def test_the_script_outlives_a_warning_of_lsf(tmp_path: Path) -> None:
+    """LSF signals all processes of a job. The ranks leave requeue.json; then the script asks for another start."""
+    stops = "kill -TERM 0; mkdir -p $RUN_DIR; touch $RUN_DIR/requeue.json; exit 1"
+    program = tmp_path / "stop" / "blaunch"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/bash\ntrap : TERM\n{stops}\n")
+    program.chmod(0o755)
+    path = f"{program.parent}:{clean_environment()['PATH']}"
+    assert submit(tmp_path, LSB_MCPU_HOSTS="hostA 1", PATH=path).returncode == 75
 
 
 def test_75_is_the_status_with_which_lsf_requeues() -> None:
