@@ -98,10 +98,12 @@ class Cluster:
 
     def wait(self, job: str, timeout_s: float = 240.0) -> str:
         """Wait until the job is over; its state. (A job that is requeued need not wait the two minutes that SLURM gives it.)"""
-        deadline = time.monotonic() + timeout_s
+        deadline, hurried = time.monotonic() + timeout_s, False
         while (state := self._field(job, "JobState")) not in OVER:
-            if state == "PENDING" and self._field(job, "Reason") == "BeginTime":
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+            if not hurried and state == "PENDING" and self._field(job, "Reason") == "BeginTime":
+                # Not at once: the nodes refuse a job in the second in which its credential was revoked.
+                self.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
+                hurried = True
             assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s} s:\n{self.logs()}"
             time.sleep(0.3)
         return state
