@@ -1,4 +1,4 @@
-"""ddp/launch/lsf.bsub: the hosts of a job in each form in which LSF tells them. (tests/test_launchers.py trains with it.)"""
+"""ddp/launch/lsf.bsub: the hosts of a job in each form in which LSF tells them. (tests/launchers/test_launchers.py trains with it.)"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from common.distributed.launchers import expand_hosts
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
 from tests.hosts import two_hosts
-from tests.slurm import Cluster, slurm, why_not
+from tests.launchers.slurm import Cluster, slurm, why_not
 from tests.support.launch import REPOSITORY
 
 pytestmark = pytest.mark.faults

@@ -4,7 +4,7 @@
     python -m tests.launchers standalone by-hand
 
 Two ranks. Where a launcher is for several hosts, there is a rank on each of two (tests/hosts.py). SLURM is a real one
-(tests/slurm.py); LSF's ``blaunch`` is a stand-in; what Kubernetes and Azure ML set is set here.
+(tests/launchers/slurm.py); LSF's ``blaunch`` is a stand-in; what Kubernetes and Azure ML set is set here.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp.checkpoint import storage
-from tests import slurm
 from tests.hosts import Host, TwoHosts, two_hosts
-from tests.slurm import Cluster
+from tests.launchers import slurm
+from tests.launchers.slurm import Cluster
 from tests.support.launch import REPOSITORY, free_port, start_program
 
 JOB = (
@@ -32,7 +32,7 @@ JOB = (
 )  # fmt: skip
 TRAIN = ("-m", "ddp.train", *JOB)
 LIMIT_S = 240.0
-BLAUNCH = REPOSITORY / "tests" / "blaunch"
+BLAUNCH = Path(__file__).with_name("blaunch")
 
 
 @dataclass(frozen=True)

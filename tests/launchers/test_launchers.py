@@ -1,4 +1,4 @@
-"""tests/launchers.py: nine launchers, one digest; and nothing is left of them."""
+"""tests/launchers: nine launchers, one digest; and nothing is left of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import launchers, slurm
+from tests.launchers import __main__ as launchers
+from tests.launchers import slurm
 from tests.support.launch import start_command
 
 pytestmark = pytest.mark.examples
