@@ -85,7 +85,13 @@ def launcher_name(environment: Environment = os.environ) -> str:
     if "RANK" in environment and "AZUREML_NODE_COUNT" in environment:
         return "Azure ML"
     found = [launcher.name for launcher in LAUNCHERS if launcher.started(environment)]
-    return found[0] if found else "variables set by hand" if "RANK" in environment else "nobody: one process by itself"
+    return (
+        found[0]
+        if found
+        else "variables set by hand"
+        if "RANK" in environment
+        else "no launcher: one process by itself"
+    )
 
 
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:

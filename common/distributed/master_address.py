@@ -17,7 +17,7 @@ LISTEN_S = 20.0  # in which rank 0 begins to listen, if it is on this host
 POLL_S = 0.5
 
 
-def require_meeting_place(env: DistEnv, address: str, port: int, timeout_s: float) -> None:
+def require_master_address(env: DistEnv, address: str, port: int, timeout_s: float) -> None:
     """Check what one rank can know by itself.
 
     :param address: MASTER_ADDR, a name or an address

@@ -134,9 +134,9 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
             from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
             return store_with_new_prefix(env.rank, env.world_size, timeout)
-        from common.distributed.master_address import require_meeting_place
+        from common.distributed.master_address import require_master_address
 
-        require_meeting_place(env, address, port, timeout_s)
+        require_master_address(env, address, port, timeout_s)
         # Rank 0 serves the store; which ranks come is checked by the caller.
         return dist.TCPStore(  # type: ignore[attr-defined]
             address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False

@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
     srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
 
-Rank 0 prints what is wrong first, then a table of the ranks and one of the ways between their hosts. The exit status is 1 if
+Rank 0 prints what is wrong first, then a table of the ranks and one of the links between their hosts. The exit status is 1 if
 something is wrong.
 
 It needs nothing of the ranks but that they reach MASTER_ADDR: they tell each other about themselves through the store there.
-Only when all have come, and run the same software, do they form a group, in which the ways are measured: a message goes there
+Only when all have come, and run the same software, do they form a group, in which the links are measured: a message goes there
 and back (the latency is half of that), and larger ones go one way and are answered by a byte (the bandwidth).
 """
 
@@ -60,8 +60,8 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How fast one host reaches another, one way.
+class Link:
+    """How fast one host reaches another, one link.
 
     :ivar latency_s: seconds of a message of one byte
     :ivar bytes_per_s: of large messages
@@ -80,18 +80,18 @@ def main() -> None:
     with clean_exit(env), rank_logging(env):
         with rendezvous_errors(env):
             store = open_store(env, config.timeout, config)
-            everyone = tell(store, env, facts_of(env, config), config.timeout)
+            everyone = exchange_facts(store, env, facts_of(env, config), config.timeout)
             problems = what_is_wrong(everyone, env.world_size) if env.is_main else []
             hosts = agree(store, env, first_ranks(everyone) if not problems else {}, config.timeout)
-            ways: list[Way] = []
+            links: list[Link] = []
             if len(hosts) > 1:
                 dist.init_process_group(
                     "gloo", store=store, rank=env.rank, world_size=env.world_size,
                     timeout=datetime.timedelta(seconds=config.timeout),
                 )  # fmt: skip
-                ways = measure(hosts, env.rank, config.mebibytes * 2**20)
+                links = measure(hosts, env.rank, config.mebibytes * 2**20)
         if env.is_main:
-            print_results(report(problems, everyone, ways, env))
+            print_results(report(problems, everyone, links, env))
         if problems:
             sys.exit(1)
 
@@ -115,7 +115,7 @@ def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
     }
 
 
-def tell(store: Store, env: DistEnv, facts: dict[str, str], timeout_s: float) -> dict[int, Facts]:
+def exchange_facts(store: Store, env: DistEnv, facts: dict[str, str], timeout_s: float) -> dict[int, Facts]:
     """Put this rank's facts into the store. Rank 0 waits for those of all, and tells each its time meanwhile.
 
     :returns: on rank 0, the facts by rank, of those that came; on the others, their own
@@ -197,14 +197,14 @@ def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -
     return told
 
 
-def measure(hosts: Mapping[str, int], rank: int, size: int) -> list[Way]:
+def measure(hosts: Mapping[str, int], rank: int, size: int) -> list[Link]:
     """Time messages between each pair of hosts, one pair after another; of many hosts, between rank 0's and each. A collective.
 
     :param hosts: a rank of each, rank 0's first
     :param size: of the large messages, in bytes
-    :returns: on rank 0, every way
+    :returns: on rank 0, every link
     """
-    ways = []
+    links = []
     names = list(hosts)
     for place, first in enumerate(names if len(names) <= MOST_PAIRS_OF else names[:1]):
         for second in names[place + 1 :]:
@@ -216,8 +216,8 @@ def measure(hosts: Mapping[str, int], rank: int, size: int) -> list[Way]:
                 seconds[1] = _median_seconds(TRANSFERS, size, rank == pair[0], other)
             dist.broadcast(seconds, pair[0])
             latency, large = seconds.tolist()
-            ways.append(Way(first, second, latency, size / max(large - latency, 1e-9)))
-    return ways
+            links.append(Link(first, second, latency, size / max(large - latency, 1e-9)))
+    return links
 
 
 def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
@@ -236,7 +236,7 @@ def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def report(problems: Sequence[str], everyone: Mapping[int, Facts], ways: Sequence[Way], env: DistEnv) -> str:
+def report(problems: Sequence[str], everyone: Mapping[int, Facts], links: Sequence[Link], env: DistEnv) -> str:
     """All that rank 0 prints."""
     lines = [f"wrong: {problem}" for problem in problems] or ["nothing is wrong"]
     facts = everyone[0]
@@ -258,11 +258,11 @@ def report(problems: Sequence[str], everyone: Mapping[int, Facts], ways: Sequenc
         for rank, facts in everyone.items()
     ]
     lines += ["", *_aligned(rows)]
-    if ways:
+    if links:
         rows = [["from", "to", "latency", "bandwidth"]]
         rows += [
-            [way.first, way.second, f"{1e6 * way.latency_s:.0f} us", f"{way.bytes_per_s / 2**20:.0f} MiB/s"]
-            for way in ways
+            [link.first, link.second, f"{1e6 * link.latency_s:.0f} us", f"{link.bytes_per_s / 2**20:.0f} MiB/s"]
+            for link in links
         ]
         lines += ["", *_aligned(rows)]
     return "\n".join(lines)

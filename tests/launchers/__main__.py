@@ -10,6 +10,7 @@ Two ranks. Where a launcher is for several hosts, there is a rank on each of two
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shlex
@@ -54,24 +55,27 @@ class Machines:
 
     stack: contextlib.ExitStack
     folder: Path
-    made: dict[str, object]
 
-    @property
+    @functools.cached_property
     def hosts(self) -> TwoHosts:
-        if "hosts" not in self.made:
-            self.made["hosts"] = self.stack.enter_context(two_hosts())
-        hosts = self.made["hosts"]
-        assert isinstance(hosts, TwoHosts)
-        return hosts
+        return self.stack.enter_context(two_hosts())
 
-    @property
+    @functools.cached_property
     def cluster(self) -> Cluster:
-        if "cluster" not in self.made:
-            (self.folder / "slurm").mkdir()
-            self.made["cluster"] = self.stack.enter_context(slurm.slurm(self.hosts, self.folder / "slurm"))
-        cluster = self.made["cluster"]
-        assert isinstance(cluster, Cluster)
-        return cluster
+        folder = self.folder / "slurm"
+        folder.mkdir()
+        return self.stack.enter_context(slurm.slurm(self.hosts, folder))
+
+    def on_both(self, command: Callable[[int, Host], tuple[str, ...]], environment: Mapping[str, str]) -> list[Start]:
+        """A command on each host.
+
+        :param command: of the host's number, and the host
+        :param environment: with ``{number}`` for the host's number
+        """
+        return [
+            Start(command(number, host), {name: text.format(number=number) for name, text in environment.items()}, host)
+            for number, host in enumerate((self.hosts.a, self.hosts.b))
+        ]
 
 
 def standalone(machines: Machines) -> list[Start]:
@@ -79,27 +83,29 @@ def standalone(machines: Machines) -> list[Start]:
 
 
 def static(machines: Machines) -> list[Start]:
-    a = machines.hosts.a
-    return [
-        Start(
-            ("torchrun", "--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", f"--master-addr={a.hostname}",
-             "--master-port=29500", *TRAIN),
-            {}, host,
-        )
-        for number, host in _numbered(machines)
-    ]  # fmt: skip
+    def command(number: int, host: Host) -> tuple[str, ...]:
+        meeting = (f"--node-rank={number}", f"--master-addr={machines.hosts.a.hostname}", "--master-port=29500")
+        return ("torchrun", "--nnodes=2", "--nproc-per-node=1", *meeting, *TRAIN)
+
+    return machines.on_both(command, {})
 
 
 def c10d(machines: Machines) -> list[Start]:
-    a = machines.hosts.a
-    return [
-        Start(
-            ("torchrun", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={a.hostname}:29400",
-             "--rdzv-id=job", f"--rdzv-conf=is_host={1 - number}", f"--local-addr={host.hostname}", *TRAIN),
-            {}, host,
+    def command(number: int, host: Host) -> tuple[str, ...]:
+        endpoint = f"--rdzv-endpoint={machines.hosts.a.hostname}:29400"
+        own = (f"--rdzv-conf=is_host={1 - number}", f"--local-addr={host.hostname}")
+        return (
+            "torchrun",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            "--rdzv-backend=c10d",
+            endpoint,
+            "--rdzv-id=job",
+            *own,
+            *TRAIN,
         )
-        for number, host in _numbered(machines)
-    ]  # fmt: skip
+
+    return machines.on_both(command, {})
 
 
 def srun(machines: Machines) -> list[Start]:
@@ -125,30 +131,22 @@ def lsf(machines: Machines) -> list[Start]:
 
 def kubernetes(machines: Machines) -> list[Start]:
     """What Kubeflow's Trainer sets in each pod, and torchrun reads."""
-    a = machines.hosts.a
-    return [
-        Start(
-            ("torchrun", *TRAIN),
-            {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": a.hostname,
-             "PET_MASTER_PORT": "29500"},
-            host,
-        )
-        for number, host in _numbered(machines)
-    ]  # fmt: skip
+    sizes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{number}"}
+    meeting = {"PET_MASTER_ADDR": machines.hosts.a.hostname, "PET_MASTER_PORT": "29500"}
+    return machines.on_both(lambda number, host: ("torchrun", *TRAIN), {**sizes, **meeting})
 
 
 def azure(machines: Machines) -> list[Start]:
     """What Azure ML sets for each rank of a job with ``distribution: type: pytorch``."""
-    a = machines.hosts.a
-    return [
-        Start(
-            ("python", *TRAIN),
-            {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": str(number), "MASTER_ADDR": a.address,
-             "MASTER_PORT": "6105", "AZUREML_NODE_COUNT": "2"},
-            host,
-        )
-        for number, host in _numbered(machines)
-    ]  # fmt: skip
+    ranks = {
+        "RANK": "{number}",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "NODE_RANK": "{number}",
+        "AZUREML_NODE_COUNT": "2",
+    }
+    meeting = {"MASTER_ADDR": machines.hosts.a.address, "MASTER_PORT": "6105"}
+    return machines.on_both(lambda number, host: ("python", *TRAIN), {**ranks, **meeting})
 
 
 def by_hand(machines: Machines) -> list[Start]:
@@ -197,7 +195,7 @@ def run(names: Sequence[str], report: Callable[[str], None]) -> dict[str, str]:
     with contextlib.ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="launch", dir="/tmp"))  # short: it holds sockets
         stack.callback(shutil.rmtree, folder)
-        machines = Machines(stack, folder, {})
+        machines = Machines(stack, folder)
         for name in names:
             run_dir = folder / name
             starts = LAUNCHERS[name](machines)
@@ -254,10 +252,6 @@ def _finish(starts: Sequence[Start], run_dir: Path, folder: Path) -> None:
 
 def _path() -> str:
     return f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-
-def _numbered(machines: Machines) -> list[tuple[int, Host]]:
-    return [(0, machines.hosts.a), (1, machines.hosts.b)]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests import hosts as namespaces
 from tests.hosts import TwoHosts
-from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.launch import REPOSITORY, clean_environment, start_program
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 START_S = 60.0
@@ -150,7 +150,9 @@ def slurm(hosts: TwoHosts, folder: Path) -> Iterator[Cluster]:
             [*hosts.a.command, "slurmd", "-D", "-N", hosts.a.hostname],
             [*hosts.b.command, "slurmd", "-D", "-N", hosts.b.hostname],
         ):  # fmt: skip
-            stack.enter_context(_daemon(command, cluster))
+            output = folder / f"daemon-{len(list(folder.glob('daemon-*')))}.log"
+            stack.enter_context(start_program(*command, env=cluster.environment, output=output))
+            _wait_for(folder / "munge.socket", cluster)
         deadline = time.monotonic() + START_S
         while (states := _states(cluster)) != ["idle", "idle"]:
             assert time.monotonic() < deadline, f"the nodes are {states}:\n{cluster.logs()}"
@@ -168,20 +170,8 @@ def _states(cluster: Cluster) -> list[str]:
     return done.stdout.split()
 
 
-@contextlib.contextmanager
-def _daemon(command: list[str], cluster: Cluster) -> Iterator[None]:
-    with open(cluster.folder / "daemons.log", "a") as log:
-        process = subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        if "munged" in command:
-            deadline = time.monotonic() + START_S
-            while not (cluster.folder / "munge.socket").exists():
-                assert process.poll() is None and time.monotonic() < deadline, cluster.logs()
-                time.sleep(0.05)
-        yield
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-        process.wait()
+def _wait_for(socket_of_munge: Path, cluster: Cluster) -> None:
+    deadline = time.monotonic() + START_S
+    while not socket_of_munge.exists():
+        assert time.monotonic() < deadline, cluster.logs()
+        time.sleep(0.05)

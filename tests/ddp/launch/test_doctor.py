@@ -13,7 +13,9 @@ FACTS: Facts = {"host": "host1", "interface": "eth0 (10.0.0.1)", "clock": "+0.0 
 def test_one_process_is_a_job_of_its_own() -> None:
     done = run_command("ddp.launch.doctor")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("nothing is wrong\nstarted by nobody: one process by itself: 1 of 1 ranks on 1 host,")
+    assert done.stdout.startswith(
+        "nothing is wrong\nstarted by no launcher: one process by itself: 1 of 1 ranks on 1 host,"
+    )
 
 
 def test_a_rank_that_is_missing_comes_first() -> None:

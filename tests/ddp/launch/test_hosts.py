@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from tests.ddp.across_hosts import digests_as_if
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
-from tests.hosts import TwoHosts, two_hosts, why_not
+from tests.hosts import TwoHosts, two_hosts
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.faults
@@ -30,14 +30,6 @@ server = socket.create_server(("0.0.0.0", 5555))
 while True:
     server.accept()[0].send(b"hello")
 """
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with two_hosts() as pair:
-        yield pair
 
 
 def test_the_link_is_cut_and_restored(hosts: TwoHosts) -> None:

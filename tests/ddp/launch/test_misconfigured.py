@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 
 from ddp.launch.doctor import what_is_wrong
 from tests.ddp.resilience.interrupting import FLAGS
-from tests.hosts import TwoHosts, two_hosts, why_not
+from tests.hosts import TwoHosts
 from tests.support.launch import REPOSITORY, error_lines, free_port, run_command, run_torchrun
 
 pytestmark = pytest.mark.faults
@@ -87,14 +87,6 @@ MISTAKES = {
         timeout_s=8,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with two_hosts() as pair:
-        yield pair
 
 
 def run_ranks(

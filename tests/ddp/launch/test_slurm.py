@@ -15,7 +15,7 @@ import pytest
 from common.distributed.launchers import expand_hosts
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
-from tests.hosts import two_hosts
+from tests.hosts import TwoHosts
 from tests.launchers.slurm import Cluster, slurm, why_not
 from tests.support.launch import REPOSITORY
 
@@ -30,13 +30,13 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster(hosts: TwoHosts) -> Iterator[Cluster]:
     if reason := why_not():
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # short: it holds sockets
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
-        yield stack.enter_context(slurm(stack.enter_context(two_hosts()), folder))
+        yield stack.enter_context(slurm(hosts, folder))
 
 
 @pytest.fixture(scope="module")
