@@ -128,6 +128,22 @@ def test_the_doctor_finds_two_ranks() -> None:
     assert re.search(r"^rank 0 +rank 1 +\d+ us +\d+ MiB/s$", out, re.MULTILINE)
 
 
+def test_all_submits_nothing_to_a_cluster(tmp_path: Path) -> None:
+    """With programs that would tell, and in the place of all others some that do nothing."""
+    for program in ("sbatch", "bsub", "az", "kubectl"):
+        (tmp_path / program).write_text(f"#!/bin/sh\necho {program} was started\n")
+    for program in ("python", "torchrun", "pkill", "cat"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+    for file in tmp_path.iterdir():
+        file.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"sed 's#^\\[ -d .venv.*#PATH={tmp_path}:$PATH#' {SCRIPT} > {tmp_path}/script && bash {tmp_path}/script all"],
+        capture_output=True, text=True, timeout=120, env=clean_environment(),
+    )  # fmt: skip
+    assert "was started" not in done.stdout
+    assert len(re.findall(r"skipped, it takes other machines: run it by its name", done.stdout)) == 6
+
+
 def test_a_cluster_that_is_not_here_is_one_line() -> None:
     if shutil.which("bsub"):
         pytest.skip("there is LSF here")
