@@ -29,7 +29,7 @@ def offer_interface(master_address: str, named: str | None = None) -> str | None
     if named is not None:
         _require_interface(named, f"--interface {named}")
     elif any(name in os.environ for name in VARIABLES):
-        _require_gloo_s_interface()
+        _require_gloo_interface()
         return None
     interface = named or interface_towards(master_address)
     if interface is not None:
@@ -38,7 +38,7 @@ def offer_interface(master_address: str, named: str | None = None) -> str | None
     return interface
 
 
-def _require_gloo_s_interface() -> None:
+def _require_gloo_interface() -> None:
     """Gloo takes names alone. (NCCL's variable may have beginnings of names, and those that are left out.)"""
     value = os.environ.get("GLOO_SOCKET_IFNAME")
     cure = ": leave it unset, and each host takes the one that leads to MASTER_ADDR"

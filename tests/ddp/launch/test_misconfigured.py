@@ -25,7 +25,7 @@ DIFFER = "the ranks were started differently: "
 
 
 @dataclass(frozen=True)
-class Mistake:
+class Misconfiguration:
     """A job of a rank on each host, and what is wrong with it.
 
     :ivar lines: what the rank on each host must say
@@ -39,8 +39,8 @@ class Mistake:
     source_on_2: Path = field(default=REPOSITORY)
 
 
-MISTAKES = {
-    "rank 0 is not on the master's host": Mistake(
+MISCONFIGURATIONS = {
+    "rank 0 is not on the master's host": Misconfiguration(
         (
             rf"no rendezvous at MASTER_ADDR host1, MASTER_PORT 29500, from {NAME}: .*: has rank 0 started there",
             rf"rank 0 is on {NAME}, but MASTER_ADDR host1 \(10\.77\.0\.1\) is another host: start rank 0 there, or set",
@@ -48,7 +48,7 @@ MISTAKES = {
         ({"RANK": "1"}, {"RANK": "0"}),
         timeout_s=8,
     ),
-    "the master's address is loopback": Mistake(
+    "the master's address is loopback": Misconfiguration(
         (
             rf"ranks \[1\] did not come, 1 of 2 did, from {NAME}: start the others, and check that their hosts can reach this",
             rf"MASTER_ADDR 127\.0\.0\.1 is {NAME} itself, and no rank 0 is here: set it to an address of rank 0's host",
@@ -56,7 +56,7 @@ MISTAKES = {
         ({"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "127.0.0.1"}),
         timeout_s=25,
     ),
-    "the master's address does not resolve": Mistake(
+    "the master's address does not resolve": Misconfiguration(
         (
             rf"MASTER_ADDR no-such-host cannot be resolved on {NAME}: set it to the name or address of the host of rank 0",
         )
@@ -64,21 +64,23 @@ MISTAKES = {
         ({"MASTER_ADDR": "no-such-host"},) * 2,
         timeout_s=8,
     ),
-    "there is no route to the master": Mistake(
+    "there is no route to the master": Misconfiguration(
         (
             rf"rank 0 is on {NAME}, but MASTER_ADDR 192\.0\.2\.7 \(192\.0\.2\.7\) is another host",
             rf"{NAME} has no way to MASTER_ADDR 192\.0\.2\.7: network is unreachable: check the address",
         ),
         ({"MASTER_ADDR": "192.0.2.7"},) * 2,
     ),
-    "another number of ranks": Mistake(
+    "another number of ranks": Misconfiguration(
         (DIFFER + "WORLD_SIZE is 2 on rank 0, but 3 on rank 1",) * 2, ({}, {"WORLD_SIZE": "3"})
     ),
-    "other flags": Mistake((DIFFER + r"--lr is \S+ on rank 0, but 0\.5 on rank 1",) * 2, flags_on_2=("--lr", "0.5")),
-    "two jobs that meet in one place": Mistake(
+    "other flags": Misconfiguration(
+        (DIFFER + r"--lr is \S+ on rank 0, but 0\.5 on rank 1",) * 2, flags_on_2=("--lr", "0.5")
+    ),
+    "two jobs that meet in one place": Misconfiguration(
         (DIFFER + "LSB_JOBID is 1 on rank 0, but 2 on rank 1",) * 2, ({"LSB_JOBID": "1"}, {"LSB_JOBID": "2"})
     ),
-    "an interface that only one host has": Mistake(
+    "an interface that only one host has": Misconfiguration(
         (
             rf"ranks \[1\] did not come, 1 of 2 did, from {NAME}",
             rf"GLOO_SOCKET_IFNAME=eth-a: eth-a is not an interface of {NAME}, which has eth-b \(10\.77\.0\.2",
@@ -90,7 +92,7 @@ MISTAKES = {
 
 
 def run_ranks(
-    hosts: TwoHosts, folder: Path, mistake: Mistake, come: int = 2, run_dirs: tuple[str, str] = ("run", "run")
+    hosts: TwoHosts, folder: Path, case: Misconfiguration, come: int = 2, run_dirs: tuple[str, str] = ("run", "run")
 ) -> list[tuple[int, str]]:
     """The exit status of the rank on each host that comes, and what it printed."""
     outputs = [folder / f"host{number}.out" for number in (1, 2)][:come]
@@ -99,10 +101,10 @@ def run_ranks(
         for rank, (host, output) in enumerate(zip((hosts.a, hosts.b), outputs, strict=False)):
             place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             meeting = {"MASTER_ADDR": "host1", "MASTER_PORT": "29500"}
-            flags = ("--run-dir", str(folder / run_dirs[rank]), "--timeout", str(mistake.timeout_s))
-            command = ["ddp.train", *FLAGS, *flags, *(mistake.flags_on_2 if rank == 1 else ())]
-            cwd = mistake.source_on_2 if rank == 1 else REPOSITORY
-            env = {**place, **meeting, **mistake.wrong[rank]}
+            flags = ("--run-dir", str(folder / run_dirs[rank]), "--timeout", str(case.timeout_s))
+            command = ["ddp.train", *FLAGS, *flags, *(case.flags_on_2 if rank == 1 else ())]
+            cwd = case.source_on_2 if rank == 1 else REPOSITORY
+            env = {**place, **meeting, **case.wrong[rank]}
             processes.append(stack.enter_context(host.start(*command, env=env, output=output, cwd=cwd)))
         statuses = [process.wait(120) for process in processes]
     return [(status, output.read_text()) for status, output in zip(statuses, outputs, strict=True)]
@@ -116,16 +118,16 @@ def assert_said(ended: list[tuple[int, str]], lines: tuple[str, ...]) -> None:
         assert status == 2, output
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
-    assert_said(run_ranks(hosts, tmp_path, MISTAKES[name]), MISTAKES[name].lines)
+@pytest.mark.parametrize("name", MISCONFIGURATIONS)
+def test_a_misconfiguration_is_one_line(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    assert_said(run_ranks(hosts, tmp_path, MISCONFIGURATIONS[name]), MISCONFIGURATIONS[name].lines)
 
 
 def test_a_host_that_never_comes(hosts: TwoHosts, tmp_path: Path) -> None:
     line = (
         rf"not all 2 ranks came within --timeout: ranks \[1\] did not come, 1 of 2 did, from {NAME}: start the others"
     )
-    assert_said(run_ranks(hosts, tmp_path, Mistake((), timeout_s=8), come=1), (line,))
+    assert_said(run_ranks(hosts, tmp_path, Misconfiguration((), timeout_s=8), come=1), (line,))
 
 
 def test_another_version_of_the_project(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -134,19 +136,19 @@ def test_another_version_of_the_project(hosts: TwoHosts, tmp_path: Path) -> None
     with open(tmp_path / "other" / "ddp" / "config.py", "a") as file:
         file.write("# newer\n")
     line = DIFFER + r"the digest of this project's source is \w+ on rank 0, but \w+ on rank 1"
-    assert_said(run_ranks(hosts, tmp_path, Mistake((), source_on_2=tmp_path / "other")), (line, line))
+    assert_said(run_ranks(hosts, tmp_path, Misconfiguration((), source_on_2=tmp_path / "other")), (line, line))
 
 
 def test_another_version_of_torch(hosts: TwoHosts, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '1.13.1'\n")
-    mistake = Mistake((), ({}, {"PYTHONPATH": str(tmp_path)}))
+    case = Misconfiguration((), ({}, {"PYTHONPATH": str(tmp_path)}))
     line = DIFFER + r"the version of torch is \S+ on rank 0, but 1\.13\.1 on rank 1"
-    assert_said(run_ranks(hosts, tmp_path, mistake), (line, line))
+    assert_said(run_ranks(hosts, tmp_path, case), (line, line))
 
 
 def test_a_port_that_is_taken(hosts: TwoHosts, tmp_path: Path) -> None:
     with hosts.a.start("http.server", "29500", "--bind", "10.77.0.1"):
-        status, output = run_ranks(hosts, tmp_path, Mistake(()), come=1)[0]
+        status, output = run_ranks(hosts, tmp_path, Misconfiguration(()), come=1)[0]
     assert_said([(status, output)], ("MASTER_PORT 29500 is in use on host1: set another",))
 
 
@@ -156,7 +158,7 @@ def test_a_firewall_that_drops_the_port(hosts: TwoHosts, tmp_path: Path) -> None
     for rule in ("add pref 10 lookup local", "del pref 0", drop):
         hosts.a.run("ip", "rule", *rule.split())
     try:
-        ended = run_ranks(hosts, tmp_path, Mistake((), timeout_s=8))
+        ended = run_ranks(hosts, tmp_path, Misconfiguration((), timeout_s=8))
     finally:
         hosts.a.run("ip", "rule", "del", "pref", "5")
     lines = (
@@ -168,7 +170,7 @@ def test_a_firewall_that_drops_the_port(hosts: TwoHosts, tmp_path: Path) -> None
 
 def test_a_run_directory_that_is_not_shared(hosts: TwoHosts, tmp_path: Path) -> None:
     """It trains. The second host keeps the log of its rank."""
-    ended = run_ranks(hosts, tmp_path, Mistake(()), run_dirs=("run", "its-own"))
+    ended = run_ranks(hosts, tmp_path, Misconfiguration(()), run_dirs=("run", "its-own"))
     assert [status for status, _ in ended] == [0, 0], ended
     assert re.search(r"its-own on \S+ is not that of rank 0, which writes the run and its checkpoints", ended[1][1])
     assert [
