@@ -61,7 +61,7 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class Link:
-    """How fast one host reaches another, one link.
+    """How fast one host reaches another.
 
     :ivar latency_s: seconds of a message of one byte
     :ivar bytes_per_s: of large messages
@@ -81,17 +81,14 @@ def main() -> None:
         with rendezvous_errors(env):
             store = open_store(env, config.timeout, config)
             everyone = exchange_facts(store, env, facts_of(env, config), config.timeout)
-            problems = what_is_wrong(everyone, env.world_size) if env.is_main else []
-            hosts = agree(store, env, first_ranks(everyone) if not problems else {}, config.timeout)
-            links: list[Link] = []
-            if len(hosts) > 1:
-                dist.init_process_group(
-                    "gloo", store=store, rank=env.rank, world_size=env.world_size,
-                    timeout=datetime.timedelta(seconds=config.timeout),
-                )  # fmt: skip
-                links = measure(hosts, env.rank, config.mebibytes * 2**20)
+        problems = what_is_wrong(everyone, env.world_size) if env.is_main else []
         if env.is_main:
-            print_results(report(problems, everyone, links, env))
+            print_results(report(problems, everyone, env))
+        hosts = agree(store, env, first_ranks(everyone) if not problems else {}, config.timeout)
+        if len(hosts) > 1:
+            links = measure(hosts, store, env, config)
+            if env.is_main:
+                print_results(table_of(links))
         if problems:
             sys.exit(1)
 
@@ -116,32 +113,41 @@ def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
 
 
 def exchange_facts(store: Store, env: DistEnv, facts: dict[str, str], timeout_s: float) -> dict[int, Facts]:
-    """Put this rank's facts into the store. Rank 0 waits for those of all, and tells each its time meanwhile.
+    """Put this rank's facts into the store, for rank 0 to read.
 
     :returns: on rank 0, the facts by rank, of those that came; on the others, their own
+    :raises torch.distributed.DistStoreError: when rank 0 does not answer
     """
     deadline = time.monotonic() + timeout_s
-    if env.rank > 0:
-        answers = []
-        for question in (f"{env.rank}/{number}" for number in range(QUESTIONS)):
-            asked = time.time()
-            store.set(f"ask/{question}", "")
-            if not _wait(store, f"time/{question}", deadline):
-                raise dist.DistStoreError("rank 0 did not answer")
-            took = time.time() - asked
-            answers.append((took, asked + took / 2 - float(store.get(f"time/{question}"))))
-        facts["clock"] = (
-            f"{min(answers)[1]:+.1f} s"  # of the quickest answer: rank 0 may have been busy before the others
-        )
-        store.set(f"facts/{env.rank}", json.dumps(facts))
-        return {env.rank: facts}
-    everyone: dict[int, Facts] = {0: facts | {"clock": "+0.0 s"}}
-    asked_by = dict.fromkeys(range(1, env.world_size), 0)
-    while len(everyone) < env.world_size and time.monotonic() < deadline:
-        for rank, number in asked_by.items():
+    if env.is_main:
+        return _collect_facts(store, env.world_size, {**facts, "clock": "+0.0 s"}, deadline)
+    facts = {**facts, "clock": f"{_clock_offset(store, env.rank, deadline):+.1f} s"}
+    store.set(f"facts/{env.rank}", json.dumps(facts))
+    return {env.rank: facts}
+
+
+def _clock_offset(store: Store, rank: int, deadline: float) -> float:
+    """Seconds by which this clock is ahead of rank 0's, from the quickest answer: rank 0 may have been busy before the others."""
+    answers = []
+    for question in (f"{rank}/{number}" for number in range(QUESTIONS)):
+        asked = time.time()
+        store.set(f"ask/{question}", "")
+        if not _wait(store, f"time/{question}", deadline):
+            raise dist.DistStoreError("rank 0 did not answer")
+        took = time.time() - asked
+        answers.append((took, asked + took / 2 - float(store.get(f"time/{question}"))))
+    return min(answers)[1]
+
+
+def _collect_facts(store: Store, world_size: int, own: Facts, deadline: float) -> dict[int, Facts]:
+    """Rank 0: wait for the facts of all, and answer those that ask for the time."""
+    everyone = {0: own}
+    questions = dict.fromkeys(range(1, world_size), 0)
+    while len(everyone) < world_size and time.monotonic() < deadline:
+        for rank, number in questions.items():
             if store.check([f"ask/{rank}/{number}"]):
                 store.set(f"time/{rank}/{number}", repr(time.time()))
-                asked_by[rank] += 1
+                questions[rank] += 1
             if rank not in everyone and store.check([f"facts/{rank}"]):
                 everyone[rank] = json.loads(store.get(f"facts/{rank}"))
         time.sleep(POLL_S)
@@ -197,23 +203,27 @@ def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -
     return told
 
 
-def measure(hosts: Mapping[str, int], rank: int, size: int) -> list[Link]:
-    """Time messages between each pair of hosts, one pair after another; of many hosts, between rank 0's and each. A collective.
+def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: DoctorConfig) -> list[Link]:
+    """Form a group, and time messages between each pair of hosts, one pair after another; of many hosts, between rank 0's and
+    each. A collective.
 
     :param hosts: a rank of each, rank 0's first
-    :param size: of the large messages, in bytes
     :returns: on rank 0, every link
     """
+    size = config.mebibytes * 2**20
+    timeout = datetime.timedelta(seconds=config.timeout)
+    with rendezvous_errors(env):
+        dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     links = []
     names = list(hosts)
     for place, first in enumerate(names if len(names) <= MOST_PAIRS_OF else names[:1]):
         for second in names[place + 1 :]:
             pair = hosts[first], hosts[second]
             seconds = torch.zeros(2, dtype=torch.float64)
-            if rank in pair:
-                other = pair[1] if rank == pair[0] else pair[0]
-                seconds[0] = _median_seconds(ROUND_TRIPS, 1, rank == pair[0], other) / 2
-                seconds[1] = _median_seconds(TRANSFERS, size, rank == pair[0], other)
+            if env.rank in pair:
+                other = pair[1] if env.rank == pair[0] else pair[0]
+                seconds[0] = _median_seconds(ROUND_TRIPS, 1, env.rank == pair[0], other) / 2
+                seconds[1] = _median_seconds(TRANSFERS, size, env.rank == pair[0], other)
             dist.broadcast(seconds, pair[0])
             latency, large = seconds.tolist()
             links.append(Link(first, second, latency, size / max(large - latency, 1e-9)))
@@ -236,8 +246,8 @@ def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def report(problems: Sequence[str], everyone: Mapping[int, Facts], links: Sequence[Link], env: DistEnv) -> str:
-    """All that rank 0 prints."""
+def report(problems: Sequence[str], everyone: Mapping[int, Facts], env: DistEnv) -> str:
+    """What is wrong, and the ranks."""
     lines = [f"wrong: {problem}" for problem in problems] or ["nothing is wrong"]
     facts = everyone[0]
     hosts = len({_host_of(facts) for facts in everyone.values()})
@@ -258,14 +268,17 @@ def report(problems: Sequence[str], everyone: Mapping[int, Facts], links: Sequen
         for rank, facts in everyone.items()
     ]
     lines += ["", *_aligned(rows)]
-    if links:
-        rows = [["from", "to", "latency", "bandwidth"]]
-        rows += [
-            [link.first, link.second, f"{1e6 * link.latency_s:.0f} us", f"{link.bytes_per_s / 2**20:.0f} MiB/s"]
-            for link in links
-        ]
-        lines += ["", *_aligned(rows)]
     return "\n".join(lines)
+
+
+def table_of(links: Sequence[Link]) -> str:
+    """How the hosts reach each other."""
+    rows = [["from", "to", "latency", "bandwidth"]]
+    rows += [
+        [link.first, link.second, f"{1e6 * link.latency_s:.0f} us", f"{link.bytes_per_s / 2**20:.0f} MiB/s"]
+        for link in links
+    ]
+    return "\n".join(["", *_aligned(rows)])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
