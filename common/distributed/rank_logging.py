@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,15 +26,45 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class _ConsoleHandler(logging.Handler):
+class _OneLineAtATime(logging.Handler):
+    """A stop signal may come while a line is written, and the signal's handler logs one too. Python's buffers refuse that: the
+    second line is kept until the first is written."""
+
+    _kept: list[logging.LogRecord] | None = None  # while a line is written
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._kept is not None:
+            self._kept.append(record)
+            return
+        kept = self._kept = []
+        try:
+            super().emit(record)
+        finally:  # the handler may end the process by an exception
+            self._kept = None
+            for one in kept:
+                self.emit(one)
+
+
+class _FileHandler(_OneLineAtATime, logging.FileHandler):
+    """Writes to a rank's file."""
+
+
+class _Console(logging.Handler):
     """Writes to stderr above a progress bar that may be drawn there, and leaves the traceback to Python's own report."""
 
     def emit(self, record: logging.LogRecord) -> None:
         without_traceback = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None})
+        line = self.format(without_traceback)
         try:
-            tqdm.write(self.format(without_traceback), file=sys.stderr)
+            tqdm.write(line, file=sys.stderr)
         except OSError:  # the reader of the pipe has ended; training goes on
             self.handleError(record)
+        except RuntimeError:  # the signal met the progress bar, which is drawn in the same place
+            os.write(2, f"{line}\n".encode())
+
+
+class _ConsoleHandler(_OneLineAtATime, _Console):
+    """The console's, for all but tracebacks."""
 
 
 @contextlib.contextmanager
@@ -73,7 +104,7 @@ def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
 def add_log_file(env: DistEnv, folder: Path) -> None:
     """From here to the end of :func:`rank_logging`, also append to ``rank<r>.log`` in ``folder``, tracebacks included."""
     folder.mkdir(parents=True, exist_ok=True)  # another node's disk may lack rank 0's directories
-    file = logging.FileHandler(folder / f"rank{env.rank}.log", encoding="utf-8", errors="backslashreplace")
+    file = _FileHandler(folder / f"rank{env.rank}.log", encoding="utf-8", errors="backslashreplace")
     file.setFormatter(_formatter(env))
     logging.getLogger().addHandler(file)
 

@@ -10,9 +10,11 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.distributed.dist_env import DistEnv
 from common.distributed.process_group import process_group
-from common.distributed.rank_logging import Progress, rank_logging
+from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from tests.support.launch import run_ranks, run_torchrun
 
 
@@ -71,3 +73,38 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     err = capsys.readouterr().err
     assert "train: step 4 of 10, loss 0.5" in err
     assert "loss 0.1" not in err
+
+
+class Interrupted(io.FileIO):
+    """A file in which a signal handler logs a line while another is being written."""
+
+    armed = True
+
+    def write(self, data: object) -> int:
+        if self.armed:
+            self.armed = False
+            logging.getLogger("inner").warning("stopped by SIGINT")
+        return super().write(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["the file", "the console"])
+def test_a_line_in_the_middle_of_another_is_written_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], where: str
+) -> None:
+    path = tmp_path / ("rank0.log" if where == "the file" else "console")
+    stream = io.TextIOWrapper(io.BufferedWriter(Interrupted(path, "w")), line_buffering=True)
+    with rank_logging(DistEnv.alone(torch.device("cpu"))):
+        if where == "the file":
+            add_log_file(DistEnv.alone(torch.device("cpu")), tmp_path)
+            files = [one for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler)]
+            before = next(file for file in files if file.baseFilename == str(path)).setStream(stream)
+            assert before is not None
+            before.close()
+        else:
+            monkeypatch.setattr("sys.stderr", stream)
+        logging.getLogger("outer").warning("an ordinary line")
+        monkeypatch.undo()
+    stream.close()
+    lines = path.read_text().splitlines()
+    assert [line.partition("] ")[2] for line in lines] == ["an ordinary line", "stopped by SIGINT"]
+    assert "Traceback" not in capfd.readouterr().err
