@@ -28,6 +28,7 @@ import torch
 
 import ddp.train
 from common.data.datasets import ImageData
+from common.error_line import PRINT_AFTER
 from common.reporting.atomic_files import SCRATCH
 from common.training.metrics import read_metrics
 from ddp.checkpoint import directory, storage
@@ -106,14 +107,20 @@ class Run:
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float = 120.0) -> int:
-        """The exit status of the command.
+        """The exit status of the command, when the last line of its output is written.
 
         :raises AssertionError: with its output, if it does not end in time
         """
         try:
-            return self._process.wait(timeout_s)
+            status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output}") from None
+        for process in psutil.process_iter():  # a process that prints below torchrun's report, see common/error_line.py
+            with contextlib.suppress(psutil.NoSuchProcess):
+                arguments = process.cmdline()
+                if PRINT_AFTER in arguments and str(self._process.pid) in arguments:
+                    process.wait(10)
+        return status
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
         """Poll until ``condition()`` is true; False if the command ends before.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.adversary import files, flags, folders, images, launches, library, limits, output, servers, signals
 from tests.adversary.attempt import Attempt, Verdict
+from tests.adversary.attempts import files, flags, folders, images, launches, library, limits, output, servers, signals
 
 # By name: what is tried, and the attempts.
 CLASSES: dict[str, tuple[str, list[Attempt]]] = {

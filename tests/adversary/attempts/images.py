@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dataloading.dataset.decoders import DECODERS
 from tests.adversary.attempt import Attempt, made_by
+from tests.adversary.attempts.replaced import a_dangling_link, a_folder, a_pipe
 from tests.dataloading.faults import save_picture
 
 BAD = "Person_0/Person_0_0001.jpg"  # the file that is replaced
@@ -42,21 +43,6 @@ def a_png(path: Path) -> None:
     from PIL import Image
 
     Image.new("RGB", (24, 20)).save(path, "PNG")
-
-
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_dangling_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.with_name("nowhere.jpg"))
 
 
 def a_link_to_itself(path: Path) -> None:

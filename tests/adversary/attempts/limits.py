@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.adversary.attempt import Attempt, made_by
-from tests.adversary.folders import folder
+from tests.adversary.attempts.folders import folder
 from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN
 
 AROUND = "tests.adversary.around"

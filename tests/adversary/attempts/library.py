@@ -1,6 +1,6 @@
 """The loader as a library, called as its documentation does not say; a command that makes one such call.
 
-python -m tests.adversary.library NAME FOLDER
+python -m tests.adversary.attempts.library NAME FOLDER
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def main() -> None:
         sys.exit(2)
 
 
-ATTEMPTS = [Attempt(f"tests.adversary.library {name} {{faces}}", line) for name, (_, line) in CALLS.items()]
+ATTEMPTS = [Attempt(f"tests.adversary.attempts.library {name} {{faces}}", line) for name, (_, line) in CALLS.items()]
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.adversary.attempt import Attempt, made_by
+from tests.adversary.attempts.replaced import a_dangling_link, a_folder, a_pipe
 from tests.adversary.scenes import EVALUATE, RESUME
 from tests.ddp.checkpoint.samples import forge
 
@@ -49,22 +50,6 @@ def deep(path: Path) -> None:
     path.write_text("[" * 100_000)
 
 
-def a_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_pipe(path: Path) -> None:
-    """Opening it waits for somebody who writes."""
-    path.unlink()
-    os.mkfifo(path)
-
-
-def a_dangling_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.parent / "nowhere")
-
-
 def a_device(path: Path) -> None:
     """Reading it does not end."""
     path.unlink()
@@ -95,20 +80,13 @@ def of_facts(**facts: Any) -> Callable[[Path], None]:
     return lambda here: forge(here / "run" / CHECKPOINT, **facts)
 
 
-def of_config(**settings: Any) -> Callable[[Path], None]:
+def of_fact(fact: str, **changes: Any) -> Callable[[Path], None]:
+    """Some entries of a fact that is a dict."""
+
     def make(here: Path) -> None:
         path = here / "run" / CHECKPOINT
-        config = json.loads((path / "manifest.json").read_bytes())["facts"]["config"]
-        forge(path, config=config | settings)
-
-    return make
-
-
-def of_progress(**progress: Any) -> Callable[[Path], None]:
-    def make(here: Path) -> None:
-        path = here / "run" / CHECKPOINT
-        before = json.loads((path / "manifest.json").read_bytes())["facts"]["progress"]
-        forge(path, progress=before | progress)
+        before = json.loads((path / "manifest.json").read_bytes())["facts"][fact]
+        forge(path, **{fact: before | changes})
 
     return make
 
@@ -160,7 +138,7 @@ OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
     (of_tensors("ranks", lambda content: ["text"]), r"ranks\.pt has 'text' for rank 0"),
     (of_tensors("ranks", lambda content: []), r"has 0 ranks instead of 1"),
     (of_tensors("ranks", lambda content: 3), r"ranks\.pt"),
-    (of_config(seed=9), r"--seed 9, not 0|was started with --seed"),
+    (of_fact("config", seed=9), r"--seed 9, not 0|was started with --seed"),
     (of_facts(world_size=0), r"manifest\.json|ranks"),
     (of_facts(world_size=10**9), r"manifest\.json|ranks"),
 ]
@@ -182,12 +160,12 @@ OF_BOTH: list[tuple[Callable[[Path], None], str]] = [
     (of_facts(format="one"), r"manifest\.json|format"),
     (of_facts(files={}), r"manifest\.json|files"),
     (of_facts(files={"../../precious": 3}), r"manifest\.json|files"),
-    (of_progress(best="text"), r"has a progress whose best is 'text'"),
-    (of_progress(best={"name": "../../..", "accuracy": 0.5}), r"best"),
-    (of_progress(windows=3), r"whose windows is 3"),
-    (of_progress(scaler=[]), r"whose scaler is \[\]"),
-    (of_progress(skipped_steps=-1), r"whose skipped_steps is -1"),
-    (of_progress(accuracy=float("nan")), r"accuracy"),
+    (of_fact("progress", best="text"), r"has a progress whose best is 'text'"),
+    (of_fact("progress", best={"name": "../../..", "accuracy": 0.5}), r"best"),
+    (of_fact("progress", windows=3), r"whose windows is 3"),
+    (of_fact("progress", scaler=[]), r"whose scaler is \[\]"),
+    (of_fact("progress", skipped_steps=-1), r"whose skipped_steps is -1"),
+    (of_fact("progress", accuracy=float("nan")), r"accuracy"),
     (renamed("epoch-0001-step-00000099"), r"epoch-0001-step-00000099"),
     (renamed("epoch-0009-step-00000003"), r"epoch-0009-step-00000003"),
 ]
