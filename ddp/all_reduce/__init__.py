@@ -11,6 +11,9 @@ hierarchical       shared memory on each host, rings between the hosts
 Naive, ring, halving-doubling and tree consist of sends and receives alone, for CPU tensors. In each, every element's sum is
 completed on one rank and copied to the others. So all ranks hold the same bits and take the same step.
 
+The backend's, the ring and shared memory have halves that can be used alone: a reduce-scatter and an all-gather (base.py). The
+sharded strategies of ddp/sharded/ live on them.
+
 Their docstrings give the time of each in the alpha-beta model: a message of m bytes takes alpha + beta m seconds, whatever
 else is sent. A rank sends one message and receives one at a time, and adding takes no time. The tensor has n bytes, the
 group p ranks.

@@ -33,6 +33,7 @@ class P2P:
     hosts: list[str]  #: host name of each rank
     group: dist.ProcessGroup  #: the whole group, also after :meth:`among`
     timeout_s: float  #: how long the group waits for a rank
+    sent_bytes: int  #: by this object so far
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD
@@ -40,6 +41,7 @@ class P2P:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.timeout_s = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
         self.group = group
+        self.sent_bytes = 0
         introductions: list[tuple[str, int, int]] = [("", 0, 0)] * self.size
         dist.all_gather_object(introductions, (socket.gethostname(), os.getpid(), secrets.randbits(31)), group)
         self.hosts = [host for host, _, _ in introductions]
@@ -86,6 +88,7 @@ class P2P:
     def _isend(self, tensor: Tensor, to: int) -> dist.Work | None:
         if not tensor.numel():  # an empty tensor needs no message, as both sides know
             return None
+        self.sent_bytes += tensor.nbytes
         with self.blaming(to):
             return dist.isend(tensor, group=self.group, tag=self._tag, group_dst=self._members[to])
 

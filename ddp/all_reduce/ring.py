@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.send_receive import SendReceiveAllReduce
 
 
-class Ring(SendReceiveAllReduce):
+class Ring(SendReceiveAllReduce, SlicedAllReduce):
     """The tensor is cut into p chunks. Every rank sends to the next rank only, while it receives from the one before.
 
     Reduce-scatter: in p-1 steps, each chunk travels once around the ring, and every rank on the way adds its own part. At
@@ -20,16 +23,35 @@ class Ring(SendReceiveAllReduce):
     """
 
     def run(self, buffer: Tensor) -> None:
+        chunks = buffer.tensor_split(self._p2p.size)
+        self._reduce_scatter_chunks(chunks)
+        self._all_gather_chunks(chunks)
+
+    def reduce_scatter(self, buffer: Tensor) -> None:
+        self._reduce_scatter_chunks(self._slices(buffer))
+
+    def all_gather(self, buffer: Tensor) -> None:
+        self._all_gather_chunks(self._slices(buffer))
+
+    def _slices(self, buffer: Tensor) -> list[Tensor]:
+        """The slices, in such an order that this rank's own is the chunk that it has at the end of a reduce-scatter."""
+        slices = buffer.chunk(self._p2p.size)
+        return [slices[-1], *slices[:-1]]
+
+    def _reduce_scatter_chunks(self, chunks: Sequence[Tensor]) -> None:
+        """Reduce-scatter: at the end, this rank holds the sum of chunk rank + 1."""
         rank, size = self._p2p.rank, self._p2p.size
         following, preceding = (rank + 1) % size, (rank - 1) % size
-        chunks = buffer.tensor_split(size)
-        # Reduce-scatter.
         for step in range(size - 1):
             outgoing, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
             incoming = self._scratch(own)
             self._p2p.exchange(outgoing, following, incoming, preceding)
             own += incoming
-        # All-gather: at first, this rank holds the sum of chunk rank + 1.
+
+    def _all_gather_chunks(self, chunks: Sequence[Tensor]) -> None:
+        """All-gather: at first, this rank holds chunk rank + 1."""
+        rank, size = self._p2p.rank, self._p2p.size
+        following, preceding = (rank + 1) % size, (rank - 1) % size
         for step in range(size - 1):
             outgoing, incoming = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
             self._p2p.exchange(outgoing, following, incoming, preceding)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UsageError
-from ddp.all_reduce.base import AllReduce
+from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
 from ddp.all_reduce.p2p import P2P
 
@@ -36,7 +36,7 @@ SMALL_BYTES = 64 << 10  # up to this size, one barrier and more additions are fa
 ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
 
 
-class SharedMemory(AllReduce):
+class SharedMemory(SlicedAllReduce):
     """Sums CPU tensors over the ranks of one host, in rank order: all ranks get the same bits, every time.
 
     Two steps, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It reads n/p bytes of
@@ -106,18 +106,27 @@ class SharedMemory(AllReduce):
     def _run_large(self, buffer: Tensor) -> None:
         if not buffer.numel():  # an empty tensor lies in no segment
             return
-        for number, segment in enumerate(self._segments):
-            offset = buffer.data_ptr() - segment.memory[self._p2p.rank].data_ptr()
-            if 0 <= offset <= segment.nbytes - buffer.nbytes:
-                self._sockets.meet(f"to sum {buffer.numel()} {buffer.dtype} from byte {offset} of allocation {number}")
-                self._sum_part(segment.views(offset, buffer))
-                self._sockets.meet("to the end of a sum")
-                return
+        buffers = self._mapped(buffer, "sum")
+        if buffers is not None:
+            self._sum_part(buffers)
+            self._sockets.meet("to the end of a sum")
+            return
         for piece in buffer.split(SCRATCH_BYTES // buffer.element_size()):
             scratch = self._scratch.views(0, piece)[self._p2p.rank]
             scratch.copy_(piece)
             self._run_large(scratch)
             piece.copy_(scratch)
+
+    def _mapped(self, buffer: Tensor, purpose: str) -> list[Tensor] | None:
+        """All ranks' buffers after a barrier, if they lie in memory of :meth:`allocate`; None if they do not."""
+        for number, segment in enumerate(self._segments):
+            offset = buffer.data_ptr() - segment.memory[self._p2p.rank].data_ptr()
+            if 0 <= offset <= segment.nbytes - buffer.nbytes:
+                self._sockets.meet(
+                    f"to {purpose} {buffer.numel()} {buffer.dtype} from byte {offset} of allocation {number}"
+                )
+                return segment.views(offset, buffer)
+        return None
 
     def _sum_part(self, buffers: list[Tensor]) -> None:
         """Add up this rank's part of all buffers, in blocks that stay in its cache until the sum is written to them all."""
@@ -134,6 +143,55 @@ class SharedMemory(AllReduce):
                 self._between(first)
             for other in others:
                 other.copy_(first)
+
+    def reduce_scatter(self, buffer: Tensor) -> None:
+        self._in_slices(buffer, "reduce-scatter", self._sum_slice)
+
+    def all_gather(self, buffer: Tensor) -> None:
+        self._in_slices(buffer, "all-gather", self._copy_slices)
+
+    def _in_slices(self, buffer: Tensor, purpose: str, run: Callable[[list[Tensor], Tensor], None]) -> None:
+        """Call ``run`` with all ranks' buffers, ``[p, s]``, and where its result belongs; between two barriers.
+
+        Buffers that lie elsewhere come by way of the scratch memory, some columns of all slices at a time.
+        """
+        _require_cpu(buffer.device)
+        if not buffer.numel():
+            return
+        size = self._p2p.size
+        own = buffer.view(size, -1)
+        try:
+            buffers = self._mapped(buffer, purpose)
+            if buffers is not None:
+                run([other.view(size, -1) for other in buffers], own)
+                self._sockets.meet(f"to the end of a {purpose}")
+                return
+            for piece in own.split(SCRATCH_BYTES // (size * buffer.element_size()), dim=1):
+                scratches = [view.view(piece.shape) for view in self._scratch.views(0, piece)]
+                needed = slice(None) if purpose == "reduce-scatter" else slice(self._p2p.rank, self._p2p.rank + 1)
+                scratches[self._p2p.rank][needed] = piece[needed]
+                self._sockets.meet(f"to {purpose} {piece.numel()} {piece.dtype}")
+                run(scratches, piece)
+                self._sockets.meet(f"to the end of a {purpose}")
+        except BaseException:
+            self._sockets.close()  # the ranks that wait for this one see at once that it failed
+            raise
+
+    def _sum_slice(self, buffers: list[Tensor], own: Tensor) -> None:
+        """Add up this rank's slice of all buffers. No other rank reads or writes that slice."""
+        rank = self._p2p.rank
+        block = BLOCK_BYTES // own.element_size()
+        for result, first, *others in zip(
+            own[rank].split(block), *(b[rank].split(block) for b in buffers), strict=True
+        ):
+            for other in others:
+                first += other
+            result.copy_(first)
+
+    def _copy_slices(self, buffers: list[Tensor], own: Tensor) -> None:
+        for rank, theirs in enumerate(buffers):
+            if rank != self._p2p.rank:
+                own[rank].copy_(theirs[rank])
 
     def close(self) -> None:
         super().close()

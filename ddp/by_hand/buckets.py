@@ -60,7 +60,7 @@ class Bucket:
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
         self.small = buffer.numel() < SMALL * len(parameters)
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
-        self.views = {i: _shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
+        self.views = {i: shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
 
     def copy_in(self, index: int, divisor: float) -> None:
         """Copy one gradient, divided, into the buffer; zeros if there is none.
@@ -110,7 +110,7 @@ class Bucket:
                     parameter.grad.copy_(view)
 
 
-def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
+def shaped(piece: Tensor, parameter: Tensor) -> Tensor:
     """``piece`` in the parameter's shape, and with its strides if it has no gaps in memory, so that optimizers are fast."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     return piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape)

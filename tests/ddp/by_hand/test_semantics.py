@@ -23,7 +23,7 @@ from common.distributed.process_group import process_group
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce, Pending
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
-from tests.ddp.by_hand.wrappers import Images, loss_of
+from tests.ddp.by_hand.wrappers import Failing, Images, loss_of
 from tests.support.launch import run_ranks
 
 EACH_ALONE = 1e-6  # MiB: every parameter has a bucket of its own
@@ -300,16 +300,6 @@ def graphs_of_gradients() -> None:
 
 def test_create_graph() -> None:
     run_ranks(graphs_of_gradients, 2)
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ArithmeticError("in the middle of backward")
 
 
 class Fails(nn.Module):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
+Results = dict[str, Tensor | None]
 Wrapper = DistributedDataParallel | HandwrittenDistributedDataParallel
 BATCH = 3
 
@@ -253,6 +255,18 @@ LOW_PRECISION = {"mixed", "half"}
 FLOAT32 = {"images", "channels last", "odd", "large", "tied", "frozen", "sequences", "checkpoint", "reentrant"}
 
 
+class Failing(torch.autograd.Function):
+    """The identity, but for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ArithmeticError("in the middle of backward")
+
+
 def batch(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """This rank's inputs to a micro-step: [BATCH, 4, 6, 6]."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
@@ -356,7 +370,18 @@ def wrap(engine: type[Wrapper], model: nn.Module, case: Case, **options: Any) ->
     return wrapped
 
 
-def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[str, dict[str, Tensor | None]]]:
+def run_micro_step(model: Any, step: int, micro_step: int, micro_steps: int, dtype: torch.dtype | None) -> Tensor:
+    """Forward and backward of one micro-step of a step, all but the last under ``no_sync``; returns the loss."""
+    number = step * micro_steps + micro_step
+    torch.manual_seed(1000 * number + dist.get_rank())
+    x = batch(number, dtype or torch.float32)
+    with contextlib.nullcontext() if micro_step == micro_steps - 1 else model.no_sync():
+        loss = loss_of(model(x, number=number))
+        loss.backward()
+    return loss
+
+
+def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[str, Results]]:
     """Named results, step by step: losses, gradients, parameters and buffers."""
     # The ranks' models start with different weights, so that the wrapper has to make them one.
     network = case.network(dist.get_rank())
@@ -365,16 +390,7 @@ def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[s
     optimizer = OPTIMIZERS[case.optimizer](network.parameters())
     for step in range(case.steps):
         for micro_step in range(case.grad_accumulation_steps):
-            number = step * case.grad_accumulation_steps + micro_step
-            torch.manual_seed(1000 * number + dist.get_rank())
-            x = batch(number, case.dtype or torch.float32)
-            if micro_step < case.grad_accumulation_steps - 1:
-                with model.no_sync():
-                    loss = loss_of(model(x, number=number))
-                    loss.backward()
-            else:
-                loss = loss_of(model(x, number=number))
-                loss.backward()
+            loss = run_micro_step(model, step, micro_step, case.grad_accumulation_steps, case.dtype)
             results = {name: parameter.grad for name, parameter in network.named_parameters()}
             yield f"gradients of step {step}.{micro_step}", {"loss": loss, **results}
         if case.clip is not None:
@@ -389,13 +405,18 @@ def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[s
     yield "after training", {**model.state_dict(), **dict(model.named_buffers())}
 
 
-def recorded(engine: type[Wrapper], case: Case, **options: Any) -> list[tuple[str, dict[str, Tensor | None]]]:
+def recorded(engine: type[Wrapper], case: Case, **options: Any) -> list[tuple[str, Results]]:
     """All of :func:`train`, kept."""
+    return kept(train(engine, case, **options))
+
+
+def kept(training: Iterable[tuple[str, Results]]) -> list[tuple[str, Results]]:
+    """Run a training, and keep copies of its results."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")  # of reentrant checkpoints
         return [
             (when, {name: None if value is None else value.detach().clone() for name, value in results.items()})
-            for when, results in train(engine, case, **options)
+            for when, results in training
         ]
 
 
@@ -433,11 +454,19 @@ def compare(case: Case, tolerance: float = 0, **options: Any) -> str | None:
     """
     theirs = recorded(DistributedDataParallel, as_torch_can(case))
     ours = recorded(HandwrittenDistributedDataParallel, case, **options)
+    found = first_difference(ours, theirs, tolerance)
+    return found and f"{case}: {found}"
+
+
+def first_difference(
+    ours: Sequence[tuple[str, Results]], theirs: Sequence[tuple[str, Results]], tolerance: float
+) -> str | None:
+    """Where two recorded trainings first differ, or None."""
     for (when, results), (_, expected) in zip(ours, theirs, strict=True):
         if list(results) != list(expected):
-            return f"{case}: {when}: {list(results)} instead of {list(expected)}"
+            return f"{when}: {list(results)} instead of {list(expected)}"
         for name, value in results.items():
             found = difference(value, expected[name], tolerance)
             if found is not None:
-                return f"{case}: {when}: {name} is {found}"
+                return f"{when}: {name} is {found}"
     return None

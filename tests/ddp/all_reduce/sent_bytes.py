@@ -1,0 +1,54 @@
+"""Bytes that each all-reduce and its halves send, counted on the loopback interface of a network namespace.
+
+    unshare --net sh -c 'ip link set lo up && python -m tests.ddp.all_reduce.sent_bytes'
+
+Prints, as JSON, how often each sends the tensor, per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.distributed.process_group import process_group
+from ddp.all_reduce.base import SlicedAllReduce
+from ddp.all_reduce.choice import build_all_reduce
+from tests.support.ranks import close_pool, run_ranks
+
+NUMEL = 4_000_000
+RANKS = 4
+
+
+def count(name: str) -> dict[str, float]:
+    """For an all-reduce and its halves, the bytes on the wire by those of the tensor, per rank."""
+    with process_group(timeout_s=100) as env:
+        algorithm = build_all_reduce(name)
+        assert isinstance(algorithm, SlicedAllReduce)
+        tensor, found = torch.ones(NUMEL), {}
+        for what in (algorithm.run, algorithm.reduce_scatter, algorithm.all_gather):
+            what(tensor)  # the first connects the ranks
+            dist.barrier()
+            before = sent()
+            dist.barrier()
+            what(tensor)
+            dist.barrier()
+            found[what.__name__] = (sent() - before) / tensor.nbytes / env.world_size
+            dist.barrier()
+        algorithm.close()
+        return found
+
+
+def sent() -> int:
+    """Bytes that the loopback interface has received, which are those that it has sent."""
+    found = re.search(r"^ *lo: *(\d+)", Path("/proc/net/dev").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: run_ranks(count, RANKS, name)[0] for name in ("backend", "ring")}))
+    close_pool()

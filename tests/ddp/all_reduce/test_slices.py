@@ -1,0 +1,113 @@
+"""The halves of an all-reduce: reduce-scatter and all-gather sum and collect as torch's own do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.distributed.process_group import process_group
+from ddp.all_reduce.base import SlicedAllReduce
+from ddp.all_reduce.choice import watched_backend
+from ddp.all_reduce.p2p import P2P
+from ddp.all_reduce.ring import Ring
+from ddp.all_reduce.shared_memory import SCRATCH_BYTES, SharedMemory
+from tests.ddp.all_reduce.sent_bytes import RANKS
+from tests.ddp.all_reduce.test_algorithms import TOLERANCES
+from tests.support.launch import REPOSITORY, clean_environment, run_ranks
+
+BY_NAME: dict[str, Callable[[P2P], SlicedAllReduce]] = {
+    "backend": watched_backend,
+    "ring": Ring,
+    "shared-memory": SharedMemory,
+}
+LARGE = SCRATCH_BYTES // 4 + 3  # elements per slice: more than shared memory copies at once
+
+Case = tuple[int, torch.dtype, bool]  # elements per slice, dtype, whether the buffer lies in allocated memory
+cases = st.tuples(st.integers(0, 20) | st.integers(0, 5000), st.sampled_from(list(TOLERANCES)), st.booleans())
+
+
+def drawn(case: Case, size: int, algorithm: SlicedAllReduce, rank: int) -> Tensor:
+    """A rank's tensor of a case, of all its slices."""
+    numel, dtype, allocated = case
+    values = torch.randn(numel * size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return algorithm.allocate(len(values), dtype, values.device).copy_(values) if allocated else values
+
+
+def check(name: str, examples: Sequence[Case]) -> None:
+    with process_group(timeout_s=100) as env:
+        algorithm = BY_NAME[name](P2P())
+        size, rank = env.world_size, env.rank
+        for case in examples:
+            if case[2] and not case[0]:
+                continue
+            buffer = drawn(case, size, algorithm, rank)
+            expected = buffer.clone()
+            dist.all_reduce(expected)
+            own = slice(rank * case[0], (rank + 1) * case[0])
+            algorithm.start_reduce_scatter(buffer).wait()
+            tolerance = TOLERANCES[case[1]]
+            torch.testing.assert_close(buffer[own], expected[own], rtol=tolerance, atol=tolerance)
+
+            buffer[: own.start] = 7
+            buffer[own.stop :] = 7
+            sent = buffer[own].clone()
+            slices = [torch.empty_like(sent) for _ in range(size)]
+            dist.all_gather(slices, sent)
+            algorithm.start_all_gather(buffer).wait()
+            assert torch.equal(buffer, torch.cat(slices))
+        algorithm.close()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@settings(max_examples=2, phases=[Phase.generate])
+@given(examples=st.lists(cases, min_size=5, max_size=5, unique=True), size=st.integers(1, 4))
+def test_the_halves_sum_and_collect_as_torchs_own(name: str, examples: list[Case], size: int) -> None:
+    run_ranks(check, size, name, [*examples, (LARGE, torch.float32, False), (LARGE, torch.bfloat16, True)])
+
+
+def check_order(name: str) -> bool:
+    """A reduce-scatter and an all-gather, one after the other, are the all-reduce: the same bits for two terms."""
+    with process_group(timeout_s=100) as env:
+        algorithm = BY_NAME[name](P2P())
+        buffer = torch.randn(1000 * env.world_size, generator=torch.Generator().manual_seed(env.rank))
+        whole = buffer.clone()
+        algorithm.run(whole)
+        algorithm.reduce_scatter(buffer)
+        algorithm.all_gather(buffer)
+        algorithm.close()
+        return torch.equal(buffer, whole)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_both_halves_are_the_all_reduce(name: str) -> None:
+    assert all(run_ranks(check_order, 2, name))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, for a network namespace")
+def test_what_each_half_sends() -> None:
+    """Half of an all-reduce, but for gloo's reduce-scatter, which is a whole one."""
+    command = f"ip link set lo up && exec {sys.executable} -m tests.ddp.all_reduce.sent_bytes"
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", command],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    times = json.loads(done.stdout)
+    whole = 2 * (RANKS - 1) / RANKS  # of the tensor; the headers of TCP are less than 2 % more
+    for name, expected in {"backend": (1, 1, 0.5), "ring": (1, 0.5, 0.5)}.items():
+        assert list(times[name].values()) == pytest.approx([whole * part for part in expected], rel=0.03), name
