@@ -1,0 +1,57 @@
+"""A small decoder-only transformer, as GPT-2: the model of which the sharded strategies train large ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD_WIDTH = 64  # as in GPT-2
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network of four times the width, each added to its own input.
+
+    12 ``width``² parameters, and a few vectors.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // HEAD_WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[n, length, width]`` to the same."""
+        n, length, width = x.shape
+        parts = self.attention(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(n, length, width))
+        result: Tensor = x + self.contract(F.gelu(self.expand(self.norm2(x))))
+        return result
+
+
+class GPT(nn.Module):
+    """Logits of the next token at each place. (Radford et al., Language Models are Unsupervised Multitask Learners, 2019.)
+
+    :param vocabulary: number of different tokens
+    :param width: a multiple of :data:`HEAD_WIDTH`, or less
+    :param layers: number of blocks
+    :param context: longest sequence
+    """
+
+    def __init__(self, vocabulary: int, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 ``[n, length]`` to ``[n, length, vocabulary]``."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits

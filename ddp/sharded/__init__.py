@@ -1,0 +1,33 @@
+"""Sharded data parallelism (ZeRO) by hand: optimizer state, gradients and parameters divided over the ranks.
+
+by_parameter.py  stage 1 in its simplest form: whole parameters, each optimized by one rank
+zero1.py         stage 1: the optimizer's state, in equal slices
+zero2.py         stage 2: the gradients too
+zero3.py         stage 3: the parameters too, gathered unit by unit. They stand on
+                 flat.py (slices of parameters laid end to end), units.py (which parameters travel together)
+clip.py          the norm of gradients that no rank has whole
+stages.py        one call for all stages
+
+    from ddp.sharded import clip_grad_norm_, shard
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.sharded.clip import clip_grad_norm_
+    from ddp.sharded.flat import Precision
+    from ddp.sharded.stages import shard
+
+__all__ = ["Precision", "clip_grad_norm_", "shard"]
+
+_MODULES = {"Precision": "flat", "clip_grad_norm_": "clip", "shard": "stages"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import it when it is first used: a job with replicas imports none of it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

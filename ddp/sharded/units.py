@@ -1,0 +1,131 @@
+"""Units: the parts of a model whose parameters are gathered together.
+
+A unit is a module, usually one of the repeated blocks. Small units save more memory, since at stage 3 a rank holds one or two
+of them at a time; large ones save messages. What lies in no unit belongs to the root, which is the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ddp.sharded.flat import Owner
+
+SMALL = 32_768  # parameters; a smaller block stays with the root, unless it is named
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A module, and the parameters in it that no other unit has.
+
+    :param name: as in ``named_modules()``; empty for the root
+    :param owners: for each parameter by name, the modules that hold it
+    """
+
+    name: str
+    module: nn.Module
+    owners: dict[str, list[Owner]]
+
+
+def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[Unit]:
+    """The units of a model: the root, then the others in the order of ``named_modules()``. Only the root may be empty.
+
+    A parameter that several units share belongs to the root, which is whole whenever one of them runs.
+
+    :param units: submodules; None takes the children of every ``ModuleList`` and ``Sequential`` that have :data:`SMALL`
+        parameters or more, but none within another
+    :raises ValueError: if a unit is no submodule, has no parameters, is listed twice, or lies within another
+    """
+    chosen = dict(_repeated_blocks(module)) if units is None else _checked(module, list(units))
+    at: dict[nn.Parameter, set[str]] = {}
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for path, part in module.named_modules(remove_duplicate=False):  # a module may lie in two units
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                unit = next((unit for unit in chosen if _is_in(path, unit)), "")
+                at.setdefault(parameter, set()).add(unit)
+                if (part, name) not in owners.setdefault(parameter, []):
+                    owners[parameter].append((part, name))
+                names.setdefault(parameter, f"{path}.{name}" if path else name)
+    found = {name: Unit(name, part, {}) for name, part in {"": module, **chosen}.items()}
+    for parameter, places in at.items():
+        home = places.pop() if len(places) == 1 else ""
+        found[home].owners[names[parameter]] = owners[parameter]
+    return [unit for name, unit in found.items() if unit.owners or not name]
+
+
+def by_dtype(unit: Unit, trained_only: bool) -> Iterator[dict[str, list[Owner]]]:
+    """A unit's parameters in groups of one dtype and device each, those that are trained apart from those that are not."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], dict[str, list[Owner]]] = {}
+    for name, owners in unit.owners.items():
+        parameter = owners[0][0].get_parameter(owners[0][1])
+        if parameter.requires_grad or not trained_only:
+            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), {})[name] = owners
+    yield from kinds.values()
+
+
+def materialize(unit: Unit, device: torch.device) -> None:
+    """Give the modules that hold a unit's parameters memory and initial values, if they are on the meta device.
+
+    :raises ValueError: if such a module has no ``reset_parameters()``
+    """
+    parts = dict.fromkeys(part for owners in unit.owners.values() for part, _ in owners)
+    if not unit.name:
+        parts |= dict.fromkeys(part for part in unit.module.modules() if next(part.parameters(False), None) is None)
+    for part in parts:
+        if not any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            continue
+        reset = getattr(part, "reset_parameters", None)
+        if not callable(reset):
+            raise ValueError(
+                f"{type(part).__name__} is on the meta device and has no reset_parameters() that would give it values: add "
+                "one, or build the model on the CPU"
+            )
+        part.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
+    for (first, name), *others in unit.owners.values():  # to_empty gives each owner of a tied parameter its own
+        for part, other_name in others:
+            setattr(part, other_name, first.get_parameter(name))
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of lists and sequences that are worth a gather of their own."""
+    taken: list[str] = []
+    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
+    for name, part in module.named_modules():
+        parent = name.rpartition(".")[0]
+        if not name or parent not in lists or any(_is_in(name, unit) for unit in taken):
+            continue
+        if sum(parameter.numel() for parameter in part.parameters()) >= SMALL:
+            taken.append(name)
+            yield name, part
+
+
+def _checked(module: nn.Module, units: list[nn.Module]) -> Mapping[str, nn.Module]:
+    names = {part: name for name, part in module.named_modules()}
+    chosen: dict[str, nn.Module] = {}
+    for unit in units:
+        name = names.get(unit, "")
+        if not name:
+            what = "the model itself, which is the root" if unit is module else "no submodule of the model"
+            raise ValueError(f"units: a {type(unit).__name__} is {what}: list submodules")
+        if name in chosen:
+            raise ValueError(f"units: {name} is listed twice")
+        if next(unit.parameters(), None) is None:
+            raise ValueError(f"units: {name}, a {type(unit).__name__}, has no parameters: leave it out")
+        chosen[name] = unit
+    for name in chosen:
+        for other in chosen:
+            if name != other and _is_in(name, other):
+                raise ValueError(f"units: {name} lies within {other}: list one of them")
+    order = list(names.values())
+    return {name: chosen[name] for name in sorted(chosen, key=order.index)}
+
+
+def _is_in(path: str, unit: str) -> bool:
+    return path == unit or path.startswith(f"{unit}.")

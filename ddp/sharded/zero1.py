@@ -1,0 +1,281 @@
+"""ZeRO stage 1: all ranks compute with all parameters, and each optimizes only its own slice of them.
+
+    model = shard(network, stage=1)
+    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's pieces: its state is a p-th of DDP's
+    model(inputs).sum().backward()                     # the gradients of the pieces are now averages over the ranks
+    optimizer.step()                                   # the next forward pass gathers the new parameters
+
+In DDP every rank takes the same step, p times the same work and p times the same optimizer state. Here a step is
+
+    forward, backward  ->  reduce-scatter of gradients  ->  step of one slice  ->  all-gather of parameters
+
+The two collectives are the halves of DDP's all-reduce, with the step in between: as many bytes, and the same bits.
+(Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ddp.all_reduce.backend import Backend, another_group
+from ddp.all_reduce.base import SlicedAllReduce
+from ddp.by_hand.outputs import tensors_in
+from ddp.by_hand.replicas import broadcast, require_same_modules
+from ddp.sharded.flat import FlatParameters, Precision
+from ddp.sharded.units import Unit, by_dtype, divide, materialize
+
+DEFAULT_PRECISION = Precision()
+
+
+class ZeRO1(nn.Module):
+    """Shards the optimizer's state of ``module`` over the ranks. The module's parameters are replaced: build the optimizer
+    from this wrapper's :meth:`parameters`, which are this rank's pieces, by the names of the whole ones.
+
+    :param module: the same on every rank, but for the values: those of rank 0 are sent to all. It may be on the meta device
+    :param units: the submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
+    :param precision: the dtypes of computation and communication
+    :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
+        its own; the backend's when None
+    :param process_group: the default group when None
+    :param device: where to put what is on the meta device
+    :raises ValueError: on every rank, if the modules differ, for units that do not fit, for fewer parameters than ranks
+    """
+
+    stage = 1
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Iterable[nn.Module] | None = None,
+        precision: Precision = DEFAULT_PRECISION,
+        collectives: tuple[SlicedAllReduce, SlicedAllReduce] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        group = process_group or dist.distributed_c10d._get_default_group()
+        require_same_modules(module, {"stage": self.stage, "precision": precision}, group)
+        self.module, self.process_group = module, group
+        self.require_backward_grad_sync = True  # what no_sync turns off
+        self._collectives = collectives or (Backend(another_group(group)), Backend(another_group(group)))
+        self._names = [name for name, parameter in module.named_parameters()]
+        self._running = False  # a backward pass
+        self.flats: list[FlatParameters] = []
+        self._flats_of: dict[str, list[FlatParameters]] = {}
+        self.units = divide(module, units)
+        for unit in self.units:
+            materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
+            flats = self._flats_of[unit.name] = [
+                FlatParameters(owners, group, self._collectives, precision, self.stage)
+                for owners in by_dtype(unit, trained_only=self.stage < 3)
+            ]
+            self.flats += flats
+            self._begin_unit(unit)
+            for flat in flats:
+                for index, parameter in enumerate(flat.whole if flat.trained else ()):
+                    ready = functools.partial(self._ready, unit, flat, index)
+                    parameter.register_post_accumulate_grad_hook(ready)
+            unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
+        self._trained = [flat for flat in self.flats if flat.trained]
+        for rank in range(group.size()):
+            if all(begin == end for flat in self._trained for begin, end in flat.bounds(rank)):
+                raise ValueError(f"{type(module).__name__} has too few parameters to train for {group.size()} ranks")
+        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        broadcast([*(frozen if self.stage < 3 else ()), *module.buffers()], 0, group)  # at stage 3 they have been sent
+        self._stale = False  # the pieces have changed since the parameters were gathered, or will change
+        self._in_gathered = False
+        module.register_state_dict_pre_hook(self._require_whole)
+        module.register_load_state_dict_pre_hook(self._refuse_to_load)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``module``'s forward."""
+        output = self.module(*inputs, **kwargs)
+        # The backward pass begins at an output: of reentrant checkpoints inside, each has a pass of its own, which is not the end.
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._begin_backward())
+        return output
+
+    def _require_whole(self, *_: object) -> None:
+        """:raises RuntimeError: where a ``state_dict`` would hold pieces, or other ranks' parameters from before the last step"""
+        if not self._in_gathered:
+            raise RuntimeError(
+                "the parameters may not be whole: call state_dict() in `with model.gathered():` on all ranks"
+            )
+
+    def _refuse_to_load(self, *_: object) -> None:
+        """:raises RuntimeError: since what is loaded would not reach the pieces that are optimized"""
+        raise RuntimeError("load_state_dict() does not reach the pieces: load the weights before shard()")
+
+    def close(self) -> None:
+        """Free the threads and connections of the collectives; the model cannot be trained further."""
+        for collectives in self._collectives:
+            collectives.close()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's pieces by the parameters' names, in the order of ``module.named_parameters()``; ``parameters()`` too."""
+        pieces = {name: piece for flat in self.flats for name, piece in zip(flat.owners, flat.pieces, strict=True)}
+        for name in self._names:
+            if name in pieces:
+                yield f"{prefix}.{name}" if prefix else name, pieces[name]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this block, backward passes add to the gradients on this rank alone, which stay whole until the next that
+        synchronizes."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def add_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let another method of a unit, or of the model, gather parameters as ``forward`` does.
+
+        :raises ValueError: if the module is no unit
+        """
+        unit = next((unit for unit in self.units if unit.module is module), None)
+        if unit is None:
+            raise ValueError(f"{type(module).__name__} is no unit: only units gather their parameters")
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def gathering(*inputs: Any, **kwargs: Any) -> Any:
+            self._before_forward(unit)
+            output = method(*inputs, **kwargs)
+            self._after_forward(unit, module, inputs, kwargs, output)
+            return output
+
+        setattr(module, name, gathering)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """A block in which ``module`` has its parameters whole, as the last step left them, to be read. A collective."""
+        for flat in self.flats:
+            flat.start_gather()
+        for flat in self.flats:
+            flat.finish_gather()
+        self._in_gathered = True
+        try:
+            yield self.module
+        finally:
+            self._in_gathered = False
+            self._free_all()
+
+    def _free_all(self) -> None:
+        """Free whole parameters, at stage 3."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the pieces, and those that ``no_sync`` has kept. (An optimizer's ``zero_grad`` knows the pieces.)"""
+        super().zero_grad(set_to_none)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for flat in self.flats:
+            flat.drop_gradient()
+
+    # Before and in a forward pass: the parameters
+
+    def _begin_unit(self, unit: Unit) -> None:
+        """Called once for each unit, when its slices are made."""
+
+    def _before_forward(self, unit: Unit, *_: object) -> None:
+        """A unit is about to run: its parameters must be those of the last step."""
+        if self._running and not in_backward():  # an exception ended that pass, so that autograd did not call _finish
+            self._running = False
+            self._drop_gradients()
+            self._end_pass()
+        if unit.module is self.module and self._stale:
+            # With gradients that are not dropped yet, a step may follow this forward pass: then gather again in the next.
+            self._stale = any(piece.grad is not None for flat in self.flats for piece in flat.pieces)
+            for other in self.units:  # in the background: the last units are gathered while the first run
+                for flat in self._flats_of[other.name]:
+                    flat.start_gather()
+        for flat in self._flats_of[unit.name]:
+            flat.finish_gather()
+
+    def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, kwargs: object, output: object) -> None:
+        """A unit has run."""
+
+    # In and after a backward pass: the gradients
+
+    def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
+        """Autograd has put the gradient of a parameter into ``.grad``."""
+        self._begin_backward()
+        flat.add_gradient(index, average=self.require_backward_grad_sync)
+
+    def _begin_backward(self) -> None:
+        if not self._running:
+            self._running = True
+            Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Backward is over: average what was not averaged yet."""
+        self._running = False
+        try:
+            if self.require_backward_grad_sync:
+                self._reduce()
+                self._stale = True  # the optimizer is going to change the pieces
+        finally:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        for flat in self.flats:
+            flat.end_pass()
+
+    def _reduce(self) -> None:
+        for flat in self._trained:
+            flat.start_reduce()
+        for flat in self._trained:
+            flat.finish_reduce()
+        self._exchange_flags()
+
+    def _exchange_flags(self) -> None:
+        """What the ranks must know of each other's gradients, in one small all-reduce.
+
+        - If any slice is not finite, nans are put into all. So GradScaler, and code that looks at the norm of this rank's
+          pieces, comes to the same decision on every rank.
+        - A parameter that no rank has used gets no gradient, as in DDP.
+        - At stage 3, all must have gathered the same units in the same order.
+
+        :raises RuntimeError: on every rank, if they have not
+        """
+        # A sum is not finite if one of its terms is not. (A norm would overflow: it squares, and 1e20 squared is inf.)
+        total = torch.stack([flat.grad_shard.sum(dtype=torch.float32) for flat in self._trained]).sum()
+        not_finite = torch.where(total.isfinite(), 0.0, 1.0).view(1)
+        used = torch.cat([flat.used() for flat in self._trained]).float()
+        digits = self._digits_of_gathers()
+        squares = [digit * digit for digit in digits]
+        message = torch.cat([not_finite, used, torch.tensor([*digits, *squares]).to(used)])
+        self._collectives[1].run(message)
+        not_finite, used, sums = message.split([1, len(used), 2 * len(digits)])
+        for flat, users in zip(self._trained, used.split([len(flat.pieces) for flat in self._trained]), strict=True):
+            flat.finalize(not_finite, users)
+        # The mean of squares is the square of the mean only if all are the same.
+        size = self.process_group.size()
+        if sums.tolist() != [size * value for value in (*digits, *squares)]:
+            raise RuntimeError(
+                "the ranks have run different units, or in another order, so each was given parameters of others: at stage 3 "
+                "all ranks must run the same units. Put those that they choose between into one unit"
+            )
+
+    def _digits_of_gathers(self) -> list[int]:
+        """A checksum of what was gathered since the last reduction, in digits below 64, whose squares a float can add up exactly
+        over 4,000 ranks; none at stages 1 and 2."""
+        return []
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: activation checkpointing runs forward within backward."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,63 @@
+"""ZeRO stage 2: the gradients are sharded too.
+
+    model = shard(network, stage=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(inputs).sum().backward()
+    optimizer.step()
+
+At stage 1 every rank holds all gradients until the end of backward, and then uses a p-th of them. Here the gradients of a unit
+are reduce-scattered as soon as the last of them is ready, while backward goes on with the layers below, and are then freed. A
+rank holds its slice of all gradients, and the whole gradients of the units in flight. (arXiv 1910.02054, section 5.2.)
+
+``no_sync`` gives that up: gradients that are not reduced stay whole until they are. To accumulate in a p-th of the memory,
+leave it out: slices add up too, for one reduce-scatter in each micro-step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+
+from ddp.sharded.flat import FlatParameters
+from ddp.sharded.units import Unit
+from ddp.sharded.zero1 import ZeRO1
+
+IN_FLIGHT = 2  # reductions at the same time: one unit's gradients are sent while the next unit's are computed
+
+
+class ZeRO2(ZeRO1):
+    """Shards the optimizer's state and the gradients. See :class:`ddp.sharded.zero1.ZeRO1` for the parameters."""
+
+    stage = 2
+
+    def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
+        self._begin_backward()
+        complete = flat.add_gradient(index, average=self.require_backward_grad_sync)
+        if complete:
+            self._complete.add(flat)
+            # Collectives are matched by their order, so complete gradients wait for those that come before them.
+            while self.require_backward_grad_sync and self._waiting and self._waiting[0] in self._complete:
+                self._send()
+
+    def _begin_backward(self) -> None:
+        if not self._running:
+            self._waiting = deque(reversed(self._trained))  # the order in which gradients are reduced, on every rank
+            self._complete: set[FlatParameters] = set()
+            self._sent: deque[FlatParameters] = deque()
+        super()._begin_backward()
+
+    def _send(self) -> None:
+        """Start the next reduce-scatter, when there are not too many in flight."""
+        if len(self._sent) == IN_FLIGHT:
+            self._sent.popleft().finish_reduce()
+        flat = self._waiting.popleft()
+        flat.start_reduce()
+        self._sent.append(flat)
+
+    def _reduce(self) -> None:
+        while self._waiting:  # some parameters were not used
+            self._send()
+        while self._sent:
+            self._sent.popleft().finish_reduce()
+        self._exchange_flags()

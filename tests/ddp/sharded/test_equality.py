@@ -1,0 +1,102 @@
+"""ddp/sharded/: every stage trains to the bits of the hand-written DDP, whatever the model and however it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from common.distributed.process_group import process_group
+from tests.ddp.by_hand.wrappers import LOW_PRECISION, MODELS, OPTIMIZERS, UNUSED
+from tests.ddp.sharded.trained import Case, compare
+from tests.support.launch import run_ranks
+
+# Not to the last bit at two ranks: torch's bf16 kernels round the last elements of a tensor, which are others in a piece, in
+# another way; and a parameter whose memory has gaps has none in a flat tensor, so that its matrix product is another kernel's.
+ROUNDED = {**dict.fromkeys(LOW_PRECISION, 3e-2), "scalars": 1e-6}
+
+
+@st.composite
+def cases_of(draw: st.DrawFn, model: str) -> Case:
+    stage = draw(st.sampled_from([3, 2, 1]))
+    return Case(
+        model,
+        stage=stage,
+        units=draw(st.booleans()) and not (stage == 3 and model in UNUSED),  # the ranks would gather different units
+        reshard=draw(st.sampled_from([None, True, False])),
+        all_reduce=draw(st.sampled_from(["backend", "shared-memory", "ring"])),
+        accumulation=draw(st.integers(1, 3)),
+        set_to_none=draw(st.booleans()),
+        evaluate=draw(st.booleans()),
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),
+    )
+
+
+all_cases = st.tuples(*map(cases_of, MODELS))
+
+
+def compared(cases: Sequence[Case]) -> list[str]:
+    with process_group(timeout_s=60) as env:
+        found = []
+        for case in cases:
+            exact = env.world_size == 2  # each sum has two terms: the same bits in whatever order
+            if not exact:
+                case = replace(case, steps=3, dtype=None if case.model in LOW_PRECISION else torch.float64)
+            tolerance = ROUNDED.get(case.model, 0.0) if exact else 3e-2 if case.model in LOW_PRECISION else 1e-9
+            found.append(compare(case, replace(case, stage=0), tolerance))
+        return [one for one in found if one]
+
+
+def assert_equal_training(world_size: int, cases: Sequence[Case]) -> None:
+    for found in run_ranks(compared, world_size, cases, timeout_s=300):
+        assert found == []
+
+
+def table(shift: int) -> list[Case]:
+    """A case of each model: all settings come about, with each stage."""
+    cases = []
+    for number, model in enumerate(MODELS, shift):
+        stage = 3 - number % 3
+        cases.append(
+            Case(
+                model,
+                stage=stage,
+                units=number % 4 > 0 and not (stage == 3 and model in UNUSED),
+                reshard=(None, True, False)[number // 3 % 3],
+                all_reduce=("backend", "shared-memory", "ring")[number // 2 % 3],
+                accumulation=1 + number % 2,
+                set_to_none=number % 5 > 0,
+                evaluate=number % 3 == 1,
+                optimizer=sorted(OPTIMIZERS)[number % len(OPTIMIZERS)],
+            )
+        )
+    return cases
+
+
+def test_two_ranks_train_to_the_same_bits_as_replicas() -> None:
+    assert_equal_training(2, table(0))
+
+
+def test_three_ranks_train_as_replicas() -> None:
+    assert_equal_training(3, table(1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=6, phases=[Phase.generate])
+@given(all_cases)
+def test_two_ranks_train_to_the_same_bits_as_replicas_in_many_cases(cases: tuple[Case, ...]) -> None:
+    assert_equal_training(2, [replace(case, steps=20) for case in cases])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [3, 4])
+@settings(max_examples=4, phases=[Phase.generate])
+@given(all_cases)
+def test_more_ranks_train_as_replicas_in_many_cases(world_size: int, cases: tuple[Case, ...]) -> None:
+    assert_equal_training(world_size, cases)

@@ -1,0 +1,626 @@
+"""ddp/sharded/: what users do around a sharded model, and what they do wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common.distributed.process_group import process_group
+from common.training.gpt import GPT
+from ddp.sharded import Precision, clip_grad_norm_, shard
+from ddp.sharded.units import divide
+from ddp.sharded.zero3 import ZeRO3
+from tests.ddp.by_hand.wrappers import Failing
+from tests.support.launch import run_ranks
+
+STAGES = (1, 2, 3)
+VOCABULARY, LENGTH, SEQUENCES = 17, 8, 4  # 64 bytes or a multiple in each parameter, with a width of 64
+
+
+def network(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(VOCABULARY, 64, 2, LENGTH)
+
+
+def tokens(number: int, rank: int | None = None) -> Tensor:
+    """A rank's sequences in a step: [SEQUENCES, LENGTH]."""
+    generator = torch.Generator().manual_seed(100 * number + (dist.get_rank() if rank is None else rank))
+    return torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    # With the default eps, gradients that are zero but for rounding would take steps of full length.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    with model.gathered() as module:
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def in_one_process(step: Callable[[GPT, torch.optim.Optimizer, int], None], steps: int = 4) -> dict[str, Tensor]:
+    model = network()
+    optimizer = adamw(model)
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model.state_dict()
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.allclose(value, theirs[name], rtol=tolerance, atol=tolerance), name
+
+
+# Against one process and against torch's
+
+
+def clipped(stage: int) -> None:
+    with process_group(timeout_s=60) as env:
+
+        def alone(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
+            batch = torch.cat([tokens(number, rank) for rank in range(env.world_size)])
+            loss_of(model, batch).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        norms: list[float] = []
+        expected = in_one_process(alone)
+        model = shard(network(env.rank), stage) if env.rank else shard(network(), stage)
+        optimizer = adamw(model)
+        for number in range(4):
+            loss_of(model, tokens(number)).backward()
+            assert clip_grad_norm_(model, 0.5).item() == pytest.approx(norms[number], rel=1e-4)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(whole(model), expected, 1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_clipping_is_that_of_one_process(stage: int, ranks: int) -> None:
+    run_ranks(clipped, ranks, stage)
+
+
+def accumulated(stage: int, local: bool) -> None:
+    with process_group(timeout_s=60) as env:
+
+        def alone(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
+            parts = [tokens(2 * number + micro, rank) for micro in range(2) for rank in range(env.world_size)]
+            loss_of(model, torch.cat(parts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        expected = in_one_process(alone)
+        model = shard(network(), stage)
+        optimizer = adamw(model)
+        for number in range(4):
+            if local:
+                with model.no_sync():
+                    (loss_of(model, tokens(2 * number)) / 2).backward()
+                whole_gradients = sum(flat.gradient is not None for flat in model.flats)
+                assert whole_gradients == len(model.flats)  # what no_sync costs at stages 2 and 3
+            else:
+                (loss_of(model, tokens(2 * number)) / 2).backward()
+                assert stage == 1 or all(flat.gradient is None for flat in model.flats)
+            (loss_of(model, tokens(2 * number + 1)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(whole(model), expected, 1e-4)
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_with_and_without_synchronization_is_that_of_one_process(stage: int, local: bool) -> None:
+    run_ranks(accumulated, 2, stage, local)
+
+
+def against_fully_shard(stage: int, low: bool) -> None:
+    with process_group(timeout_s=60):
+        ours, theirs = network(), network()
+        precision = Precision(torch.bfloat16, torch.float32) if low else Precision()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
+        for block in theirs.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(theirs, mp_policy=policy)
+        model = shard(ours, stage, units=ours.blocks, precision=precision)
+        optimizers = [adamw(one) for one in (model, theirs)]
+        for number in range(5):
+            losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
+            torch.testing.assert_close(*losses, rtol=3e-2 if low else 1e-5, atol=1e-5)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        expected = {name: value.full_tensor() for name, value in theirs.state_dict().items()}
+        with model.gathered():  # the values that are computed with are rounded; those that are optimized are not
+            pass
+        found: dict[str, Tensor] = {}
+        for flat in model.flats:
+            values = torch.zeros(flat.shard_numel * dist.get_world_size())
+            flat.own(values).copy_(flat.shard)
+            dist.all_reduce(values)
+            found |= dict(zip(flat.owners, flat.views(values), strict=True))
+        assert all(piece.dtype == torch.float32 for piece in model.parameters())
+        assert_close({name: found[name] for name in expected}, expected, 2e-3 if low else 1e-5)
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_trains_as_fully_shard(stage: int, low: bool) -> None:
+    run_ranks(against_fully_shard, 2, stage, low)
+
+
+# GradScaler
+
+
+def with_an_inf(stage: int) -> tuple[float, list[bool]]:
+    with process_group(timeout_s=60) as env:
+        model: Any = shard(network(), stage)
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        changed = []
+        for number in range(3):
+            before = [piece.detach().clone() for piece in model.parameters()]
+            loss = loss_of(model, tokens(number))
+            if number == 1 and env.rank == 1:  # one element of one gradient: in one slice only
+                loss = loss + torch.where(torch.tensor(True), model.module.norm.weight[0] * torch.inf, 0.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            changed.append(not all(map(torch.equal, before, model.parameters())))
+        return scaler.get_scale(), changed
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_inf_on_one_slice_skips_the_step_on_all(stage: int) -> None:
+    for scale, changed in run_ranks(with_an_inf, 3, stage):
+        assert changed == [True, False, True]
+        assert scale == 4.0
+
+
+def torn(stage: int) -> None:
+    """Two optimizers, of which one has the parameter with the inf; and first of all a parameter that no rank uses."""
+    with process_group(timeout_s=60) as env:
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"unused": nn.Linear(64, 64), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+        net.forward = lambda x: net["b"](net["a"](x))
+        model = shard(net, stage, units=[])
+        named = dict(model.named_parameters())
+        groups = [[piece for name, piece in named.items() if name.startswith(part)] for part in ("a", "b")]
+        optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
+        before = {name: piece.detach().clone() for name, piece in named.items()}
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        output = model(torch.ones(2, 64)).sum()
+        if env.rank == 1:
+            output = output + net.get_parameter("a.weight")[0, 0] * torch.inf
+        scaler.scale(output).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert all(torch.equal(before[name], piece) for name, piece in named.items())
+        assert named["unused.weight"].grad is None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_inf_skips_the_steps_of_all_optimizers(stage: int) -> None:
+    run_ranks(torn, 2, stage)
+
+
+# Memory and bytes
+
+
+def frozen_below() -> tuple[int, int]:
+    """The most units that are whole at once in forward, and in backward, where all but the last are frozen."""
+    with process_group(timeout_s=60):
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        layers[:-1].requires_grad_(False)
+        model = shard(layers, 3, units=layers)
+        whole = {"forward": 0, "backward": 0}
+
+        def look(phase: str) -> None:
+            whole[phase] = max(whole[phase], sum(flat.gathered for flat in model.flats))
+
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: look("forward"))
+            layer.register_full_backward_hook(lambda *_: look("backward"))
+        for inputs in (torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)):
+            for _ in range(3):
+                model(inputs).sum().backward()
+        assert inputs.grad is not None
+        return whole["forward"], whole["backward"]
+
+
+def test_frozen_units_are_freed_too() -> None:
+    for forward, backward in run_ranks(frozen_below, 2):
+        assert forward <= 3  # one that runs, the next, and one that is not freed before this is counted
+        assert backward <= 3
+
+
+def counted(stage: int, reshard: bool | None) -> dict[str, int]:
+    with process_group(timeout_s=60) as env:
+        net = network()
+        parameters = sum(parameter.numel() for parameter in net.parameters())
+        model: Any = shard(
+            net, stage, units=net.blocks, all_reduce="ring", reshard_after_forward=reshard if stage == 3 else None
+        )
+        optimizer = adamw(model)
+        for number in range(2):
+            before = sum(one._p2p.sent_bytes for one in model._collectives)
+            loss_of(model, tokens(number)).backward()
+            full = sum(flat.full.untyped_storage().nbytes() for flat in model.flats)
+            gradients = sum(0 if flat.gradient is None else flat.gradient.nbytes for flat in model.flats)
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = sum(one._p2p.sent_bytes for one in model._collectives) - before
+        padded = sum(flat.shard_numel for flat in model.flats) * env.world_size
+        flags = 4 * (1 + (8 if stage == 3 else 0) + len(list(net.parameters())))
+        model.close()
+        return {
+            "parameters": parameters,
+            "padded": padded,
+            "full": full,
+            "gradients": gradients,
+            "sent": sent,
+            "flags": flags,
+            "moments": sum(s["exp_avg"].nbytes for s in optimizer.state.values()),
+            "root": sum(flat.shard_numel for flat in model._flats_of[""]) * env.world_size,
+        }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
+    all_counts = run_ranks(counted, ranks, stage, True)
+    found = all_counts[0]
+    assert found["parameters"] <= found["padded"] < found["parameters"] + 3 * ranks  # their sizes are multiples of 16
+    assert sum(one["moments"] for one in all_counts) == 4 * found["parameters"]
+    assert found["full"] == (0 if stage == 3 else 4 * found["padded"])
+    assert found["gradients"] == (4 * found["padded"] if stage == 1 else 0)
+    times = 3 if stage == 3 else 2  # of the parameters' bytes; and the flags, by an all-reduce
+    expected = sum(times * 4 * one["padded"] * (ranks - 1) // ranks for one in all_counts)
+    flags = 2 * (ranks - 1) * found["flags"]
+    assert sum(one["sent"] for one in all_counts) == expected + flags
+
+
+# Other uses
+
+
+def looked_at_in_between(stage: int) -> None:
+    """A forward pass, or a look at the parameters, between backward and the step: the next pass has the step's parameters."""
+    with process_group(timeout_s=60) as env:
+        control = network()
+        model: Any = shard(network(), stage)
+        optimizers = [adamw(one) for one in (model, control)]
+        for number in range(3):
+            loss_of(model, tokens(number)).backward()
+            loss_of(control, torch.cat([tokens(number, rank) for rank in range(env.world_size)])).backward()
+            with torch.no_grad():
+                model(tokens(99))
+            with model.gathered():
+                pass
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                assert torch.allclose(model(tokens(99)), control(tokens(99)), atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_pass_between_backward_and_step(stage: int) -> None:
+    run_ranks(looked_at_in_between, 2, stage)
+
+
+def frozen_afterwards(stage: int) -> None:
+    with process_group(timeout_s=60):
+        net = network()
+        model = shard(net, stage)
+        dict(model.named_parameters())["head.weight"].requires_grad_(False)
+        loss_of(model, tokens(0)).backward()
+        missing = [name for name, piece in model.named_parameters() if piece.grad is None]
+        assert missing == ["head.weight"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_piece_that_is_frozen_afterwards_gets_no_gradient(stage: int) -> None:
+    run_ranks(frozen_afterwards, 2, stage)
+
+
+def quantized() -> None:
+    """Integers are not computed with in bfloat16."""
+    with process_group(timeout_s=60):
+        net = nn.Linear(8, 8)
+        codes = torch.arange(100_000, dtype=torch.int32)
+        net.codes = nn.Parameter(codes.clone(), requires_grad=False)
+        model = shard(net, 3, precision=Precision(torch.bfloat16))
+        with model.gathered():
+            assert torch.equal(net.codes, codes)
+            assert net.weight.dtype == torch.bfloat16
+
+
+def test_frozen_integers_keep_their_dtype() -> None:
+    run_ranks(quantized, 2)
+
+
+class Twice(nn.Module):
+    """A module that two units share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(6, 6)
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), shared) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def shared_module(stage: int) -> None:
+    with process_group(timeout_s=60):
+        torch.manual_seed(0)
+        net = Twice()
+        control = copy.deepcopy(net)
+        model = shard(net, stage, units=net.parts)
+        assert sorted(model.units[0].owners) == ["parts.0.1.bias", "parts.0.1.weight"]
+        assert torch.equal(model(torch.ones(2, 6)), control(torch.ones(2, 6)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_that_two_units_share_belongs_to_the_root(stage: int) -> None:
+    run_ranks(shared_module, 2, stage)
+
+
+def unused_on_one_rank() -> None:
+    """Reductions start at other moments on each rank, between other gathers: they have a group of their own."""
+    with process_group(timeout_s=60) as env:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        model = ZeRO3(net, list(net))
+        for _ in range(2):
+            if env.rank:
+                net[3].forward = lambda x: x @ net[3].weight.T
+            model(torch.ones(2, 8)).sum().backward()
+        assert all(piece.grad is not None for piece in model.parameters())
+
+
+def test_a_parameter_that_one_rank_does_not_use() -> None:
+    run_ranks(unused_on_one_rank, 2)
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Encoding(nn.Module):
+    """Its only layer is used by a method that is not ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder.encode(x)
+
+
+def by_another_method(stage: int) -> None:
+    with process_group(timeout_s=60):
+        torch.manual_seed(0)
+        net = Encoding()
+        control = copy.deepcopy(net)
+        model = shard(net, stage, units=[net.encoder])
+        x = torch.ones(2, 4)
+        if stage < 3:  # parameters are whole until a step follows
+            for one in (model, control):
+                one(x).sum().backward()
+                torch.optim.SGD(one.parameters(), lr=0.1).step()
+                one.zero_grad()
+        with pytest.raises(RuntimeError, match="must be a matrix"):  # pieces: neither old values nor a crash
+            model(x)
+        model.add_forward_method(net.encoder, "encode")
+        result = model(x)
+        assert torch.allclose(result, control(x))
+        result.sum().backward()
+        assert all(piece.grad is not None for piece in model.parameters())
+        with pytest.raises(ValueError, match="Linear is no unit"):
+            model.add_forward_method(nn.Linear(1, 1), "forward")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_method_other_than_forward(stage: int) -> None:
+    run_ranks(by_another_method, 2, stage)
+
+
+def from_meta(stage: int) -> dict[str, Tensor]:
+    with process_group(timeout_s=60):
+        with torch.device("meta"):
+            net = GPT(VOCABULARY, 64, 2, LENGTH)
+        torch.manual_seed(5)
+        model = shard(net, stage)
+        loss_of(model, tokens(0)).backward()
+        assert all(piece.grad is not None for piece in model.parameters())
+        return whole(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_on_the_meta_device(stage: int) -> None:
+    first, second = run_ranks(from_meta, 2, stage)
+    assert_close(first, second, 0)
+    expected = GPT(VOCABULARY, 64, 2, LENGTH)
+    for name, value in expected.named_parameters():
+        assert first[name].shape == value.shape
+        assert (first[name].std() > 0) == (value.std() > 0), name
+
+
+def tied_on_meta() -> None:
+    with process_group(timeout_s=60):
+        with torch.device("meta"):
+            net = network()
+            net.head.weight = net.tokens.weight
+        model = shard(net, 3, units=[*net.blocks, net.head])
+        assert "head.weight" not in dict(model.named_parameters())
+        before = whole(model)
+        assert torch.equal(before["head.weight"], before["tokens.weight"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of(model, tokens(0)).backward()
+        optimizer.step()
+        after = whole(model)
+        assert torch.equal(after["head.weight"], after["tokens.weight"])
+        assert not torch.equal(after["head.weight"], before["head.weight"])
+
+
+def test_parameters_that_are_tied_across_units_on_the_meta_device() -> None:
+    run_ranks(tied_on_meta, 2)
+
+
+def after_an_exception(stage: int) -> None:
+    """A backward pass that is abandoned leaves nothing behind that the next would trip over."""
+    with process_group(timeout_s=60):
+        net, control = network(), network()
+        model, expected = (shard(one, stage, units=one.blocks) for one in (net, control))
+        handle = net.blocks[1].register_forward_pre_hook(lambda _, inputs: Failing.apply(inputs[0]))
+        with pytest.raises(ArithmeticError):
+            loss_of(model, tokens(0)).backward()
+        handle.remove()
+        with model.no_sync():
+            loss_of(model, tokens(2)).backward()
+        model.zero_grad()  # also what is on this rank alone
+        for one in (model, expected):
+            loss_of(one, tokens(1)).backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_pass_after_one_that_failed(stage: int) -> None:
+    run_ranks(after_an_exception, 2, stage)
+
+
+def different_units() -> None:
+    with process_group(timeout_s=60) as env:
+        torch.manual_seed(0)
+        experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        model = shard(experts, 3, units=experts)
+
+        class Choice(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                result: Tensor = experts[env.rank](x)
+                return result
+
+        model.module.forward = Choice().forward
+        with pytest.raises(RuntimeError, match="the ranks have run different units"):
+            model(torch.ones(2, 8)).sum().backward()
+
+
+def test_ranks_that_run_different_units() -> None:
+    run_ranks(different_units, 2)
+
+
+# Mistakes
+
+
+def mistakes() -> None:
+    with process_group(timeout_s=60):
+        net = network()
+        early = torch.optim.AdamW(net.parameters())
+        model = shard(net, 3)
+        loss_of(model, tokens(0)).backward()
+        with pytest.raises(
+            RuntimeError, match=r"AdamW was built before shard\(\): it has the parameter 'tokens\.weight'"
+        ):
+            early.step()
+        with pytest.raises(ValueError, match="stage=4: there are 1"):
+            shard(network(), 4)
+        with pytest.raises(ValueError, match="reshard_after_forward is for stage 3: stage 2"):
+            shard(network(), 2, reshard_after_forward=True)
+        with pytest.raises(ValueError, match="'tree' has no halves: choose backend, ring or shared-memory"):
+            shard(network(), 1, all_reduce="tree")
+        with pytest.raises(ValueError, match="Linear has too few parameters to train for 2 ranks"):
+            shard(nn.Linear(1, 1, bias=False), 1)
+        embedding = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        sharded = shard(embedding, 1)
+        with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight is sparse"):
+            sharded(torch.tensor([1])).sum().backward()
+        with torch.device("meta"):
+            lonely = nn.Sequential(nn.Linear(3, 3), Lonely())
+        with pytest.raises(ValueError, match=r"Lonely is on the meta device and has no reset_parameters\(\)"):
+            shard(lonely, 3)
+
+
+class Lonely(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def state_dicts(stage: int) -> None:
+    with process_group(timeout_s=60):
+        model: Any = shard(network(), stage)
+        optimizer = adamw(model)
+        loss_of(model, tokens(0)).backward()
+        optimizer.step()
+        for one in (model, model.module):
+            with pytest.raises(RuntimeError, match="the parameters may not be whole"):
+                one.state_dict()
+        with model.gathered() as module:
+            state = module.state_dict()
+            assert [(name, value.shape) for name, value in state.items()] == [
+                (name, value.shape) for name, value in network().state_dict().items()
+            ]
+        with pytest.raises(RuntimeError, match="does not reach the pieces"):
+            model.module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_state_dict_is_whole_or_refused(stage: int) -> None:
+    run_ranks(state_dicts, 2, stage)
+
+
+def test_mistakes() -> None:
+    run_ranks(mistakes, 2)
+
+
+def test_units_that_do_not_fit() -> None:
+    net = network()
+    mistakes: list[tuple[list[Any], str]] = [
+        ([nn.Linear(1, 1)], "a Linear is no submodule of the model"),
+        ([net], "a GPT is the model itself"),
+        ([net.blocks[0], net.blocks[0]], r"blocks\.0 is listed twice"),
+        ([net.blocks[0], net.blocks[0].expand], r"blocks\.0\.expand lies within blocks\.0"),
+        ([nn.ModuleList(), net.blocks], "a ModuleList is no submodule"),
+    ]
+    for units, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            divide(net, units)
+    holder = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(ValueError, match="1, a ReLU, has no parameters"):
+        divide(holder, [holder[1]])
+
+
+def test_the_units_of_a_model() -> None:
+    net = network()
+    assert [unit.name for unit in divide(net)] == ["", "blocks.0", "blocks.1"]
+    assert [unit.name for unit in divide(net, [net.blocks[1], net.norm])] == ["", "blocks.1", "norm"]
+    names = [name for unit in divide(net) for name in unit.owners]
+    assert sorted(names) == sorted(name for name, _ in net.named_parameters())
+    net.head.weight = net.tokens.weight
+    root = divide(net, [net.head])[0]
+    assert len(root.owners["tokens.weight"]) == 2

@@ -1,0 +1,125 @@
+"""One training loop, with replicas and with each stage of sharding, compared step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.sharded import shard
+from tests.ddp.by_hand.wrappers import (
+    MODELS,
+    OPTIMIZERS,
+    UNUSED,
+    Results,
+    batch,
+    first_difference,
+    kept,
+    run_micro_step,
+    tensors,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train a model.
+
+    :param model: of :data:`tests.ddp.by_hand.wrappers.MODELS`
+    :param stage: of sharding; 0 for replicas
+    :param units: whether each child that has parameters is a unit; else there is the root only
+    :param reshard: ``reshard_after_forward``
+    :param accumulation: micro-steps, all but the last under ``no_sync``
+    """
+
+    model: str
+    stage: int = 0
+    units: bool = True
+    reshard: bool | None = None
+    all_reduce: str = "backend"
+    accumulation: int = 1
+    set_to_none: bool = True
+    evaluate: bool = False
+    optimizer: str = "momentum"
+    steps: int = 6
+    dtype: torch.dtype | None = None
+
+
+def units_of(network: nn.Module) -> list[nn.Module]:
+    """The innermost modules of lists and sequences, and direct children, that have parameters."""
+    found: list[nn.Module] = []
+    for child in network.children():
+        parts = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else [child]
+        found += [part for part in parts if next(part.parameters(), None) is not None and part not in found]
+    return found
+
+
+def wrap(network: nn.Module, case: Case) -> Any:
+    if case.stage == 0:
+        find_unused = case.model in UNUSED
+        return HandwrittenDistributedDataParallel(network, broadcast_buffers=False, find_unused_parameters=find_unused)
+    units = units_of(network) if case.units else []
+    reshard = case.reshard if case.stage == 3 else None
+    return shard(
+        network,
+        case.stage,
+        units=units,
+        reshard_after_forward=reshard,
+        all_reduce=case.all_reduce,
+    )
+
+
+def gradients(model: Any) -> Results:
+    """The whole averaged gradients by name, as far as there are any."""
+    if isinstance(model, HandwrittenDistributedDataParallel):
+        return {n: p.grad for n, p in model.module.named_parameters() if p.requires_grad}
+    found: Results = {}
+    for flat in model.flats:
+        if flat.trained:
+            whole = torch.zeros(flat.shard_numel * dist.get_world_size(), dtype=flat.dtype)
+            flat.own(whole).copy_(flat.grad_shard)
+            dist.all_reduce(whole)
+            for name, piece, view in zip(flat.owners, flat.pieces, flat.views(whole), strict=True):
+                found[name] = None if piece.grad is None else view
+    return {name: found[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def weights(model: Any) -> Results:
+    """The whole parameters and buffers by name."""
+    if isinstance(model, HandwrittenDistributedDataParallel):
+        return {name: value.clone() for name, value in model.module.state_dict().items()}
+    with model.gathered() as module:
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def train(case: Case) -> Iterator[tuple[str, Results]]:
+    torch.manual_seed(dist.get_rank())  # the ranks' models differ, so that the wrapper has to make them one
+    network = MODELS[case.model]().to(case.dtype)
+    model = wrap(network, case)
+    yield "after wrapping", weights(model)
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            loss = run_micro_step(model, step, micro_step, case.accumulation, case.dtype)
+            yield f"loss of step {step}.{micro_step}", {"loss": loss}
+        yield f"gradients of step {step}", gradients(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        if case.evaluate:
+            with torch.no_grad() if step % 2 else torch.inference_mode():
+                outputs = model(batch(-step - 1, case.dtype or torch.float32), number=step)
+            total = torch.stack([output.double().sum() for output in tensors(outputs)]).sum()
+            yield f"evaluation after step {step}", {"sum": total}
+    yield "after training", weights(model)
+    if case.stage:
+        model.close()
+
+
+def compare(ours: Case, theirs: Case, tolerance: float) -> str | None:
+    """Where two ways to train first differ, or None."""
+    found = first_difference(kept(train(ours)), kept(train(theirs)), tolerance)
+    return found and f"{ours}: {found}"
