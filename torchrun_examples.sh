@@ -76,6 +76,12 @@ example all-reduces 'all-reduce by each algorithm, from 4 B to 100 MiB: time, ba
     'python -m ddp.bench allreduce OPTIONS'
 example engines 'the DDP written by hand against torch, on four models; bucket sizes, overlap, hooks' - \
     'python -m ddp.bench engines OPTIONS'
+example sharding 'ZeRO-1, 2 and 3 by hand against replicas and fully_shard, by the time of a step' - \
+    'python -m ddp.bench sharding OPTIONS'
+example memory 'what a rank holds and sends at each stage of sharding, beside the formulas' - \
+    'python -m ddp.bench memory OPTIONS'
+example fits 'the largest model of each stage that trains within 64 MiB per rank, found by search' - \
+    'python -m ddp.bench memory --ranks 4 --width 128 --limit 64MiB OPTIONS'
 example one-step 'one training step on every rank, as a picture: what travels while backward goes on' - \
     'python -m ddp.timeline OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \

@@ -30,6 +30,9 @@ MEASURING = (
     "strategies",
     "all-reduces",
     "engines",
+    "sharding",
+    "memory",
+    "fits",
     "one-step",
 )  # their own tests run them, as their users do
 # Examples that are interrupted on purpose, and what is said then. Of a rank that is killed and the one that loses it,

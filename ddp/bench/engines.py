@@ -103,7 +103,7 @@ class DDPVariantWorker:
 
     def __init__(self, env: DistEnv, model: str, variants: Mapping[str, DDPVariant], keep_memory: bool) -> None:
         if keep_memory:
-            _keep_freed_memory()
+            keep_freed_memory()
         generator = torch.Generator().manual_seed(env.rank)
         self._images = torch.randn(SAMPLES[model], *IMAGE, generator=generator)
         self._labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator)
@@ -116,18 +116,15 @@ class DDPVariantWorker:
             self._closing.append(close)
 
     def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Train some steps. All ranks start together.
-
-        :returns: wall seconds of a step, and processor seconds of all threads of this rank in it, both means
-        """
+        """Train some steps. See :func:`timed_steps`."""
         model, optimizer = self._models[name]
-        dist.barrier()
-        began, processor_began = time.perf_counter(), time.process_time()
-        for _ in range(steps):
+
+        def step() -> None:
             optimizer.zero_grad(set_to_none=True)
             F.cross_entropy(model(self._images), self._labels).backward()
             optimizer.step()
-        return (time.perf_counter() - began) / steps, (time.process_time() - processor_began) / steps
+
+        return timed_steps(step, steps)
 
     def close(self) -> None:
         self._models.clear()
@@ -135,12 +132,32 @@ class DDPVariantWorker:
             close()
 
 
-def _keep_freed_memory() -> None:
+def timed_steps(step: Callable[[], None], steps: int) -> tuple[float, float]:
+    """Call ``step`` so often, on all ranks at once.
+
+    :returns: wall seconds of a step, and processor seconds of all threads of this rank in it, both means
+    """
+    dist.barrier()
+    began, processor_began = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - began) / steps, (time.process_time() - processor_began) / steps
+
+
+def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next step instead of returning it to the kernel."""
-    if platform.libc_ver()[0] == "glibc":  # see mallopt(3), and malloc.h for the numbers
-        malloc_options = {-1: 2**31 - 1, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: their maxima
-        for name, value in malloc_options.items():
-            ctypes.CDLL(None).mallopt(name, value)
+    set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
+
+
+def set_malloc(**options: int) -> None:
+    """Set options of glibc's malloc, see mallopt(3); without glibc nothing is done.
+
+    :param options: ``trim_threshold`` and ``mmap_threshold`` in bytes
+    """
+    numbers = {"trim_threshold": -1, "mmap_threshold": -3}  # in malloc.h
+    if platform.libc_ver()[0] == "glibc":
+        for name, value in options.items():
+            ctypes.CDLL(None).mallopt(numbers[name], value)
 
 
 @dataclass(frozen=True)
@@ -194,11 +211,11 @@ def _take_turns(
         order = list(variants)[:: -1 if build % 2 else 1]
         built = {name: variants[name] for name in order}
         with WorkerGroup(config.ranks, DDPVariantWorker, model, built, config.keep_memory, threads=1) as ranks:
-            settling = {name: _VariantTurn(ranks, name, SETTLING_STEPS)() for name in order}
-            steps = max(1, round(config.turn / _VariantTurn(ranks, order[0], SETTLING_STEPS)()))
+            settling = {name: VariantTurn(ranks, name, SETTLING_STEPS)() for name in order}
+            steps = max(1, round(config.turn / VariantTurn(ranks, order[0], SETTLING_STEPS)()))
             # All variants take as many steps, but for one that is far slower, as the naive one with hundreds of parameters.
             most = {name: max(1, round(LONGEST_TURN * config.turn / settling[name])) for name in order}
-            turns = {name: _VariantTurn(ranks, name, min(steps, most[name])) for name in order}
+            turns = {name: VariantTurn(ranks, name, min(steps, most[name])) for name in order}
             taken = interleave(turns, config.rounds, WARMUP, lambda _: after_round())
             ranks.call("close")
         for name, turn in turns.items():
@@ -207,7 +224,7 @@ def _take_turns(
     return seconds, processor_seconds
 
 
-class _VariantTurn:
+class VariantTurn:
     """A variant's turn: some steps on all ranks at once.
 
     A call returns the seconds of one step on the slowest rank, and appends the processor seconds to ``processor_seconds``.

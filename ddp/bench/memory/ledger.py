@@ -1,0 +1,175 @@
+"""The ledger: what each variant holds and sends, beside the formulas."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
+from common.distributed.worker_group import WorkerGroup, preload
+from common.reporting.benchmark import CPU, write_results
+from common.reporting.benchmark_figures import plot_stacked
+from common.reporting.run_directory import files_line
+from common.training.gpt import GPT
+from ddp.bench.engines import set_malloc
+from ddp.bench.memory.config import PARTS, MemoryConfig, formula
+from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
+
+# What torch would import on each rank of each group: half of what a group takes to start.
+LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory.ledger")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one rank holds and sends; bytes.
+
+    :param resident: of each of :data:`PARTS`, between backward and step
+    :param live: of all tensors that Python knows then
+    :param peak: most memory that the process had from the beginning of the construction on, beyond what it had before
+    :param sent: in a step, by the hand-written ring; 0 where that is not used
+    """
+
+    resident: dict[str, int]
+    live: int
+    peak: int
+    sent: int
+
+
+class LedgerWorker:
+    """The service of one rank: builds one variant, trains it for some steps, and counts."""
+
+    def __init__(self, env: DistEnv, config: MemoryConfig, stage: int | None) -> None:
+        set_malloc(mmap_threshold=128 << 10)  # freed tensors go back to the kernel at once
+        self._config, self._stage = config, stage
+
+    def run(self, layers: int) -> Ledger:
+        """Build a model of so many layers, train three steps, count. A collective, once in a process."""
+        self._train(
+            1, 64
+        )  # what comes with the first step of a process is not the model's: code, caches, buffers of gloo
+        gc.collect()
+        before, live_before = _status("VmRSS"), _bytes_of(_all_tensors())
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what there is now
+        resident, live, sent = self._train(layers, self._config.width)
+        return Ledger(resident, live - live_before, _status("VmHWM") - before, sent)
+
+    def _train(self, layers: int, width: int) -> tuple[dict[str, int], int, int]:
+        config = self._config
+        size = (config.sequences, config.length)
+        tokens, targets = (torch.randint(VOCABULARY, size) for _ in range(2))
+        torch.manual_seed(0)
+        with torch.device("meta" if self._stage != 0 else "cpu"):  # only replicas are whole anywhere
+            network = GPT(VOCABULARY, width, layers, config.length)
+        model = ShardedVariant(self._stage, "ring" if self._stage else "backend", config.low_precision).wrap(network)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            sent_before = self._sent(model)
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            resident, live = self._resident(model, optimizer), _bytes_of(_all_tensors())
+            optimizer.step()
+            optimizer.zero_grad()
+        sent = self._sent(model) - sent_before
+        if self._stage:
+            model.close()  # type: ignore[operator]
+        return resident, live, sent
+
+    def _sent(self, model: Any) -> int:
+        return sum(algorithm._p2p.sent_bytes for algorithm in model._collectives) if self._stage else 0
+
+    def _resident(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+        parameters: list[Tensor] = [*model.parameters()]
+        gradients: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
+        if self._stage:
+            flats: Any = model.flats
+            parameters += [flat.full for flat in flats]
+            gradients += [flat.gradient for flat in flats if flat.gradient is not None]
+        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        return dict(zip(PARTS, map(_bytes_of, (parameters, gradients, state)), strict=True))
+
+
+def _all_tensors() -> list[Tensor]:
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # isinstance() wakes lazy objects
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the tensors' memory, each piece of it counted once."""
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local if not t.is_meta)}
+    return sum(storages.values())
+
+
+def _status(name: str) -> int:
+    """Bytes that /proc/self/status gives under a name."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def measure(config: MemoryConfig) -> dict[int, dict[str, Ledger]]:
+    """For each number of ranks and each variant, the ledger of rank 0."""
+    preload(*LATE_IMPORTS)
+    found: dict[int, dict[str, Ledger]] = {}
+    with Progress(DistEnv.alone(CPU), "bench", len(config.ranks) * len(STAGES)) as progress:
+        for ranks in map(int, config.ranks):
+            found[ranks] = {}
+            for name, stage in STAGES.items():
+                # Processes of its own for each: the peak is that of a process.
+                with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
+                    found[ranks][name] = group.call("run", config.layers)[0]
+                progress.advance(1, f"{name}, {ranks} ranks")
+    return found
+
+
+def report(config: MemoryConfig, found: dict[int, dict[str, Ledger]]) -> str:
+    """Write the JSON and the figure, and return the summary to print."""
+    parameters = parameters_of(config.width, config.layers, config.length)
+    rows = []
+    for ranks, ledgers in found.items():
+        for name, ledger in ledgers.items():
+            expected = {
+                part: value * parameters for part, value in formula(STAGES[name], ranks, config.precision).items()
+            }
+            rows.append({"ranks": ranks, "variant": name, "formula": expected, **asdict(ledger)})
+    write_results(config.output / "memory.json", {"config": asdict(config), "parameters": parameters, "ledger": rows})
+    names = list(STAGES)
+    title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, {config.precision}"
+    plot_stacked(
+        config.output / "memory.png",
+        {
+            f"{ranks} ranks": {part: [ledgers[name].resident[part] / parameters for name in names] for part in PARTS}
+            for ranks, ledgers in found.items()
+        },
+        names,
+        x_title="",
+        y_title="bytes per parameter on a rank, between backward and step",
+        title=title,
+        points={
+            f"{ranks} ranks": {"peak": [ledgers[name].peak / parameters for name in names]}
+            for ranks, ledgers in found.items()
+        },
+    )
+    lines = [f"{title}; bytes per parameter on rank 0"]
+    columns = (*PARTS, "together", "formula", "off by", "all tensors", "peak", "sent / P")
+    lines.append(f"{'':<24}" + "".join(f"{column:>17}" for column in columns))
+    for row in rows:
+        together, expected = sum(row["resident"].values()), sum(row["formula"].values())
+        cells = [f"{row['resident'][part] / parameters:.3f}" for part in PARTS]
+        cells += [
+            f"{together / parameters:.3f}",
+            f"{expected / parameters:.3f}",
+            f"{100 * (together / expected - 1):+.2f} %",
+        ]
+        cells += [f"{row['live'] / parameters:.3f}", f"{row['peak'] / parameters:.2f}"]
+        width = 2 if config.low_precision else 4
+        cells.append(f"{row['sent'] / parameters / width:.3f}" if row["sent"] else "")
+        lines.append(f"  {row['ranks']} ranks, {row['variant']:<13}" + "".join(f"{cell:>17}" for cell in cells))
+    return "\n".join([*lines, files_line(config.output, ["memory.json", "memory.png"])])

@@ -1,0 +1,30 @@
+"""``python -m ddp.bench sharding``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ddp.bench.__main__ import main
+from ddp.bench.sharding import SHARDED_VARIANTS
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
+
+SMALL = ("--width", "64", "--layers", "2", "--length", "8", "--builds", "1", "--rounds", "2", "--turn", "0.01")
+
+
+def test_every_variant_is_measured(tmp_path: Path) -> None:
+    done = run_command("ddp.bench", "sharding", *SMALL, "--output", str(tmp_path), timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 ranks on ")
+    assert "a transformer of 0.1 M parameters, 1 x 2 rounds" in lines[0]
+    assert [line[2:26].strip() for line in lines[2:-1]] == list(SHARDED_VARIANTS)
+    assert lines[-1] == f"results in {tmp_path}: sharding.json, sharding.png"
+    written = json.loads((tmp_path / "sharding.json").read_text())
+    assert {name: len(seconds) for name, seconds in written["seconds"].items()} == dict.fromkeys(SHARDED_VARIANTS, 2)
+    assert (tmp_path / "sharding.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mistake_is_one_line(user_error: UserError, tmp_path: Path) -> None:
+    assert "--width" in user_error(main, "sharding", "--width", "8", "--output", str(tmp_path))
