@@ -108,6 +108,6 @@ def test_what_each_half_sends() -> None:
     )
     assert done.returncode == 0, done.stderr
     times = json.loads(done.stdout)
-    whole = 2 * (RANKS - 1) / RANKS  # of the tensor; the headers of TCP are less than 2 % more
+    whole = 2 * (RANKS - 1) / RANKS  # of the tensor; barriers and gloo's headers are less than 1 % more
     for name, expected in {"backend": (1, 1, 0.5), "ring": (1, 0.5, 0.5)}.items():
-        assert list(times[name].values()) == pytest.approx([whole * part for part in expected], rel=0.03), name
+        assert list(times[name].values()) == pytest.approx([whole * part for part in expected], rel=0.01), name
