@@ -30,6 +30,7 @@ from ddp.all_reduce.base import SlicedAllReduce
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.replicas import broadcast, require_same_modules
 from ddp.sharded.flat import FlatParameters, Precision
+from ddp.sharded.out_of_memory import memory_for
 from ddp.sharded.units import Unit, by_dtype, divide, materialize
 
 DEFAULT_PRECISION = Precision()
@@ -72,11 +73,13 @@ class ZeRO1(nn.Module):
         self._flats_of: dict[str, list[FlatParameters]] = {}
         self.units = divide(module, units)
         for unit in self.units:
-            materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
-            flats = self._flats_of[unit.name] = [
-                FlatParameters(owners, group, self._collectives, precision, self.stage)
-                for owners in by_dtype(unit, trained_only=self.stage < 3)
-            ]
+            whole = sum(part.get_parameter(name).nbytes for (part, name), *_ in unit.owners.values())
+            with memory_for(unit.name, whole):
+                materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
+                flats = self._flats_of[unit.name] = [
+                    FlatParameters(owners, group, self._collectives, precision, self.stage)
+                    for owners in by_dtype(unit, trained_only=self.stage < 3)
+                ]
             self.flats += flats
             self._begin_unit(unit)
             for flat in flats:
@@ -206,6 +209,11 @@ class ZeRO1(nn.Module):
 
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, kwargs: object, output: object) -> None:
         """A unit has run."""
+
+    def _memory_for(self, flat: FlatParameters) -> contextlib.AbstractContextManager[None]:
+        """A block that allocates a unit's memory. If there is too little, the error names the unit."""
+        unit = next(name for name, flats in self._flats_of.items() if flat in flats)
+        return memory_for(unit, sum(one.full.nbytes for one in self._flats_of[unit]))
 
     # In and after a backward pass: the gradients
 

@@ -33,7 +33,8 @@ class ZeRO2(ZeRO1):
 
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         self._begin_backward()
-        complete = flat.add_gradient(index, average=self.require_backward_grad_sync)
+        with self._memory_for(flat):
+            complete = flat.add_gradient(index, average=self.require_backward_grad_sync)
         if complete:
             self._complete.add(flat)
             # Collectives are matched by their order, so complete gradients wait for those that come before them.
@@ -52,7 +53,8 @@ class ZeRO2(ZeRO1):
         if len(self._sent) == IN_FLIGHT:
             self._sent.popleft().finish_reduce()
         flat = self._waiting.popleft()
-        flat.start_reduce()
+        with self._memory_for(flat):
+            flat.start_reduce()
         self._sent.append(flat)
 
     def _reduce(self) -> None:

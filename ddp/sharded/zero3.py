@@ -130,7 +130,8 @@ class ZeRO3(ZeRO2):
         for one in (unit, *following):
             flats = [flat for flat in self._flats_of[one.name] if not flat.gathered]
             for flat in flats:
-                flat.start_gather()
+                with self._memory_for(flat):
+                    flat.start_gather()
             if flats:
                 self._gathers = zlib.crc32(one.name.encode(), self._gathers)
         for flat in self._flats_of[unit.name]:
