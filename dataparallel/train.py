@@ -39,7 +39,7 @@ from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare, require_lock
 from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, MODEL_FILE
 from common.stdout import print_results
-from common.training.evaluation import evaluate, evaluation_batch_size
+from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.models import LEAST_SAMPLES, build_model
 from common.training.optimization import build_optimizer, set_learning_rate
@@ -125,7 +125,9 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
 
         title = f"{config.model} on {config.dataset}, one process on {named}, {config.precision}"
         with job.env.fail_together():
-            print_results(finish(config.run_dir, title, job.network, data, job.env, result, config.epochs))
+            shown = samples_shown(data)
+            predictions = predict(job.network, data, job.env, shown.images)
+            print_results(finish(config.run_dir, title, data, shown, predictions, result, config.epochs))
 
 
 @dataclass

@@ -14,12 +14,13 @@ from common.errors import UsageError
 from common.training.metrics import check_tensorboard
 from common.training.models import LEAST_SAMPLES, MODELS, find_own
 from common.training.recipes import LearningConfig
-from ddp.all_reduce import ALL_REDUCES
+from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
 
 DATASETS = (*IN_MEMORY, "lfw", "folder")
 LOADERS = ("stock", "fast")
 DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
-STRATEGIES = ("torch", "naive", "handwritten")
+REPLICATED, SHARDED = ("torch", "naive", "handwritten"), ("zero1", "zero2", "zero3", "fsdp2")
+STRATEGIES = (*REPLICATED, *SHARDED)
 
 # The settings that only data sets of files have, with their defaults.
 FROM_FILES: dict[str, dict[str, Any]] = {
@@ -85,11 +86,15 @@ class TrainConfig(LearningConfig):
     # How it is computed
     strategy: str = option(
         "torch",
-        "which DDP averages the gradients: torch's; naive, an all-reduce per parameter; or handwritten, in buckets",
+        "replicas, whose gradients are averaged by torch's DDP, by naive (an all-reduce per parameter) or by handwritten (in "
+        "buckets); or shards: zero1 of the optimizer's state, zero2 of the gradients too, zero3 of the parameters too, by hand; "
+        "fsdp2 is torch's fully_shard",
         choices=STRATEGIES,
     )
     all_reduce: str = option(
-        None, "how the hand-written DDP sums its buckets over the ranks (default: backend)", choices=ALL_REDUCES
+        None,
+        "how handwritten sums its buckets over the ranks, and whose halves zero1, zero2 and zero3 use (default: backend)",
+        choices=ALL_REDUCES,
     )
     sync_batchnorm: bool = option(False, "normalize by the statistics of the global batch instead of each rank's")
     compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
@@ -153,16 +158,39 @@ class TrainConfig(LearningConfig):
         self._default("workers", 1 if from_files else 0)
         if not from_files and self.loader == "fast":
             raise UsageError(f"--loader fast is for {' and '.join(FROM_FILES)}: {self.dataset} has no files to decode")
-        if self.all_reduce is not None and self.strategy != "handwritten":
-            raise UsageError(
-                f"--all-reduce {self.all_reduce} is for the DDP written by hand: add --strategy handwritten"
-            )
-        self._default("all_reduce", "backend" if self.strategy == "handwritten" else None)
+        self._check_strategy()
         if self.overwrite and (self.resume or self.auto_resume):
             flag = "--resume" if self.resume else "--auto-resume"
             raise UsageError(f"{flag} continues the run in its directory and --overwrite deletes it: give one of them")
         _ = self.checkpoint_interval  # which may be wrong
         self._default("run_dir", Path("runs", self.run_name))
+
+    def _check_strategy(self) -> None:
+        by_hand = self.strategy == "handwritten" or self.strategy in SHARDED[:3]
+        if self.all_reduce is not None and not by_hand:
+            raise UsageError(
+                f"--all-reduce {self.all_reduce} is for the DDP written by hand: add --strategy handwritten"
+            )
+        self._default("all_reduce", "backend" if by_hand else None)
+        if not self.is_sharded:
+            return
+        if self.all_reduce not in (None, *WITH_HALVES):
+            raise UsageError(
+                f"--all-reduce {self.all_reduce} has no halves for --strategy {self.strategy}: use {', '.join(WITH_HALVES)}"
+            )
+        if self.compile:
+            raise UsageError(f"--compile is for replicas: the hooks of --strategy {self.strategy} break its graphs")
+        if self.async_checkpoint:
+            raise UsageError(
+                f"--async-checkpoint is for replicas: with --strategy {self.strategy} every rank writes its part"
+            )
+        if self.check_replicas_every is not None:
+            raise UsageError(f"--check-replicas-every: with --strategy {self.strategy} there are none to compare")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the model instead of a replica."""
+        return self.strategy in SHARDED
 
     @property
     def checkpoint_interval(self) -> tuple[int | None, float | None]:

@@ -51,7 +51,7 @@ class StepGuard:
 class Job:
     """What is trained, with what, and how far it is.
 
-    :param network: the plain module
+    :param network: the plain module; of a sharded strategy, the one that is sharded
     :param model: the same, wrapped by DDP
     :param guard: what surrounds each training step
     """
@@ -83,9 +83,22 @@ class Job:
         self.watchdog = Watchdog(self.env, self.config.timeout)
 
     @property
+    def plain(self) -> nn.Module:
+        """The network without what shards it: its names are those of checkpoints, its parameters may be pieces."""
+        return self.network.module if self.config.is_sharded else self.network  # type: ignore[return-value]
+
+    @property
     def step_in_epoch(self) -> int:
         """Optimizer steps done in the present epoch."""
         return self.step - self.epoch * self.sampler.steps_per_epoch
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the averaged gradients by their total norm, which is returned: 0-d, the same on every rank."""
+        if self.config.is_sharded:  # no rank has all of them
+            from ddp.sharded.clip import clip_grad_norm_
+
+            return clip_grad_norm_(self.network, max_norm)
+        return nn.utils.clip_grad_norm_(self.network.parameters(), max_norm)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """Write a record to ``metrics.jsonl``, on rank 0 of a run that has a directory."""

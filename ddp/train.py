@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
@@ -114,10 +113,18 @@ def build_job(
         network = convert_sync_batchnorm(network, env.device)
     network = network.to(env.device, memory_format=config.memory_format)  # type: ignore[call-overload]
     with env.fail_together():
-        if found is not None and env.is_main:
+        if found is not None and env.is_main and not config.is_sharded:
             load_weights(network, found.path)
     guard = guard or ResilientGuard(env)
-    model = (wrap or wrap_in_ddp)(guard.wrap(network), env, config.strategy, config.all_reduce)  # copies no parameter
+    if config.is_sharded:  # each rank has a part of the model instead of a replica
+        from ddp.sharded.strategies import shard_network
+
+        network = shard_network(network, env, config.strategy, config.all_reduce, config.precision)
+        model = guard.wrap(network)
+    else:
+        model = (wrap or wrap_in_ddp)(
+            guard.wrap(network), env, config.strategy, config.all_reduce
+        )  # copies no parameter
     if config.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     accumulation = config.grad_accumulation_steps
@@ -198,7 +205,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average.
     # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale.
     scaler.unscale_(job.optimizer)
-    norm = clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
+    norm = job.clip_grad_norm_(config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
     # On an inf or nan every rank skips the step: in fp16 scaler.step does (and update lowers the scale), else accepts says no.
     if guard.accepts(norm):

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import nn
-
-from common.data.datasets import BatchKey, ImageData
-from common.distributed.process_group import DistEnv
+from common.data.datasets import Batch, ImageData
 from common.reporting.atomic_files import write_json
 from common.reporting.run_directory import files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 from common.reporting.run_files import METRICS_FILE, RESULTS
-from common.training.evaluation import Evaluation, predict
+from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, read_metrics
-
-SAMPLES_SHOWN = 32
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -38,9 +32,9 @@ def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
 def finish(
     run_dir: Path,
     title: str,
-    network: nn.Module,
     data: ImageData,
-    env: DistEnv,
+    shown: Batch,
+    predictions: Sequence[int],
     result: Evaluation,
     epochs: int,
     remedies: Sequence[str] = (),
@@ -48,8 +42,9 @@ def finish(
     """Draw the figures, write ``result.json``, and return the summary. For rank 0, when the run is complete.
 
     :param run_dir: which holds the run's ``metrics.jsonl``
-    :param network: the plain module
-    :param result: that of its evaluation
+    :param shown: a few samples of the test set
+    :param predictions: their predicted classes
+    :param result: that of the evaluation
     :param epochs: passes over the training set that are done; ``metrics.jsonl`` may have lost records of some
     :param remedies: as in :func:`data_verdict`
     """
@@ -65,10 +60,8 @@ def finish(
     }
     write_json(run_dir / "result.json", {**totals, "test": result.as_dict(data.classes)})
 
-    shown = data.test.__getitems__(BatchKey(0, np.arange(min(SAMPLES_SHOWN, len(data.test)))))
     plot_curves(run_dir / "curves.png", records, title)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
-    predictions = predict(network, data, env, shown.images)
     plot_samples(run_dir / "samples.png", shown.images.numpy(), shown.labels.tolist(), predictions, data.classes, title)
     times = "the times of training are lost: metrics.jsonl has no record of an epoch\n"
     if seconds:

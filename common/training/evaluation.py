@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.data.datasets import Batch, ImageData
+from common.data.datasets import Batch, BatchKey, ImageData
 from common.distributed.process_group import DistEnv
 from common.errors import printable
 from common.training.models import evaluating
@@ -26,6 +26,7 @@ BATCH_SIZE = 500
 BATCH_PIXELS = 500 * 28 * 28
 SMALLEST_BATCH_SIZE = 32
 MOST_NAMED_COLUMNS = 12
+SAMPLES_SHOWN = 32
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,17 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
     return Evaluation(loss.item() / len(data.test), confusion.cpu().numpy())
 
 
+def samples_shown(data: ImageData) -> Batch:
+    """The first samples of the test set, which a run's report shows.
+
+    :raises UsageError: when a file cannot be read
+    """
+    return data.test.__getitems__(BatchKey(0, np.arange(min(SAMPLES_SHOWN, len(data.test)))))
+
+
 @torch.inference_mode()
 def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor) -> list[int]:
-    """The predicted classes of uint8 images ``[n, channels, height, width]``, on this rank alone."""
+    """The predicted classes of uint8 images ``[n, channels, height, width]``, on this rank alone if the network is a replica."""
     with evaluating(network):
         predictions: list[int] = network(data.to_input(images.to(env.device))).argmax(1).tolist()
     return predictions

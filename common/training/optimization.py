@@ -33,9 +33,10 @@ def build_optimizer(
     The fused kernels update all parameters in one pass; torch has them for floating-point parameters on the CPU and CUDA.
     """
     if name == "sgd":
-        nesterov = momentum > 0
+        nesterov, parameters = momentum > 0, list(parameters)
+        fused = not any(hasattr(parameter, "to_local") for parameter in parameters)  # _fused_sgd_ takes no DTensor
         sgd = torch.optim.SGD(
-            parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=True
+            parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=fused
         )
         begin_momentum(sgd)
         return sgd
@@ -69,6 +70,12 @@ def match_layout(optimizer: torch.optim.Optimizer) -> None:
                 and value.stride() != parameter.stride()
             ):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a DTensor, which is sharded, this rank's part."""
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -16,5 +17,5 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
     :param precision: one of :data:`PRECISIONS`; in fp32 the region changes nothing
     """
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32")
+    dtype = LOW_DTYPES.get(precision, torch.bfloat16)
+    return torch.autocast(device.type, dtype=dtype, enabled=precision in LOW_DTYPES)

@@ -20,3 +20,4 @@ group p ranks.
 """
 
 ALL_REDUCES = ("backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "hierarchical")
+WITH_HALVES = ("backend", "ring", "shared-memory")

@@ -1,6 +1,7 @@
 """When a checkpoint is written, and by which rank.
 
-Rank 0 writes, because all ranks hold the same weights. What differs between ranks is gathered first. With
+Rank 0 writes, because all ranks hold the same weights. What differs between ranks is gathered first. Of a sharded model each
+rank writes its own part (sharded_saver.py). With
 ``--async-checkpoint``, training waits only until rank 0 has a copy in memory. A thread writes the copy while training
 continues, and the next checkpoint begins only after that thread has ended.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from common.distributed.process_group import DistEnv
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import storage
-from ddp.checkpoint.state import manifest_of, state_of_job, state_of_rank
+from ddp.checkpoint.state import manifest_of, saved_buffers, state_of_job, state_of_rank
 from ddp.checkpoint.storage import Manifest
 from ddp.config import TrainConfig
 from ddp.job import Job
@@ -60,6 +61,11 @@ class Checkpointer:
         job.watchdog.at(job.step, "checkpoint")
         ranks: list[Any] = [None] * self._env.world_size
         dist.all_gather_object(ranks, state_of_rank(job))
+        if job.config.is_sharded:
+            with job.watchdog.paused():
+                self._write_together(job, ranks)
+            self._saved_at = time.monotonic()
+            return
         with job.watchdog.paused(), self._env.fail_together():  # a disk may take longer than a collective may
             if self._env.is_main:
                 self._join()
@@ -96,10 +102,30 @@ class Checkpointer:
             self._metrics.sync()
             self._may_write()
             storage.write(self._config.run_dir, manifest, state)
-            best = manifest.progress["best"]
-            storage.prune(self._config.run_dir, self._config.keep_last, best["name"] if best else None)
+            self._prune(manifest)
         except Exception as error:  # an exception would end the thread unseen; _join raises it
             self._failure = error
+
+    def _write_together(self, job: Job, ranks: list[Any]) -> None:
+        """Each rank writes its part."""
+        from ddp.checkpoint.sharded_saver import write_together
+        from ddp.checkpoint.shards import state_of_shard
+
+        with self._env.fail_together():
+            if self._env.is_main:
+                if job.user_error is not None:
+                    raise job.user_error
+                self._metrics.sync()
+                self._may_write()
+        manifest, own = manifest_of(job), state_of_shard(job, saved_buffers(job, ranks))
+        write_together(self._config.run_dir, manifest, own, {"ranks": ranks}, self._env)
+        with self._env.fail_together():
+            if self._env.is_main:
+                self._prune(manifest)
+
+    def _prune(self, manifest: Manifest) -> None:
+        best = manifest.progress["best"]
+        storage.prune(self._config.run_dir, self._config.keep_last, best["name"] if best else None)
 
     def _join(self) -> None:
         """:raises UsageError: when the last checkpoint could not be written"""

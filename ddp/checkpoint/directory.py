@@ -10,12 +10,13 @@ One process writes: rank 0, or a process that is alone. Nothing here communicate
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,20 +53,29 @@ def save(
     :raises TypeError: when the state holds an object that could not be loaded again, or a fact is not JSON
     :raises ValueError: for a name or key that is no plain word
     """
-    directory = Path(directory)
-    path = directory / (name or f"step-{step:08d}")
+    path = Path(directory) / (name or f"step-{step:08d}")
     if not NAME.fullmatch(path.name) or step_of(path) != step:
         raise ValueError(f"checkpoint name {path.name!r} does not end in step-{step:08d}")
+    with scratch_in(path.parent) as scratch:
+        write(scratch, step, state, facts or {})
+        move_into_place(scratch, path)
+    return path
+
+
+@contextlib.contextmanager
+def scratch_in(directory: Path) -> Iterator[Path]:
+    """The path of a folder, not made yet, in which a checkpoint is written. What is left of it at the end is removed.
+
+    :raises OSError: when the directory cannot be made
+    """
     scratch = directory / f"{SAVING}{uuid.uuid4().hex}"
     try:
         if not directory.is_dir():
             directory.mkdir(parents=True)
             sync_folder(directory.parent)
-        write(scratch, step, state, facts or {})
-        _move_into_place(scratch, path)
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return path
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:
@@ -157,7 +167,7 @@ def clean(directory: str | Path) -> None:
             _remove(entry)
 
 
-def _move_into_place(scratch: Path, path: Path) -> None:
+def move_into_place(scratch: Path, path: Path) -> None:
     """Give a complete checkpoint its name. A folder cannot be renamed onto another, so an older one is moved away first."""
     replaced = path.with_name(f"{REPLACED}{path.name}-{uuid.uuid4().hex}")
     occupied = os.path.lexists(path)

@@ -11,6 +11,7 @@ checksums of its own format). Nothing in a file is executed (``weights_only=True
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -29,7 +30,10 @@ from common.reporting.atomic_files import new_file, sync_folder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # raise it with every change of the fields below, or of the trainer's (ddp/checkpoint/storage.py)
+# Raise it with every change of the fields below, or of the trainer's (ddp/checkpoint/storage.py).
+FORMAT = 3
+SHARDED_FORMAT = 4  # written by several processes, see ddp/checkpoint/pieces.py
+FORMATS = f"{FORMAT} and {SHARDED_FORMAT}"
 MANIFEST, DIGESTS = "manifest.json", "SHA256SUMS"
 FIELDS = {"format": int, "step": int, "facts": dict, "files": dict}
 CHUNK = 1 << 20  # bytes hashed at a time
@@ -73,11 +77,34 @@ def write(folder: Path, step: int, state: Mapping[str, Any], facts: Mapping[str,
     if wrong := [key for key in state if not _KEY.fullmatch(key)]:
         raise ValueError(f"state {wrong[0]!r} cannot be a file's name: use letters, digits, _ and -")
     folder.mkdir()
-    for key, content in state.items():
-        _save_entry(folder / f"{key}.pt", content)
-    read_back = {f"{key}.pt": _size_and_digest(folder / f"{key}.pt") for key in state}
+    complete(folder, step, facts, {key: write_entry(folder, key, content) for key, content in state.items()})
+
+
+def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
+    """Write one entry of a state as a file of this folder, and sync it to the disk.
+
+    :returns: its size in bytes and its digest, as it is read back
+    :raises OSError: when it cannot be written
+    """
+    _save_entry(folder / f"{key}.pt", content)
+    return _size_and_digest(folder / f"{key}.pt")
+
+
+def complete(
+    folder: Path,
+    step: int,
+    facts: Mapping[str, Any],
+    entries: Mapping[str, tuple[int, str]],
+    format: int = FORMAT,
+) -> None:
+    """Write the manifest and the digests of entries that have been written.
+
+    :param entries: by key, what :func:`write_entry` returned, in this process or in another
+    :raises OSError: when they cannot be written
+    """
+    read_back = {f"{key}.pt": found for key, found in entries.items()}
     files = {name: size for name, (size, _) in read_back.items()}
-    manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
+    manifest = {"format": format, "step": step, "facts": dict(facts), "files": files}
     with new_file(folder / MANIFEST) as file:
         file.write((json.dumps(manifest, indent=2) + "\n").encode("ascii"))
     read_back[MANIFEST] = _size_and_digest(folder / MANIFEST)
@@ -114,14 +141,18 @@ def verify(path: str | Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["facts"], files)
 
 
-def load(path: str | Path, key: str) -> Any:
+def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:
     """Read one entry of a verified checkpoint's state, its tensors on the CPU; nothing in it is executed.
 
+    :param mapped: map the file instead of reading it, where the file system can; the tensors must not be written to
     :raises Damaged: when it cannot be loaded: a forged file can have a matching digest
     """
     import torch  # here, so that a program may import this module without torch
 
     path = Path(path)
+    if mapped:
+        with contextlib.suppress(Exception):
+            return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True, mmap=True)
     try:
         return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # its type depends on what the file holds
@@ -232,7 +263,7 @@ def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise Damaged(path, f"{MANIFEST} is not one of a checkpoint")
     found = manifest.get("format")
-    if type(found) is int and found != FORMAT:  # exactly: True is no int here
+    if type(found) is int and found not in (FORMAT, SHARDED_FORMAT):  # exactly: True is no int here
         raise _other_format(path, found)
     problem = wrong_field(manifest, FIELDS)
     if problem is None:
@@ -248,7 +279,7 @@ def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
 
 def _other_format(path: Path, found: int) -> UsageError:
     age = "older" if found < FORMAT else "newer"
-    return UsageError(f"{path} has the {age} format {found}, this version reads {FORMAT}: use the one that wrote it")
+    return UsageError(f"{path} has the {age} format {found}, this version reads {FORMATS}: use the one that wrote it")
 
 
 def _read(path: Path, name: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.distributed.process_group import DistEnv
 from common.training.optimization import begin_momentum, match_layout, set_learning_rate
@@ -27,7 +27,7 @@ from ddp.job import Job
 
 def state_of_rank(job: Job) -> dict[str, Any]:
     """What differs between ranks: this rank's buffers and metrics window, on the CPU."""
-    buffers = {name: value.cpu() for name, value in job.network.named_buffers()}
+    buffers = {name: value.cpu() for name, value in job.plain.named_buffers()}
     return {"buffers": buffers, "window": tuple(job.window.state())}
 
 
@@ -37,10 +37,25 @@ def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     :param ranks: each rank's :func:`state_of_rank`
     :returns: ``model``, ``optimizer`` and ``ranks``
     """
-    model = job.network.state_dict()  # of the plain module, so that no key begins with "module."
-    if job.step_in_epoch:  # within an epoch: the averaged statistics, with which it can be evaluated
-        model |= _mean_buffers([rank["buffers"] for rank in ranks])
-    return {"model": model, "optimizer": job.optimizer.state_dict(), "ranks": ranks}
+    model = job.plain.state_dict()  # of the plain module, so that no key begins with "module."
+    return {"model": model | saved_buffers(job, ranks), "optimizer": job.optimizer.state_dict(), "ranks": ranks}
+
+
+def saved_buffers(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The buffers of a ``state_dict``; within an epoch, the averaged statistics, with which the model can be evaluated."""
+    buffers = dict(job.plain.named_buffers())
+    if job.step_in_epoch:
+        buffers |= _mean_buffers([rank["buffers"] for rank in ranks])
+    return {name: buffers[name] for name in buffers if name in persistent_buffers(job.plain)}
+
+
+def persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of those buffers that a ``state_dict`` has."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules()
+        for name in part._buffers.keys() - part._non_persistent_buffers_set
+    }
 
 
 def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -78,29 +93,33 @@ def manifest_of(job: Job) -> Manifest:
 
 
 def restore(job: Job, path: Path, manifest: Manifest) -> None:
-    """Restore all of a checkpoint but the weights, with which :func:`ddp.train.build_job` built the network. A collective.
+    """Restore all of a checkpoint but the weights of replicas, with which :func:`ddp.train.build_job` built the network. A
+    collective.
 
     :raises UsageError: on every rank, when a file cannot be loaded, or holds what does not fit this job
     """
     env, progress = job.env, manifest.progress
-    contents: list[Any] = [None, None]
+    ranks: list[Any] = [None]
     with env.fail_together():
         if env.is_main:
-            contents = [storage.read(path, "optimizer"), storage.read(path, "ranks")]
-            _require_fitting(job, path, manifest, *contents)
-    ranks = [contents[1]]
+            ranks[0] = storage.read(path, "ranks")
+            _require_fitting(job, path, manifest, ranks[0])
     dist.broadcast_object_list(ranks, src=0, device=env.device)
-    job.optimizer.state.clear()  # first, so that memory never holds it twice
-    state = broadcast_tree(contents[0] and contents[0]["state"], env)
-    own = job.optimizer.state_dict()["param_groups"]  # this run's flags decide, not those of the run before
-    job.optimizer.load_state_dict({"state": state, "param_groups": own})
+    nothing_kept = manifest.config.get("momentum") == 0 or manifest.config.get("precision") == "fp16"
+    may_be_empty = nothing_kept or progress["skipped_steps"] >= manifest.step
+    if job.config.is_sharded:
+        from ddp.checkpoint.shards import restore_shard
+
+        with env.fail_together():
+            restore_shard(job, path, may_be_empty)
+    else:
+        _restore_optimizer(job, path, may_be_empty)
     begin_momentum(job.optimizer)
-    match_layout(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
     if len(ranks[0]) == env.world_size:
         own_buffers = ranks[0][env.rank]["buffers"]
-        for name, buffer in job.network.named_buffers():
+        for name, buffer in job.plain.named_buffers():
             buffer.copy_(own_buffers[name])
     states = [WindowState(*rank["window"]) for rank in ranks[0]]
     job.window.restore(WindowState.redistribute(states, env.world_size)[env.rank])
@@ -111,9 +130,26 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
 
 
-def _require_fitting(job: Job, path: Path, manifest: Manifest, optimizer: dict[str, Any], ranks: list[Any]) -> None:
+def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
+    """The optimizer's state, which rank 0 reads and sends to all."""
+    env, saved = job.env, None
+    with env.fail_together():
+        if env.is_main:
+            from ddp.checkpoint.contents import wrong_optimizer  # only when something is read
+
+            saved = storage.read(path, "optimizer")
+            if problem := wrong_optimizer(saved, job.optimizer, may_be_empty):
+                raise Damaged(path, f"optimizer.pt {problem}")
+    job.optimizer.state.clear()  # first, so that memory never holds it twice
+    state = broadcast_tree(saved and saved["state"], env)
+    own = job.optimizer.state_dict()["param_groups"]  # this run's flags decide, not those of the run before
+    job.optimizer.load_state_dict({"state": state, "param_groups": own})
+    match_layout(job.optimizer)
+
+
+def _require_fitting(job: Job, path: Path, manifest: Manifest, ranks: list[Any]) -> None:
     """:raises Damaged: when the contents are not those of this job: a forged file can have a matching digest"""
-    from ddp.checkpoint.contents import wrong_optimizer, wrong_ranks  # only when something is read
+    from ddp.checkpoint.contents import wrong_ranks  # only when something is read
 
     steps = (
         job.sampler.steps_per_epoch
@@ -122,11 +158,7 @@ def _require_fitting(job: Job, path: Path, manifest: Manifest, optimizer: dict[s
         raise Damaged(
             path, f"{MANIFEST} has step {manifest.step_in_epoch} of an epoch of {steps}, and {manifest.step} in all"
         )
-    nothing_kept = manifest.config.get("momentum") == 0 or manifest.config.get("precision") == "fp16"
-    may_be_empty = nothing_kept or manifest.progress["skipped_steps"] >= manifest.step
-    if problem := wrong_optimizer(optimizer, job.optimizer, may_be_empty):
-        raise Damaged(path, f"optimizer.pt {problem}")
-    if problem := wrong_ranks(ranks, manifest.world_size, job.network):
+    if problem := wrong_ranks(ranks, manifest.world_size, job.plain):
         raise Damaged(path, f"ranks.pt {problem}")
 
 

@@ -4,6 +4,7 @@
         model.pt          state dict of the plain module
         optimizer.pt      state dict of the optimizer
         ranks.pt          a list: for each rank, what differs between ranks
+        rank-0-of-2.pt    of a sharded model, instead of the first two: each rank's part of both, see pieces.py
         manifest.json     the run's facts: see Manifest below
         SHA256SUMS        a digest of each file above
 
@@ -26,7 +27,8 @@ from common.errors import UsageError
 from common.reporting.run_directory import writing
 from common.reporting.run_files import CHECKPOINT_FOLDER
 from ddp.checkpoint import directory, folder
-from ddp.checkpoint.folder import FORMAT, MANIFEST, Checkpoint, Damaged, wrong_field
+from ddp.checkpoint.folder import FORMATS, MANIFEST, Checkpoint, Damaged, wrong_field
+from ddp.checkpoint.pieces import is_sharded, shard_files
 
 FOLDER = CHECKPOINT_FOLDER
 KINDS: dict[str, type] = {"model": dict, "optimizer": dict, "ranks": list}  # what each of the files KIND.pt holds
@@ -109,7 +111,8 @@ def manifest_in(checkpoint: Checkpoint) -> Manifest:
         raise Damaged(path, f"{MANIFEST} {problem}")
     if path.name != manifest.name:
         raise Damaged(path, f"{MANIFEST} is that of {manifest.name}")
-    if missing := {f"{kind}.pt" for kind in KINDS} - files.keys():
+    shards = {*shard_files(manifest.world_size), "ranks.pt"}  # of a sharded model
+    if (missing := {f"{kind}.pt" for kind in KINDS} - files.keys()) and shards - files.keys():
         raise Damaged(path, f"{MANIFEST} lists the files {sorted(files)} without {sorted(missing)}")
     return manifest
 
@@ -137,9 +140,13 @@ def verify(path: Path) -> Manifest:
 def read(path: Path, kind: str) -> Any:
     """A file of a verified checkpoint, its tensors on the CPU; nothing in it is executed.
 
-    :param kind: ``"model"``, ``"optimizer"`` or ``"ranks"``, or what else was written
+    :param kind: ``"model"``, ``"optimizer"`` or ``"ranks"``, or what else was written; of a sharded checkpoint, put together
     :raises Damaged: when it holds something else: a forged file can have a matching digest
     """
+    if kind in ("model", "optimizer") and is_sharded(path):
+        from ddp.checkpoint.shards import assembled
+
+        return assembled(path, kind)
     content = folder.load(path, kind)
     expected = KINDS.get(kind, object)
     if not isinstance(content, expected):
@@ -177,7 +184,7 @@ def all_of(run_dir: Path) -> list[Path]:
     found = directory.list_checkpoints(parent)
     if not found and parent.is_dir() and any(re.fullmatch(r"step-\d{8}\.pt", name) for name in os.listdir(parent)):
         raise UsageError(
-            f"{parent} holds checkpoints of the older format 1, this version reads {FORMAT}: use the one that wrote them, "
+            f"{parent} holds checkpoints of the older format 1, this version reads {FORMATS}: use the one that wrote them, "
             "or start again with --overwrite"
         )
     return found

@@ -28,6 +28,7 @@ from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
 from common.resilience.loader_errors import loader_errors
+from common.training.optimization import local
 from common.training.precision import autocast
 from ddp.batchnorm import SavedStatistics
 from ddp.job import Job, StepGuard
@@ -82,9 +83,17 @@ class WithFlags(nn.Module):
         # The parameter is 0: the product adds nothing to the loss, and has ``values`` for its gradient.
         return loss * (1 + zero_or_nan) + torch.dot(self.flags, values)
 
-    def reduced(self) -> Flags:
-        """After backward: what any rank attached in any micro-step. The same on every rank."""
+    def no_sync(self) -> Any:
+        """That of the network, if it is sharded: then this module is the outermost."""
+        return self.network.no_sync()  # type: ignore[operator]
+
+    def reduced(self, all_reduce: Callable[[Tensor], object] = lambda _: None) -> Flags:
+        """After backward: what any rank attached in any micro-step. The same on every rank.
+
+        :param all_reduce: sums over the ranks, in place, where no DDP has done it
+        """
         assert self.flags.grad is not None, "no flags were attached to the loss"
+        all_reduce(self.flags.grad)
         values = self.flags.grad.tolist()  # averaged over the ranks and scaled; or nan, which differs from 0 too
         self.flags.grad = None
         return Flags(*(value != 0 for value in values))
@@ -102,6 +111,8 @@ class ResilientGuard(StepGuard):
         self.flags = NO_FLAGS
         self.requests: Callable[[], Flags] = lambda: NO_FLAGS
         self._losses: list[Tensor] = []  # of this step's micro-steps
+        # A sharded strategy reduces the gradients of the network alone, and each rank has other parts of them.
+        self._all_reduce: Callable[[Tensor], object] = lambda _: None
 
     def wrap(self, network: nn.Module) -> WithFlags:
         self._with_flags = WithFlags(network, self._env.device)
@@ -112,6 +123,8 @@ class ResilientGuard(StepGuard):
         """Guard the steps of this job, whose network this guard has wrapped. A collective."""
         # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
+        if job.config.is_sharded:
+            self._all_reduce = self._env.sum_over_ranks
         self._warm_up()
 
     def _warm_up(self) -> None:
@@ -179,7 +192,7 @@ class ResilientGuard(StepGuard):
         """
         job, scaler = self._job, self._job.scaler
         losses, self._losses = self._losses, []
-        flags = self._with_flags.reduced()
+        flags = self._with_flags.reduced(self._all_reduce)
         if flags.user_error:
             with self._env.fail_together():
                 if job.user_error is not None:
@@ -197,10 +210,15 @@ class ResilientGuard(StepGuard):
         return finite
 
     def _gradients_are_finite(self, norm: Tensor | None) -> bool:
-        total = sum_of_gradients(self._job.network.parameters()) if norm is None else norm
-        return bool(total.isfinite())
+        if norm is None:
+            norm = sum_of_gradients(self._job.network.parameters())
+            self._all_reduce(norm)
+        return bool(norm.isfinite())
 
 
 def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """0-d; not finite if one element of a gradient is not. (A norm would overflow: it squares, and 1e20 squared is inf.)"""
-    return torch.stack([p.grad.sum() for p in parameters if p.grad is not None]).sum()
+    """0-d; not finite if one element of a gradient is not. (A norm would overflow: it squares, and 1e20 squared is inf.)
+
+    Of DTensors, this rank's part.
+    """
+    return torch.stack([local(p.grad).sum() for p in parameters if p.grad is not None]).sum()

@@ -21,7 +21,7 @@ from common.resilience import early_signals
 from common.resilience.loader_errors import loader_errors
 from common.resilience.stop_request import StopRequest, exit_status, signal_name
 from common.stdout import print_results
-from common.training.evaluation import Evaluation
+from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.window import WindowTotals, epoch_line, epoch_record
 from ddp.checkpoint.checkpointer import Checkpointer
@@ -109,7 +109,12 @@ class Supervisor:
             with loader_errors():
                 yield from loader
 
-        return self.job.watchdog.each(self._stop.before(loaded()), "evaluation")
+        batches = self.job.watchdog.each(self._stop.before(loaded()), "evaluation")
+        if self.job.config.is_sharded:
+            from ddp.sharded.equal_batches import equally_many
+
+            return equally_many(batches, self.job)
+        return batches
 
     def leave_if_stopped(self) -> None:
         """After an evaluation: all ranks leave if any was asked to stop."""
@@ -130,15 +135,21 @@ class Supervisor:
         """Draw the figures and print the summary, on rank 0, while the others wait. This takes seconds, and then the run is
         complete: a stop request changes nothing any more. (A second one ends the process at once.)"""
         job = self.job
-        with StopRequest().listening() as stop, job.env.fail_together():
-            if job.env.is_main:
-                from common.reporting.report import finish  # and matplotlib with it
+        config, env = job.config, job.env
+        with StopRequest().listening() as stop:
+            with env.fail_together():
+                shown = samples_shown(job.data)
+            if env.is_main or config.is_sharded:  # of shards, a forward pass is a collective
+                predictions = predict(job.network, job.data, env, shown.images)
+            with env.fail_together():
+                if env.is_main:
+                    from common.reporting.report import finish  # and matplotlib with it
 
-                config = job.config
-                title = f"{config.model} on {config.dataset}, {job.env.world_size} ranks, {config.precision}"
-                remedies = config.faster_loading()
-                summary = finish(config.run_dir, title, job.network, job.data, job.env, result, job.epoch, remedies)
-                print_results(summary)
+                    title = f"{config.model} on {config.dataset}, {env.world_size} ranks, {config.precision}"
+                    remedies = config.faster_loading()
+                    print_results(
+                        finish(config.run_dir, title, job.data, shown, predictions, result, job.epoch, remedies)
+                    )
         if stop.number is not None:
             logger.warning(f"{signal_name(stop.number)} came after the last step: the run is complete")
         early_signals.leave_with(0)  # nor does a signal while the group is left and Python shuts down

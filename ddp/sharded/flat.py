@@ -76,6 +76,11 @@ class FlatParameters:
         self._begins = list(itertools.accumulate(aligned, initial=0))[:-1]
         self._ends = [begin + like.numel() for begin, like in zip(self._begins, self._like, strict=True)]
         self.shard_numel = _round_up(self._ends[-1], self._size) // self._size
+        # torch's fused optimizers round the last elements of a tensor, which fill no vector, in another way. So cut between
+        # vectors, if that leaves something for the last rank.
+        in_vectors = _round_up(self.shard_numel, ALIGNMENT // self.dtype.itemsize)
+        if in_vectors * (self._size - 1) < self._ends[-1]:
+            self.shard_numel = in_vectors
         following = [*self._begins[1:], self.shard_numel * self._size]
         self._gaps = [(end, begin) for end, begin in zip(self._ends, following, strict=True) if end < begin]
         self._own_bounds = self.bounds(self._rank)
@@ -124,6 +129,12 @@ class FlatParameters:
             [min(max(at - offset, 0), self.shard_numel) for at in at_all] for at_all in (self._begins, self._ends)
         ]
         return list(zip(*in_slice, strict=True))
+
+    def layout(self) -> dict[str, tuple[nn.Parameter, int, Tensor]]:
+        """For each parameter by name: its piece, at which of its elements that begins, and a meta tensor like the whole one."""
+        offset = self._rank * self.shard_numel
+        begins = [min(max(offset, begin), end) - begin for begin, end in zip(self._begins, self._ends, strict=True)]
+        return dict(zip(self.owners, zip(self.pieces, begins, self._like, strict=True), strict=True))
 
     def _pieces_of(self, own: Tensor) -> list[Tensor]:
         """What each parameter has in this rank's slice."""

@@ -200,7 +200,7 @@ def test_user_errors_are_one_line(written: Path, run: Path, tmp_path: Path, user
         shutil.rmtree(run / FOLDER / name)
     for name in ("inspect", "verify", "export"):
         line = user_error(main, name, "--run-dir", run, *(("--output", output) if name == "export" else ()))
-        assert "has the newer format 99, this version reads 3: use the one that wrote it" in line
+        assert "has the newer format 99, this version reads 3 and 4: use the one that wrote it" in line
     assert not output.exists()
 
 

@@ -153,7 +153,7 @@ def test_a_newer_format_is_refused_even_if_an_older_checkpoint_is_whole(tmp_path
     write(tmp_path, 10)
     path = write(tmp_path, 20)
     forge(path, format=99, seed=..., nodes=3)  # fields that this version does not know
-    problem = rf"^{path} has the newer format 99, this version reads 3: use the one that wrote it$"
+    problem = rf"^{path} has the newer format 99, this version reads 3 and 4: use the one that wrote it$"
     with pytest.raises(UsageError, match=problem) as refused:
         storage.newest(tmp_path, set_aside=True)
     assert not isinstance(refused.value, Damaged)
@@ -184,7 +184,7 @@ def test_format_2_is_refused_in_one_line(
     to_format_2(write(tmp_path, 10))
     path = write(tmp_path, 20)
     to_format_2(path)
-    refusal = f"{path} has the older format 2, this version reads 3: use the one that wrote it"
+    refusal = f"{path} has the older format 2, this version reads 3 and 4: use the one that wrote it"
     with pytest.raises(UsageError) as refused:
         storage.newest(tmp_path, set_aside=True)
     assert str(refused.value) == refusal
@@ -193,14 +193,14 @@ def test_format_2_is_refused_in_one_line(
     for name in ("inspect", "verify", "export"):
         arguments = ("--output", tmp_path / "weights.pt") if name == "export" else ()
         line = user_error(checkpoint_main, name, "--run-dir", tmp_path, *arguments)
-        assert "has the older format 2, this version reads 3: use the one that wrote it" in line
+        assert "has the older format 2, this version reads 3 and 4: use the one that wrote it" in line
     assert sorted(os.listdir(tmp_path / FOLDER)) == [OLDER, NEWER]
 
 
 def test_format_1_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "step-00000010.pt").touch()
-    problem = rf"^{tmp_path / FOLDER} holds checkpoints of the older format 1, this version reads 3: use the one that "
+    problem = rf"^{tmp_path / FOLDER} holds checkpoints of the older format 1, this version reads 3 and 4: use the one that "
     with pytest.raises(UsageError, match=problem):
         storage.newest(tmp_path)
     write(tmp_path, 20)

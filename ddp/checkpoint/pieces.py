@@ -1,0 +1,205 @@
+"""Tensors in pieces: how the ranks of a sharded job share out a checkpoint, and any other number of ranks reads it.
+
+    rank-0-of-2.pt     | w1 begin 0 .... | b1 begin 0 | w2 begin 0 .. |
+    rank-1-of-2.pt                                    | w2 begin 700 ....... | b2 begin 0 |
+
+A *piece* is a run of consecutive elements of a tensor, in the order in which they lie in memory. All layouts in use are made of
+such runs: slices of flat parameters (ZeRO), shards along the first dimension (``fully_shard``), and whole tensors (replicas).
+So a reader needs to know where each piece begins, and nothing about who wrote it.
+
+Files are mapped, not read: only the elements that a rank takes come into its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp.checkpoint.folder import Damaged, load
+
+FIELDS = {"values": Tensor, "begin": int, "shape": list, "order": list}
+
+
+class Place(NamedTuple):
+    """Where a piece lies in its tensor.
+
+    :param begin: of its first element, in memory order
+    :param shape: of the whole tensor
+    :param order: the tensor's dimensions, from the slowest to the fastest in memory; channels-last is ``(0, 2, 3, 1)``
+    """
+
+    begin: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Place:
+        """The place of a whole tensor that has no gaps."""
+        return cls(0, tuple(tensor.shape), memory_order(tensor))
+
+
+class Piece(NamedTuple):
+    """A piece in memory, or in a mapped file: its values ``[n]``, of any dtype."""
+
+    values: Tensor
+    place: Place
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Piece:
+        """A whole tensor as one piece. It is copied only if it has gaps."""
+        return cls(in_memory_order(tensor, memory_order(tensor)), Place.of_whole(tensor))
+
+
+Saved = dict[str, list[Piece]]  # the pieces of each tensor, by its name
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def in_memory_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """All elements ``[n]`` with the dimensions in this order; a view if they lie so."""
+    return tensor.permute(order).reshape(-1)
+
+
+def read(name: str, pieces: Iterable[Piece], numel: int, place: Place) -> Tensor:
+    """The ``numel`` elements at this place, ``[numel]``.
+
+    :param pieces: of the whole tensor. If they are in another memory order, the whole tensor is put together first
+    :raises LookupError: when they are not the pieces of such a tensor, naming it
+    """
+    pieces = list(pieces)
+    if problem := _wrong_pieces(pieces, place.shape):
+        raise LookupError(f"has {name} {problem}")
+    if pieces[0].place.order != place.order:
+        whole = assemble(name, pieces)
+        return in_memory_order(whole, place.order)[place.begin : place.begin + numel]
+    taken = torch.empty(numel, dtype=pieces[0].values.dtype)
+    found = 0
+    for piece in pieces:
+        first = max(place.begin, piece.place.begin)
+        last = min(place.begin + numel, piece.place.begin + piece.values.numel())
+        if first < last:
+            taken[first - place.begin : last - place.begin] = piece.values[
+                first - piece.place.begin : last - piece.place.begin
+            ]
+            found += last - first
+    if found != numel:
+        raise LookupError(f"has {found} of the {numel} elements of {name} from {place.begin} on")
+    return taken
+
+
+def assemble(name: str, pieces: Iterable[Piece]) -> Tensor:
+    """The whole tensor, laid out in memory as it was saved.
+
+    :raises LookupError: as :func:`read`
+    """
+    pieces = list(pieces)
+    if not pieces:
+        raise LookupError(f"lacks {name}")
+    _, shape, order = pieces[0].place
+    flat = read(name, pieces, torch.Size(shape).numel(), Place(0, shape, order))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(back)
+
+
+def packed(pieces: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:
+    """In the types that ``torch.load(weights_only=True)`` reads."""
+    return {
+        name: {"values": values, "begin": place.begin, "shape": list(place.shape), "order": list(place.order)}
+        for name, (values, place) in pieces.items()
+    }
+
+
+class Shards(NamedTuple):
+    """All files of a sharded checkpoint.
+
+    :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
+    :param tied: for each further name of a parameter that several modules hold, its first
+    """
+
+    pieces: Saved
+    parameters: list[str]
+    tied: dict[str, str]
+
+
+def shard_content(pieces: Mapping[str, Piece], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
+    """What one rank writes, in the types that ``torch.load(weights_only=True)`` reads."""
+    return {"pieces": packed(pieces), "parameters": parameters, "tied": tied}
+
+
+def open_shards(path: Path) -> Shards:
+    """All pieces of a verified sharded checkpoint, mapped from its files.
+
+    :raises Damaged: when a file holds something else: a forged file can have a matching digest
+    """
+    found = Shards({}, [], {})
+    for key in [name.removesuffix(".pt") for name in shard_files(ranks_of(path))]:
+        content = load(path, key, mapped=True)
+        if problem := _wrong_content(content):
+            raise Damaged(path, f"{key}.pt {problem}")
+        for name, fields in content["pieces"].items():
+            place = Place(fields["begin"], tuple(fields["shape"]), tuple(fields["order"]))
+            found.pieces.setdefault(name, []).append(Piece(fields["values"], place))
+        found = found._replace(parameters=content["parameters"], tied=content["tied"])
+    return found
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether a verified checkpoint is in pieces."""
+    return ranks_of(path) > 0
+
+
+def ranks_of(path: Path) -> int:
+    """The number of ranks that wrote a verified sharded checkpoint; 0 if it is not sharded."""
+    return len(list(path.glob("rank-*-of-*.pt")))
+
+
+def shard_files(ranks: int) -> list[str]:
+    """The files that so many ranks write."""
+    return [f"{shard_key(rank, ranks)}.pt" for rank in range(ranks)]
+
+
+def shard_key(rank: int, ranks: int) -> str:
+    """The name, without ``.pt``, of the file of one rank."""
+    return f"rank-{rank}-of-{ranks}"
+
+
+def _wrong_content(content: object) -> str | None:
+    """What is wrong with a rank's file, or None."""
+    if not isinstance(content, dict) or content.keys() != {"pieces", "parameters", "tied"}:
+        return f"holds a {type(content).__name__} instead of pieces"
+    pieces, names = content["pieces"], [*content["parameters"], *content["tied"], *content["tied"].values()]
+    if not all(isinstance(name, str) for name in [*pieces, *names]):
+        return "has names that are no text"
+    for name, fields in pieces.items():
+        if not (
+            isinstance(fields, dict)
+            and fields.keys() == FIELDS.keys()
+            and all(isinstance(fields[field], kind) for field, kind in FIELDS.items())
+        ):
+            return f"has no piece as {name[:60]}"
+    return None
+
+
+def _wrong_pieces(pieces: list[Piece], shape: tuple[int, ...]) -> str | None:
+    """What is wrong with the pieces of a tensor that should have this shape, or None."""
+    if not pieces:
+        return "nowhere"
+    _, found, order = pieces[0].place
+    if found != shape:
+        return f"of shape {list(found)} instead of {list(shape)}"
+    if sorted(order) != list(range(len(shape))):
+        return f"in the memory order {list(order)}"
+    numel, dtype = torch.Size(shape).numel(), pieces[0].values.dtype
+    for values, place in pieces:
+        if (place.shape, place.order, values.dtype, values.dim()) != (found, order, dtype, 1):
+            return "in pieces that are of different tensors"
+        if not 0 <= place.begin <= place.begin + values.numel() <= numel:
+            return f"in a piece that begins at {place.begin} of {numel} elements and has {values.numel()}"
+    return None

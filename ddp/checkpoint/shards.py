@@ -1,0 +1,133 @@
+"""The state of a sharded job: each rank writes its own part, and takes its part of what any other job has written.
+
+No rank ever has more than its own part and, while it reads, one whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.training.optimization import STATE_OF, local
+from ddp.checkpoint.folder import Damaged, load
+from ddp.checkpoint.layout import layout_of
+from ddp.checkpoint.pieces import Piece, Place, Saved, assemble, is_sharded, open_shards, read, shard_content
+from ddp.job import Job
+
+WEIGHT = "model"  # pieces are named "model:NAME" and, after the optimizer's own words, "exp_avg:NAME"
+NUMBER = Place(0, (), ())  # of a 0-d tensor
+
+
+def state_of_shard(job: Job, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What this rank writes. Tensors are not copied.
+
+    :param buffers: of the plain module, by name; rank 0 writes them
+    """
+    pieces: dict[str, Piece] = {}
+    first, layout = job.env.is_main, layout_of(job.network)
+    for name, part in layout.items():
+        if first or not part.replicated:
+            pieces[f"{WEIGHT}:{name}"] = Piece(_flat(part.parameter), part.place)
+        for key, value in job.optimizer.state.get(part.parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim():
+                pieces[f"{key}:{name}"] = Piece(_flat(value), part.place)
+            elif isinstance(value, Tensor) and first:  # Adam's count of steps, the same on every rank
+                pieces[f"{key}:{name}"] = Piece(value.view(1), NUMBER)
+    if first:
+        pieces |= {f"{WEIGHT}:{name}": Piece.of_whole(value) for name, value in buffers.items()}
+    return shard_content(pieces, list(layout), _tied(job.plain))
+
+
+def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
+    """Take this rank's part of the parameters and the optimizer's state from a verified checkpoint of any strategy.
+
+    :param may_be_empty: whether the optimizer may have kept nothing yet
+    :raises Damaged: when it holds other tensors than this job's: a forged file can have a matching digest
+    """
+    layout, expected = layout_of(job.network), STATE_OF[type(job.optimizer)]
+    saved = open_shards(path).pieces if is_sharded(path) else _open_whole(path, list(layout))
+    buffers = {f"{WEIGHT}:{name}" for name, _ in job.plain.named_buffers()}
+    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(job.plain))} | buffers
+    job.optimizer.state.clear()
+    try:
+        if unknown := sorted(saved.keys() - known):
+            raise LookupError(f"has {unknown[0][:60]}, which the run has not")
+        for name, part in layout.items():
+            _flat(part.parameter).copy_(_taken(saved, f"{WEIGHT}:{name}", part.numel, part.place, part.parameter.dtype))
+            if not part.parameter.requires_grad:
+                continue
+            missing = [key for key, entry in expected.items() if f"{key}:{name}" not in saved]
+            if any(not expected[key].may_be_none for key in missing) and not (
+                may_be_empty and len(missing) == len(expected)
+            ):
+                raise LookupError(f"lacks {', '.join(missing)} of {name}")
+            for key in expected.keys() - missing:
+                if expected[key].like_parameter:
+                    value = torch.zeros_like(part.parameter, requires_grad=False)
+                    _flat(value).copy_(_taken(saved, f"{key}:{name}", part.numel, part.place, value.dtype))
+                else:
+                    value = _taken(saved, f"{key}:{name}", 1, NUMBER, torch.float32).view(())
+                job.optimizer.state[part.parameter][key] = value
+    except LookupError as error:
+        raise Damaged(path, str(error.args[0])) from error
+
+
+def assembled(path: Path, kind: str) -> Any:
+    """What a job of replicas would have written, put together from a verified sharded checkpoint.
+
+    :param kind: ``"model"`` or ``"optimizer"``
+    :returns: the state dict of the plain module, or that of the optimizer without the settings of its parameter groups
+    :raises Damaged: when the pieces are not those of whole tensors
+    """
+    pieces, parameters, tied = open_shards(path)
+    numbers = {name: number for number, name in enumerate(parameters)}
+    weights: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Tensor]] = {}
+    try:
+        for both, parts in pieces.items():
+            key, _, name = both.partition(":")
+            if kind == WEIGHT == key:
+                weights[name] = assemble(both, parts)
+            elif kind != WEIGHT != key:
+                state.setdefault(numbers[name], {})[key] = assemble(both, parts)
+        if kind == WEIGHT:
+            return weights | {alias: weights[name] for alias, name in tied.items()}
+    except LookupError as error:
+        raise Damaged(path, str(error.args[0])) from error
+    return {"state": state, "param_groups": [{"params": list(numbers.values())}]}
+
+
+def _open_whole(path: Path, parameters: list[str]) -> Saved:
+    """The files of a job of replicas, mapped, as pieces that are whole tensors."""
+    weights, optimizer = load(path, "model", mapped=True), load(path, "optimizer", mapped=True)
+    saved = {f"{WEIGHT}:{name}": [Piece.of_whole(value)] for name, value in weights.items()}
+    for number, state in optimizer["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                saved[f"{key}:{parameters[number]}"] = [Piece.of_whole(value)]
+    return saved
+
+
+def _taken(saved: Saved, name: str, numel: int, place: Place, dtype: torch.dtype) -> Tensor:
+    taken = read(name, saved.get(name, []), numel, place)
+    if taken.dtype != dtype:
+        raise LookupError(f"has {name} in {taken.dtype} instead of {dtype}")
+    return taken
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """This rank's part as it lies in memory: ``[n]``, to be read or written."""
+    own = local(tensor.detach())
+    order = sorted(range(own.dim()), key=own.stride, reverse=True)
+    return own.permute(order).view(-1)
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """The further names of parameters that several modules hold, each with the first."""
+    first: dict[nn.Parameter, str] = {}
+    names = {name: first.setdefault(value, name) for name, value in module.named_parameters(remove_duplicate=False)}
+    return {alias: name for alias, name in names.items() if alias != name}

@@ -1,0 +1,31 @@
+"""Equally many batches on every rank: of a sharded model, each forward pass is a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.data.datasets import Batch
+from common.errors import UsageError
+from common.training.evaluation import evaluation_batch_size
+from ddp.job import Job
+from ddp.sampler import ShardSampler
+
+
+def equally_many(batches: Iterator[Batch], job: Job) -> Iterator[Batch]:
+    """This rank's batches of the test set, then batches of no samples, until it has had as many as rank 0, which has most.
+
+    So a rank that stops early, or cannot read a file, still takes part in the forward passes of the others.
+
+    :raises UsageError: at the end, if a file could not be read
+    """
+    rank_0 = ShardSampler(len(job.data.test), evaluation_batch_size(job.data.shape), job.env.world_size, 0)
+    images, labels = job.empty_batch()
+    error: UsageError | None = None
+    for _ in range(len(rank_0)):
+        try:
+            batch = next(batches, None) if error is None else None
+        except UsageError as caught:
+            error, batch = caught, None
+        yield Batch(images[:0], labels[:0]) if batch is None else batch
+    if error is not None:
+        raise error

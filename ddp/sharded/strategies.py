@@ -1,0 +1,94 @@
+"""The sharded strategies that ``--strategy`` of ddp.train chooses from: ZeRO-1, 2 and 3 by hand, and torch's ``fully_shard``.
+
+Both kinds have the same face: ``parameters()`` are this rank's part of each, under the plain module's names; ``no_sync()``;
+``process_group``; and ``module``, which is sharded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from common.distributed.dist_env import DistEnv
+from common.errors import UsageError
+from common.training.precision import LOW_DTYPES
+from ddp.by_hand.replicas import require_same_modules
+from ddp.sharded.flat import Precision
+from ddp.sharded.stages import shard
+from ddp.sharded.units import divide
+
+STAGE_OF = {"zero1": 1, "zero2": 2, "zero3": 3}
+
+
+def shard_network(
+    network: nn.Module, env: DistEnv, strategy: str, all_reduce: str | None = None, precision: str = "fp32"
+) -> nn.Module:
+    """The network, sharded over all ranks. A collective.
+
+    In bf16 and fp16, parameters are gathered in that dtype. With fp32 parameters, autocast would keep a copy of each for the
+    backward pass, which is the memory that sharding is to save. Gradients are summed in fp32. With BatchNorm, whose statistics
+    and parameters must be of one dtype, all of that stays fp32.
+
+    :param network: the same on every rank
+    :param strategy: one of :data:`ddp.config.SHARDED`
+    :param all_reduce: whose halves the hand-written stages use; ``"backend"`` when None
+    :param precision: one of :data:`common.training.precision.PRECISIONS`
+    :raises UsageError: on every rank, for a model with fewer parameters than ranks
+    """
+    has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
+    low = None if has_batchnorm else LOW_DTYPES.get(precision)
+    if strategy == "fsdp2":
+        return FullyShard(network, low)
+    with env.fail_together():
+        try:
+            mixed = Precision(compute=low, reduce=low and torch.float32)
+            return shard(
+                network, STAGE_OF[strategy], precision=mixed, all_reduce=all_reduce or "backend", device=env.device
+            )
+        except ValueError as error:
+            raise UsageError(f"--strategy {strategy}: {error}") from error
+
+
+class FullyShard(nn.Module):
+    """torch's ``fully_shard``, with the units of :func:`ddp.sharded.units.divide`.
+
+    :param module: the same on every rank, values included: nothing is sent
+    :param low: dtype of computation, with gradients summed in fp32; the parameters' own when None
+    """
+
+    def __init__(self, module: nn.Module, low: torch.dtype | None) -> None:
+        super().__init__()
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import
+
+        module = module.to(memory_format=torch.contiguous_format)  # it takes no other
+        require_same_modules(module, {"--strategy": "fsdp2"})
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
+        for unit in divide(module)[1:]:
+            fully_shard(unit.module, mp_policy=policy)
+        self.module: Any = fully_shard(module, mp_policy=policy)
+        assert dist.group.WORLD is not None
+        self.process_group = dist.group.WORLD
+
+    def forward(self, *inputs: Any) -> Any:
+        """``module``'s forward."""
+        return self.module(*inputs)
+
+    def named_parameters(self, *arguments: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own names; each parameter is a DTensor, sharded along its first dimension."""
+        named: Iterator[tuple[str, nn.Parameter]] = self.module.named_parameters(*arguments, **more)
+        return named
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this block, gradients are summed on this rank alone, and stay whole."""
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
