@@ -84,6 +84,8 @@ example fits 'the largest model of each stage that trains within 64 MiB per rank
     'python -m ddp.bench memory --ranks 4 --width 128 --limit 64MiB OPTIONS'
 example one-step 'one training step on every rank, as a picture: what travels while backward goes on' - \
     'python -m ddp.timeline OPTIONS'
+example timeline-zero3 'one training step of ZeRO-3 on every rank, and its memory, as a picture' - \
+    'python -m ddp.timeline --strategy zero3 OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 

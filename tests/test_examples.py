@@ -34,6 +34,7 @@ MEASURING = (
     "memory",
     "fits",
     "one-step",
+    "timeline-zero3",
 )  # their own tests run them, as their users do
 # Examples that are interrupted on purpose, and what is said then. Of a rank that is killed and the one that loses it,
 # torchrun names whichever ended first by its clock of whole seconds, so the exit status may be either's.

@@ -3,10 +3,11 @@
     python -m ddp.timeline
     python -m ddp.timeline --model resnet18 --all-reduce shared-memory
     python -m ddp.timeline --bucket-cap-mb 1000    # one bucket: no overlap
+    python -m ddp.timeline --strategy zero3        # shards: gathers, computation, reduce-scatters, and memory below them
 
 Trains with the hand-written DDP on the CPU and draws the step of median duration: forward, backward with the moment at which
 each gradient is ready, each bucket's all-reduce below, the wait for the rest of them, and the optimizer. A trace of all steps
-is written too; open it at https://ui.perfetto.dev.
+is written too; open it at https://ui.perfetto.dev. For the sharded strategies see ddp/timeline/sharded/.
 
 For GPUs use ``ddp.train --profile``: this command reads the host's clock, which does not show when a GPU is done.
 """
@@ -15,10 +16,9 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.cli import command, option, parse
+from common.cli import command, parse
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
@@ -26,10 +26,9 @@ from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
-from common.training.models import MODELS
 from common.training.recipes import load_dataset
-from ddp.all_reduce import ALL_REDUCES
-from ddp.config import TrainConfig, require_samples
+from ddp.config import TrainConfig
+from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.overlap import OverlapParts, divide
 
 if TYPE_CHECKING:
@@ -42,32 +41,17 @@ BLOCK = 5  # consecutive steps between two blocks of unsynchronized backward pas
 MOST_SIZES = 6  # bucket sizes that the title lists
 
 
-@dataclass(frozen=True)
-class StepTimelineConfig:
-    """Settings of ``ddp.timeline``.
-
-    :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples
-    """
-
-    model: str = option("mlp", "the model that is trained, on glyphs", choices=MODELS)
-    batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
-    ranks: int = option(2, "processes", minimum=1, maximum=64)
-    threads: int = option(1, "compute threads of each rank", minimum=1, maximum=1024)
-    all_reduce: str = option("backend", "algorithm that sums the buckets over the ranks", choices=ALL_REDUCES)
-    bucket_cap_mb: float | None = option(
-        None, "size of a bucket in MiB (default: 1 for the first, 25 for the others)", above=0
-    )
-    steps: int = option(20, "recorded steps; the one of median duration is drawn", minimum=2)
-    output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
-
-    def __post_init__(self) -> None:
-        require_samples(self.model, self.batch_size, self.ranks)
-
-
 @command
 def main() -> None:
     config = parse(StepTimelineConfig, "ddp.timeline", __doc__)
-    run_alone("ddp.timeline", config.output, lambda: measure(config), lambda run: report(config, run))
+    if config.stage:
+        from ddp.timeline import sharded
+
+        run_alone(
+            "ddp.timeline", config.output, lambda: sharded.measure(config), lambda run: sharded.report(config, run)
+        )
+    else:
+        run_alone("ddp.timeline", config.output, lambda: measure(config), lambda run: report(config, run))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp.timeline import __main__ as timeline
-from ddp.timeline.__main__ import RecordedSteps, StepTimelineConfig, measure, trace_events
+from ddp.timeline.__main__ import RecordedSteps, measure, trace_events
+from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.figure import lanes, plot_step
 from ddp.timeline.overlap import Interval, after, divide, length, union
 from ddp.timeline.recording import Sending, Step

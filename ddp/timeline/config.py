@@ -1,0 +1,93 @@
+"""What ``ddp.timeline`` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.cli import flag_of, option
+from common.errors import UsageError
+from common.training.models import MODELS
+from ddp.all_reduce import ALL_REDUCES
+from ddp.config import micro_batch_size, require_samples
+
+REPLICAS = "handwritten"
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+WITH_HALVES = ("backend", "ring", "shared-memory")  # all-reduces that the stages can use
+
+# Flags that one kind of strategy has, and flags whose default depends on it.
+OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_cap_mb": None}
+OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64}
+BATCH_SIZES = {True: 12, False: 144}  # of stages, and of replicas
+
+
+@dataclass(frozen=True)
+class StepTimelineConfig:
+    """Settings of ``ddp.timeline``.
+
+    :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples, and for a
+        flag that the strategy does not have
+    """
+
+    strategy: str = option(
+        REPLICAS,
+        "replicas of the DDP written by hand; or shards, also by hand: zero1 of the optimizer's state, zero2 of the gradients "
+        "too, zero3 of the parameters too",
+        choices=(REPLICAS, *STAGES),
+    )
+    model: str = option(None, "the model of which replicas are trained, on glyphs (default: mlp)", choices=MODELS)
+    width: int = option(None, "of the transformer that is sharded, on random tokens (default: 256)", minimum=64)
+    layers: int = option(None, "its blocks, of 12 width² parameters each (default: 6)", minimum=1, maximum=1000)
+    length: int = option(None, "tokens of a sequence (default: 64)", minimum=1, maximum=100_000)
+    batch_size: int = option(
+        None,
+        "samples per step, over all ranks: images, or sequences with a sharded strategy (default: 144, or 12)",
+        minimum=1,
+        maximum=12_000,
+    )
+    ranks: int = option(2, "processes", minimum=1, maximum=64)
+    threads: int = option(1, "compute threads of each rank", minimum=1, maximum=1024)
+    all_reduce: str = option(
+        "backend", "algorithm that sums the buckets over the ranks, or whose halves the shards use", choices=ALL_REDUCES
+    )
+    bucket_cap_mb: float | None = option(
+        None, "size of a bucket in MiB (default: 1 for the first, 25 for the others)", above=0
+    )
+    steps: int = option(20, "recorded steps; the one of median duration is drawn", minimum=2)
+    output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
+
+    def __post_init__(self) -> None:
+        for name in OF_REPLICAS if self.stage else OF_STAGES:
+            if getattr(self, name) is not None:
+                others = f"--strategy {REPLICAS}" if self.stage else f"the sharded strategies, {', '.join(STAGES)}"
+                raise UsageError(
+                    f"{flag_of(name)} {getattr(self, name)} is for {others}: leave it out with --strategy {self.strategy}"
+                )
+        defaults = OF_STAGES if self.stage else OF_REPLICAS
+        for name, value in {**defaults, "batch_size": BATCH_SIZES[bool(self.stage)]}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if not self.stage:
+            require_samples(self.model, self.batch_size, self.ranks)
+            return
+        _ = self.sequences  # the batch may not divide
+        if self.all_reduce not in WITH_HALVES:
+            raise UsageError(
+                f"--all-reduce {self.all_reduce} has no halves for --strategy {self.strategy}: use {', '.join(WITH_HALVES)}"
+            )
+        if self.width % 64:
+            raise UsageError(f"--width {self.width} is no multiple of 64, the width of a head of attention")
+
+    @property
+    def stage(self) -> int:
+        """Of sharding: 1, 2 or 3; 0 for replicas."""
+        return STAGES.get(self.strategy, 0)
+
+    @property
+    def sequences(self) -> int:
+        """Of each rank in a step, when the strategy is sharded.
+
+        :raises UsageError: when the batch does not divide over the ranks
+        """
+        return micro_batch_size(self.batch_size, self.ranks, 1)
