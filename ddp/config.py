@@ -12,15 +12,17 @@ from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
 from common.training.metrics import check_tensorboard
-from common.training.models import LEAST_SAMPLES, MODELS, find_own
+from common.training.models import HEAD_WIDTH, LEAST_SAMPLES, MODELS, TEXT_MODEL, find_own
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
 
-DATASETS = (*IN_MEMORY, "lfw", "folder")
+DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
 LOADERS = ("stock", "fast")
 DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
 REPLICATED, SHARDED = ("torch", "naive", "handwritten"), ("zero1", "zero2", "zero3", "fsdp2")
 STRATEGIES = (*REPLICATED, *SHARDED)
+
+TEXT = "sums"
 
 # The settings that only data sets of files have, with their defaults.
 FROM_FILES: dict[str, dict[str, Any]] = {
@@ -48,9 +50,9 @@ class TrainConfig(LearningConfig):
 
     # What is learned, and from what
     dataset: str = option(
-        "glyphs",
-        "the data set: lfw is a folder of faces, folder has a folder of images per class; or your own: a function load() in "
-        "a module",
+        None,
+        "the data set: sums is text, lfw is a folder of faces, folder has a folder of images per class; or your own: a "
+        "function load() in a module (default: glyphs; sums for gpt)",
         choices=DATASETS,
         or_function=True,
     )
@@ -69,10 +71,15 @@ class TrainConfig(LearningConfig):
     )
     model: str = option(
         None,
-        "the model, or your own: a function build(shape, classes) in a module (default: fashion-cnn; resnet18 for files)",
-        choices=MODELS,
+        "the model, or your own: a function build(shape, classes) in a module (default: fashion-cnn; resnet18 for files; gpt "
+        "for text)",
+        choices=(*MODELS, TEXT_MODEL),
         or_function=True,
     )
+    width: int = option(
+        None, "of gpt: numbers per character between its layers (default: 128)", minimum=1, maximum=65536
+    )
+    layers: int = option(None, "of gpt, each with 12 width² parameters (default: 4)", minimum=1, maximum=1024)
 
     # The optimization
     epochs: int = option(None, "passes over the training set (default: 12 on glyphs, 15 on files, else 10)", minimum=1)
@@ -144,7 +151,9 @@ class TrainConfig(LearningConfig):
     profile: bool = option(False, "record a few steps of each rank with torch.profiler, for Perfetto")
 
     def __post_init__(self) -> None:
+        self._default("dataset", TEXT if self.model == TEXT_MODEL else "glyphs")
         super().__post_init__()
+        self._check_text()
         if self.dataset == "folder" and not self.data_dir:
             raise UsageError("--dataset folder needs --data-dir DIR, a folder with a folder of images for each class")
         from_files = FROM_FILES.get(self.dataset, {})
@@ -164,6 +173,24 @@ class TrainConfig(LearningConfig):
             raise UsageError(f"{flag} continues the run in its directory and --overwrite deletes it: give one of them")
         _ = self.checkpoint_interval  # which may be wrong
         self._default("run_dir", Path("runs", self.run_name))
+
+    def _check_text(self) -> None:
+        if (self.model == TEXT_MODEL) != (self.dataset == TEXT):
+            raise UsageError(
+                f"--model {self.model} does not learn --dataset {self.dataset}: {TEXT_MODEL} learns {TEXT}, which is text, and "
+                "all others learn images"
+            )
+        for name, value in {"width": 128, "layers": 4}.items():
+            if self.model != TEXT_MODEL and getattr(self, name) is not None:
+                raise UsageError(f"{flag_of(name)} is for --model {TEXT_MODEL}, not for {self.model}")
+            self._default(name, value if self.model == TEXT_MODEL else None)
+        if self.model == TEXT_MODEL and self.width > HEAD_WIDTH and self.width % HEAD_WIDTH:
+            raise UsageError(f"--width {self.width}: give a multiple of {HEAD_WIDTH}, the width of a head, or less")
+
+    @property
+    def model_size(self) -> tuple[int, int]:
+        """Width and layers of gpt."""
+        return self.width or 0, self.layers or 0
 
     def _check_strategy(self) -> None:
         by_hand = self.strategy == "handwritten" or self.strategy in SHARDED[:3]

@@ -15,7 +15,7 @@ from common.data.loaders import stock_loader
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
-from ddp.config import FROM_FILES, Loading, TrainConfig
+from ddp.config import FROM_FILES, TEXT, Loading, TrainConfig
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
 Loader = Iterable[Batch]
@@ -33,7 +33,12 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
 
             face_cache.ensure()
     with env.fail_together():
-        data = load_files(config) if config.dataset in FROM_FILES else load_dataset(config)
+        if config.dataset == TEXT:
+            from common.data import sums
+
+            data: ImageData = sums.load(config.train_samples, config.test_samples)
+        else:
+            data = load_files(config) if config.dataset in FROM_FILES else load_dataset(config)
         require_a_batch(config, data)
     env.require_same(training_samples=len(data.train), digest_of_the_data=data.fingerprint)
     return data

@@ -92,6 +92,21 @@ class Job:
         """Optimizer steps done in the present epoch."""
         return self.step - self.epoch * self.sampler.steps_per_epoch
 
+    def divisor(self, labels: Tensor) -> float | Tensor:
+        """By what to divide a micro-batch's mean loss, so that their sum over the micro-steps, averaged over the ranks, is the
+        mean over the global batch.
+
+        Of images, all micro-batches have equally many: it is the number of micro-steps. Lines of text differ in length, so
+        every character of the global batch counts alike only if micro-batches count by their characters. The sampler's order
+        is known to all, so each rank counts those of the others without a message.
+
+        :param labels: of the micro-batch, int64 ``[n]`` or, of text, ``[n, length]``
+        """
+        if labels.dim() == 1:
+            return self.config.grad_accumulation_steps
+        everywhere = int((self.data.train.labels[self.sampler.global_batch(self.step_in_epoch)] >= 0).sum())
+        return everywhere / (self.env.world_size * (labels >= 0).sum())
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the averaged gradients by their total norm, which is returned: 0-d, the same on every rank."""
         if self.config.is_sharded:  # no rank has all of them
@@ -110,7 +125,9 @@ class Job:
 
     def log_window(self) -> None:
         """Sum what the ranks saw since the last time, for the metrics and the progress bar."""
-        totals = end_window(self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress)
+        totals = end_window(
+            self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress, self.data.unit
+        )
         self.windows.append(totals)
 
     def end_epoch(self, accuracy: float) -> None:
@@ -121,5 +138,7 @@ class Job:
 
     def empty_batch(self) -> Batch:
         """A micro-batch of black images."""
-        size = self.sampler.micro_batch_size
-        return Batch(torch.zeros(size, *self.data.shape, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64))
+        size, of_one = self.sampler.micro_batch_size, self.data.train.labels.shape[1:]
+        return Batch(
+            torch.zeros(size, *self.data.shape, dtype=torch.uint8), torch.zeros(size, *of_one, dtype=torch.int64)
+        )

@@ -49,6 +49,7 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
         self._run_seed = seed
         self.steps_per_epoch = len(dataset) // batch_size
         self.first_step = 0
+        self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.empty(0, np.int64))  # of an epoch
 
     def set_epoch(self, epoch: int, first_step: int = 0) -> None:
         """Begin ``epoch`` (the next time this is iterated over) with its optimizer step ``first_step``, counted from 0."""
@@ -57,8 +58,9 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
 
     def global_batch(self, step: int) -> npt.NDArray[np.int64]:
         """The samples of all ranks and micro-steps in an optimizer step of this epoch: int64 ``[batch_size]``."""
-        order = shuffled(len(self.dataset), self._run_seed, self.epoch)  # type: ignore[arg-type]
-        return order[step * self.batch_size : (step + 1) * self.batch_size]
+        if self._order[0] != self.epoch:
+            self._order = self.epoch, shuffled(len(self.dataset), self._run_seed, self.epoch)  # type: ignore[arg-type]
+        return self._order[1][step * self.batch_size : (step + 1) * self.batch_size]
 
     def __iter__(self) -> Iterator[BatchKey]:
         indices = np.fromiter(super().__iter__(), np.int64, self.num_samples)

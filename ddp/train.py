@@ -108,7 +108,7 @@ def build_job(
     :param wrap: what stands in for :func:`wrap_in_ddp`, when a benchmark compares it with something else
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
-    network = build_model(config.model, data.shape, len(data.classes), config.dropout)
+    network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
     if config.sync_batchnorm:
         network = convert_sync_batchnorm(network, env.device)
     network = network.to(env.device, memory_format=config.memory_format)  # type: ignore[call-overload]
@@ -199,7 +199,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             with autocast(device, config.precision):
                 logits = job.model(job.data.to_input(images, config.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
-            scaler.scale(guard.attach(loss) / config.grad_accumulation_steps).backward()
+            scaler.scale(guard.attach(loss) / job.divisor(labels)).backward()
         job.window.add(loss, logits, labels)
 
     # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average.

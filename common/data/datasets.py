@@ -37,7 +37,7 @@ class BatchKey(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Images uint8 ``[n, channels, height, width]`` and labels int64 ``[n]``."""
+    """Images uint8 ``[n, channels, height, width]`` and labels int64 ``[n]``; of text, see common/data/sums.py."""
 
     images: Tensor
     labels: Tensor
@@ -130,6 +130,7 @@ class ImageData:
     :param mean: of the training images' pixels, on a scale of 0 to 1
     :param std: their standard deviation
     :param fingerprint: a digest of the data, compared when a run is resumed
+    :param unit: what a run counts: each has a label, and is recognized or not
     """
 
     name: str
@@ -139,6 +140,7 @@ class ImageData:
     mean: float
     std: float
     fingerprint: str
+    unit: str = "images"
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from common.data.datasets import Batch, ImageData
+from common.data.sums import TextData
 from common.reporting.atomic_files import write_json
 from common.reporting.run_directory import files_line
-from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
+from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.reporting.run_files import METRICS_FILE, RESULTS
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, read_metrics
@@ -34,7 +37,7 @@ def finish(
     title: str,
     data: ImageData,
     shown: Batch,
-    predictions: Sequence[int],
+    predictions: Tensor,
     result: Evaluation,
     epochs: int,
     remedies: Sequence[str] = (),
@@ -60,19 +63,32 @@ def finish(
     }
     write_json(run_dir / "result.json", {**totals, "test": result.as_dict(data.classes)})
 
-    plot_curves(run_dir / "curves.png", records, title)
+    plot_curves(run_dir / "curves.png", records, title, data.unit)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
-    plot_samples(run_dir / "samples.png", shown.images.numpy(), shown.labels.tolist(), predictions, data.classes, title)
+    if isinstance(data, TextData):
+        plot_text(run_dir / "samples.png", *lines_of(data, shown, predictions), title)
+    else:
+        images, labels = shown.images.numpy(), shown.labels.tolist()
+        plot_samples(run_dir / "samples.png", images, labels, predictions.tolist(), data.classes, title)
     times = "the times of training are lost: metrics.jsonl has no record of an epoch\n"
     if seconds:
         part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"
         times = (
-            f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} images/s{part}\n"
+            f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} {data.unit}/s{part}\n"
             f"{data_verdict(totals['data_wait'], remedies)}\n"
         )
     return (
         f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "
-        f"({result.confusion.trace()} of {result.confusion.sum()} samples)\n"
+        f"({result.confusion.trace()} of {result.confusion.sum()} {'samples' if data.unit == 'images' else data.unit})\n"
         f"{times}"
         f"{files_line(run_dir, (*RESULTS, METRICS_FILE))}"
     )
+
+
+def lines_of(data: TextData, shown: Batch, predictions: Tensor) -> tuple[list[str], list[str]]:
+    """The lines of a few samples from their second character on, and what was predicted for each of these characters."""
+    texts, predicted = [], []
+    for labels, guesses in zip(shown.labels, predictions, strict=True):
+        texts.append(data.text_of(labels))
+        predicted.append(data.text_of(guesses[labels >= 0]))
+    return texts, predicted

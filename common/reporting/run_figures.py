@@ -25,7 +25,7 @@ LONG_NAME = 18  # letters that fit above an image of the grid
 COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76")
 
 
-def plot_curves(path: Path, records: Sequence[Record], title: str) -> None:
+def plot_curves(path: Path, records: Sequence[Record], title: str, unit: str = "images") -> None:
     """Loss, accuracy, learning rate and throughput over the run, from the records of ``metrics.jsonl``."""
     steps = [r for r in records if r["kind"] == "step"]
     epochs = [r for r in records if r["kind"] == "epoch"]
@@ -43,7 +43,7 @@ def plot_curves(path: Path, records: Sequence[Record], title: str) -> None:
     _line(rate, steps, "learning_rate", 2)
     _label(rate, "learning rate")
     _line(throughput, steps, "images_per_s", 3)
-    _label(throughput, "images/s, all ranks")
+    _label(throughput, f"{unit}/s, all ranks")
     throughput.set_ylim(bottom=0)
     figure.savefig(path, dpi=110)
 
@@ -99,6 +99,28 @@ def plot_samples(
         if len(text) > LONG_NAME:
             text = text.replace(", ", ",\n")
         plot.set_title(text, color="black" if right else "#c0271a", fontsize=8, parse_math=False)
+    figure.savefig(path, dpi=110)
+
+
+def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title: str) -> None:
+    """Lines of text in four columns; below each character the one that was predicted there, if it is another, in red.
+
+    :param predicted: as long as ``texts``, line by line
+    """
+    columns, width = 4, max(map(len, texts)) + 2
+    rows = -(-len(texts) // columns)
+    figure, axes = new_figure(1, 1, (9.6, 0.42 * rows + 0.8), title)
+    plot = axes[0, 0]
+    plot.set_axis_off()
+    plot.set_xlim(0, columns * width)
+    plot.set_ylim(2.4 * rows, -1)
+    for number, (text, guesses) in enumerate(zip(texts, predicted, strict=True)):
+        row, column = divmod(number, columns)
+        for place, (character, guess) in enumerate(zip(text, guesses, strict=True)):
+            x, style = column * width + place, {"family": "monospace", "fontsize": 9, "parse_math": False}
+            plot.text(x, 2.4 * row, printable(character), **style)
+            if guess != character:
+                plot.text(x, 2.4 * row + 1, printable(guess), color="#c0271a", **style)
     figure.savefig(path, dpi=110)
 
 

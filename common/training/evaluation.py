@@ -33,7 +33,7 @@ SAMPLES_SHOWN = 32
 class Evaluation:
     """A model's result on a test set.
 
-    :param loss: mean cross-entropy per sample, without label smoothing
+    :param loss: mean cross-entropy per sample (of text, per character), without label smoothing
     :param confusion: int64 ``[classes, classes]``, counts: rows are true classes, columns predicted ones
     """
 
@@ -90,12 +90,12 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
             with autocast(env.device, precision):
                 logits = network(data.to_input(images.to(env.device)))
             loss += F.cross_entropy(logits.float(), labels, reduction="sum")
-            pairs = labels * classes + logits.argmax(1)
+            pairs = (labels * classes + logits.argmax(1))[labels >= 0]  # of text, the end of a line has no target
             confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
 
     env.sum_over_ranks(loss)  # the only communication: two small sums
     env.sum_over_ranks(confusion)
-    return Evaluation(loss.item() / len(data.test), confusion.cpu().numpy())
+    return Evaluation(loss.item() / int(confusion.sum()), confusion.cpu().numpy())
 
 
 def samples_shown(data: ImageData) -> Batch:
@@ -107,11 +107,13 @@ def samples_shown(data: ImageData) -> Batch:
 
 
 @torch.inference_mode()
-def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor) -> list[int]:
-    """The predicted classes of uint8 images ``[n, channels, height, width]``, on this rank alone if the network is a replica."""
-    with evaluating(network):
-        predictions: list[int] = network(data.to_input(images.to(env.device))).argmax(1).tolist()
-    return predictions
+def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor, precision: str = "fp32") -> Tensor:
+    """The predicted classes of uint8 images ``[n, channels, height, width]``, on this rank alone if the network is a replica.
+
+    :returns: int64 ``[n]``, or as many as there are labels, on the CPU
+    """
+    with evaluating(network), autocast(env.device, precision):
+        return network(data.to_input(images.to(env.device))).argmax(1).cpu()  # type: ignore[no-any-return]
 
 
 def table(result: Evaluation, classes: tuple[str, ...]) -> str:

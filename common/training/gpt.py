@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HEAD_WIDTH = 64  # as in GPT-2
+from common.training.models import HEAD_WIDTH
 
 
 class Block(nn.Module):
@@ -55,3 +55,10 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class TextModel(GPT):
+    """A GPT whose logits are ``[n, vocabulary, length]``: the classes come second, as ``cross_entropy`` takes them."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).transpose(1, 2)

@@ -1,6 +1,6 @@
-"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18, and the user's own models.
+"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18, a GPT, and the user's own models.
 
-All take float images ``[n, channels, height, width]`` and return logits ``[n, classes]``.
+All but the GPT (common/training/gpt.py) take float images ``[n, channels, height, width]`` and return logits ``[n, classes]``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from common.cli import is_function_name
 from common.errors import UsageError
 
-MODELS = ("fashion-cnn", "mlp", "resnet18")
+MODELS = ("fashion-cnn", "mlp", "resnet18")  # of images
+TEXT_MODEL = "gpt"
+HEAD_WIDTH = 64  # of its attention, as in GPT-2
 # Minimum samples of a forward pass in training, where it is more than one. The last feature maps of resnet18 have one pixel for
 # images of up to 32x32, and BatchNorm finds no variance in a single value.
 LEAST_SAMPLES = {"resnet18": 2}
@@ -66,11 +68,14 @@ class MLP(nn.Sequential):
         super().__init__(*layers, nn.Dropout(dropout), nn.Linear(width, classes))
 
 
-def build_model(name: str, shape: tuple[int, int, int], classes: int, dropout: float = 0.0) -> nn.Module:
+def build_model(
+    name: str, shape: tuple[int, int, int], classes: int, dropout: float = 0.0, size: tuple[int, int] = (128, 4)
+) -> nn.Module:
     """Build a model for images of ``shape`` (channels, height, width), in fp32 on the CPU.
 
-    :param name: one of :data:`MODELS`, or ``module:function`` for ``function(shape, classes) -> nn.Module``
+    :param name: one of :data:`MODELS`, :data:`TEXT_MODEL`, or ``module:function`` for ``function(shape, classes) -> nn.Module``
     :param dropout: of ``fashion-cnn`` and ``mlp``
+    :param size: of ``gpt``: its width, and its number of layers
     :raises UsageError: when the function cannot be imported or called, or its result is no such module. Exceptions that the
         function itself raises pass as they are
     """
@@ -92,7 +97,11 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int, dropout: f
         model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
-    raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)} and module:function")
+    if name == TEXT_MODEL:
+        from common.training.gpt import TextModel
+
+        return TextModel(classes, *size, context=width)  # a line of text is an image of one row
+    raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}, {TEXT_MODEL} and module:function")
 
 
 @contextlib.contextmanager

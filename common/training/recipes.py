@@ -27,6 +27,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fashion-mnist": {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 1, "flip": True},
     "lfw": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
     "folder": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
+    "sums": {"model": "gpt", "epochs": 10, "batch_size": 96, "shift": 0, "flip": False},
 }
 # Of one's own data set nothing is known, so its images are left as they are.
 OWN_RECIPE: dict[str, Any] = {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 0, "flip": False}

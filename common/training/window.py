@@ -86,9 +86,8 @@ class Window:
     would make the host wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # loss, correct
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
         self._marked = torch.zeros_like(self._sums)
-        self._samples = self._marked_samples = 0
         self._waited = 0.0
         self._began = time.perf_counter()
 
@@ -103,17 +102,16 @@ class Window:
             yield batch
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """A micro-batch: its mean loss (0-d), logits ``[n, classes]`` and labels ``[n]``."""
-        correct = (logits.detach().argmax(1) == labels).sum()
-        self._sums += torch.stack([loss.detach() * len(labels), correct])
-        self._samples += len(labels)
+        """A micro-batch: its mean loss (0-d), logits ``[n, classes, ...]`` and labels ``[n, ...]``. Negative ones do not count."""
+        correct, samples = (logits.detach().argmax(1) == labels).sum(), (labels >= 0).sum()
+        self._sums += torch.stack([loss.detach() * samples, correct, samples])
 
     def reduce(self, env: DistEnv) -> WindowTotals:
         """The totals over all ranks, by one all-reduce, and the beginning of the next window."""
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)  # the steps that are queued belong to this window
         seconds = time.perf_counter() - self._began
-        sums = torch.cat([self._sums, self._sums.new_tensor([self._samples, self._waited, seconds])])
+        sums = torch.cat([self._sums, self._sums.new_tensor([self._waited, seconds])])
         loss, correct, samples, waited, taken = env.sum_over_ranks(sums).tolist()
         self.restore(WindowState())
         share = 1 / samples if samples else math.nan  # none, if all of its steps were skipped
@@ -122,22 +120,20 @@ class Window:
     def mark(self) -> None:
         """Remember the sums, for :meth:`rewind`."""
         self._marked.copy_(self._sums)
-        self._marked_samples = self._samples
 
     def rewind(self) -> None:
         """Forget the batches that were added since :meth:`mark`; the time that they took still counts."""
         self._sums.copy_(self._marked)
-        self._samples = self._marked_samples
 
     def state(self) -> WindowState:
         """What is in it, for a checkpoint."""
-        loss, correct = self._sums.tolist()
-        return WindowState(loss, correct, self._samples, self._waited, time.perf_counter() - self._began)
+        loss, correct, samples = self._sums.tolist()
+        return WindowState(loss, correct, int(samples), self._waited, time.perf_counter() - self._began)
 
     def restore(self, state: WindowState) -> None:
         """Go on from there."""
-        self._sums.copy_(torch.tensor([state.loss, state.correct], dtype=torch.float64))
-        self._samples, self._waited, self._began = state.samples, state.waited, time.perf_counter() - state.seconds
+        self._sums.copy_(torch.tensor([state.loss, state.correct, state.samples], dtype=torch.float64))
+        self._waited, self._began = state.waited, time.perf_counter() - state.seconds
 
 
 def end_window(
@@ -148,15 +144,17 @@ def end_window(
     scaler: torch.amp.GradScaler,
     record: Callable[..., None],
     progress: Progress | None,
+    unit: str = "images",
 ) -> WindowTotals:
     """End the window after this step: sum it over the ranks, record it, show it. Returns the totals.
 
     :param record: called with ``"step"``, the step and the values by name
+    :param unit: what is counted
     """
     totals, rate = window.reduce(env), optimizer.param_groups[0]["lr"]
     record("step", step, learning_rate=rate, loss_scale=scaler.get_scale(), **totals.as_record())
     if progress is not None:
-        progress.reach(step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} images/s")
+        progress.reach(step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} {unit}/s")
     return totals
 
 
@@ -165,12 +163,13 @@ def epoch_record(totals: WindowTotals, result: Evaluation) -> dict[str, float]:
     return {**totals.as_record(), "test_loss": result.loss, "test_accuracy": result.accuracy}
 
 
-def epoch_line(epoch: int, epochs: int, totals: WindowTotals, result: Evaluation) -> str:
+def epoch_line(epoch: int, epochs: int, totals: WindowTotals, result: Evaluation, unit: str = "images") -> str:
     """An epoch for the log.
 
     :param epoch: counted from 1
+    :param unit: what is counted
     """
     return (
         f"epoch {epoch} of {epochs}: train loss {totals.loss:.4f}, test loss {result.loss:.4f}, "
-        f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} images/s"
+        f"test accuracy {100 * result.accuracy:.2f} %, {totals.images_per_s:,.0f} {unit}/s"
     )

@@ -80,7 +80,6 @@ def read(name: str, pieces: Iterable[Piece], numel: int, place: Place) -> Tensor
         whole = assemble(name, pieces)
         return in_memory_order(whole, place.order)[place.begin : place.begin + numel]
     taken = torch.empty(numel, dtype=pieces[0].values.dtype)
-    found = 0
     for piece in pieces:
         first = max(place.begin, piece.place.begin)
         last = min(place.begin + numel, piece.place.begin + piece.values.numel())
@@ -88,9 +87,6 @@ def read(name: str, pieces: Iterable[Piece], numel: int, place: Place) -> Tensor
             taken[first - place.begin : last - place.begin] = piece.values[
                 first - piece.place.begin : last - piece.place.begin
             ]
-            found += last - first
-    if found != numel:
-        raise LookupError(f"has {found} of the {numel} elements of {name} from {place.begin} on")
     return taken
 
 
@@ -200,6 +196,9 @@ def _wrong_pieces(pieces: list[Piece], shape: tuple[int, ...]) -> str | None:
     for values, place in pieces:
         if (place.shape, place.order, values.dtype, values.dim()) != (found, order, dtype, 1):
             return "in pieces that are of different tensors"
-        if not 0 <= place.begin <= place.begin + values.numel() <= numel:
-            return f"in a piece that begins at {place.begin} of {numel} elements and has {values.numel()}"
-    return None
+    at = 0
+    for values, place in sorted(pieces, key=lambda piece: piece.place.begin):
+        if values.numel() and place.begin != at:
+            return f"in pieces with a gap or an overlap at element {min(at, place.begin)}"
+        at += values.numel()
+    return None if at == numel else f"in pieces of {at} elements instead of {numel}"

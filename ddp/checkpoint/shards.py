@@ -56,6 +56,10 @@ def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
     try:
         if unknown := sorted(saved.keys() - known):
             raise LookupError(f"has {unknown[0][:60]}, which the run has not")
+        for name, buffer in job.plain.named_buffers():
+            if f"{WEIGHT}:{name}" in saved:
+                place = Place.of_whole(buffer)
+                _flat(buffer).copy_(_taken(saved, f"{WEIGHT}:{name}", buffer.numel(), place, buffer.dtype))
         for name, part in layout.items():
             _flat(part.parameter).copy_(_taken(saved, f"{WEIGHT}:{name}", part.numel, part.place, part.parameter.dtype))
             if not part.parameter.requires_grad:

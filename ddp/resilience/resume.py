@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Settings that must be those of the run that wrote the checkpoint.
 IDENTITY = (
-    "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer"
+    "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer",
+    "width", "layers",
 )  # fmt: skip
 
 

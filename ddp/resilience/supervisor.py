@@ -129,7 +129,7 @@ class Supervisor:
         assert job.metrics is not None
         with job.env.fail_together():  # the disk of rank 0 may be full
             job.metrics.write("epoch", job.step, epoch=job.epoch - 1, **epoch_record(totals, result))
-        logger.info(epoch_line(job.epoch, job.config.epochs, totals, result))
+        logger.info(epoch_line(job.epoch, job.config.epochs, totals, result, job.data.unit))
 
     def report(self, result: Evaluation) -> None:
         """Draw the figures and print the summary, on rank 0, while the others wait. This takes seconds, and then the run is
@@ -140,7 +140,8 @@ class Supervisor:
             with env.fail_together():
                 shown = samples_shown(job.data)
             if env.is_main or config.is_sharded:  # of shards, a forward pass is a collective
-                predictions = predict(job.network, job.data, env, shown.images)
+                precision = config.precision if config.is_sharded else "fp32"
+                predictions = predict(job.network, job.data, env, shown.images, precision)
             with env.fail_together():
                 if env.is_main:
                     from common.reporting.report import finish  # and matplotlib with it

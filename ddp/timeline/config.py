@@ -9,12 +9,12 @@ from typing import Any
 from common.cli import flag_of, option
 from common.errors import UsageError
 from common.training.models import MODELS
-from ddp.all_reduce import ALL_REDUCES
+from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
 from ddp.config import micro_batch_size, require_samples
 
 REPLICAS = "handwritten"
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-WITH_HALVES = ("backend", "ring", "shared-memory")  # all-reduces that the stages can use
+
 
 # Flags that one kind of strategy has, and flags whose default depends on it.
 OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_cap_mb": None}

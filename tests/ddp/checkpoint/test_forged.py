@@ -200,7 +200,9 @@ def test_format_2_is_refused_in_one_line(
 def test_format_1_is_refused(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "step-00000010.pt").touch()
-    problem = rf"^{tmp_path / FOLDER} holds checkpoints of the older format 1, this version reads 3 and 4: use the one that "
+    problem = (
+        rf"^{tmp_path / FOLDER} holds checkpoints of the older format 1, this version reads 3 and 4: use the one that "
+    )
     with pytest.raises(UsageError, match=problem):
         storage.newest(tmp_path)
     write(tmp_path, 20)

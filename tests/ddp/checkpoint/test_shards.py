@@ -1,0 +1,213 @@
+"""Sharded checkpoints: any strategy and any number of ranks reads what any other has written."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp.checkpoint import folder, storage
+from ddp.checkpoint.folder import SHARDED_FORMAT, Damaged
+from ddp.checkpoint.pieces import (
+    Piece,
+    Place,
+    assemble,
+    in_memory_order,
+    memory_order,
+    open_shards,
+    read,
+    shard_content,
+    shard_key,
+)
+from ddp.config import SHARDED
+from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, newest, resume_each, save_each
+from tests.support.launch import run_ranks
+
+STRATEGIES = ["torch", *SHARDED]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses after the checkpoint, of one process that resumes its own."""
+    folder = tmp_path_factory.mktemp("one-process")
+    run_ranks(save_each, 1, folder, ["torch"])
+    [resumed] = run_ranks(resume_each, 1, folder, ["torch-1"], ["torch"])
+    assert resumed["torch-1", "torch"].differences == []
+    losses: list[float] = resumed["torch-1", "torch"].losses
+    return losses
+
+
+def check(found: dict[Any, Any], expected: list[float]) -> None:
+    for pair, (differences, losses) in found.items():
+        assert differences == [], pair
+        assert losses == pytest.approx(expected, abs=1e-4), pair
+
+
+def test_a_checkpoint_is_resumed_by_another_strategy_at_another_world_size(
+    tmp_path: Path, expected: list[float]
+) -> None:
+    run_ranks(save_each, 2, tmp_path, STRATEGIES)
+    for saved, strategy in (("torch-2", "zero3"), ("zero3-2", "fsdp2"), ("fsdp2-2", "zero1"), ("zero2-2", "torch")):
+        check(run_ranks(resume_each, 3, tmp_path, [saved], [strategy])[0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (3, 6)])
+def test_all_pairs_of_strategies(tmp_path: Path, expected: list[float], before: int, after: int) -> None:
+    run_ranks(save_each, before, tmp_path, STRATEGIES, timeout_s=300)
+    saved = [f"{strategy}-{before}" for strategy in STRATEGIES]
+    found = run_ranks(resume_each, after, tmp_path, saved, STRATEGIES, timeout_s=600)[0]
+    assert len(found) == 25
+    check(found, expected)
+
+
+def test_batchnorm_channels_last_and_momentum_travel(tmp_path: Path) -> None:
+    """Of another model, whose buffers are no parameters, and whose parameters lie in another order in memory."""
+    settings = {"model": "fashion-cnn", "width": None, "layers": None, "dataset": "glyphs", "optimizer": "sgd"}
+    run_ranks(save_each, 2, tmp_path, ["torch", "zero3"], settings)
+    # The means of four equal statistics are exact.
+    found = run_ranks(resume_each, 4, tmp_path, ["torch-2", "zero3-2"], ["zero2", "fsdp2"], settings)[0]
+    contiguous = {**settings, "channels_last": False}
+    found |= run_ranks(resume_each, 2, tmp_path, ["zero3-2"], ["zero3", "torch"], contiguous)[0]
+    losses = [resumed.losses for resumed in found.values()]
+    assert [resumed.differences for resumed in found.values()] == [[]] * len(found)
+    assert all(one == pytest.approx(losses[0], abs=1e-3) for one in losses)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint that two ranks have written."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save_each, 2, folder, ["zero3"])
+    return folder / "zero3-2"
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """The path of that checkpoint, to be damaged."""
+    shutil.copytree(saved, tmp_path / "run")
+    return newest(tmp_path / "run").path
+
+
+def test_the_files_of_a_sharded_checkpoint(saved: Path) -> None:
+    _, manifest = newest(saved)
+    assert sorted(manifest.files) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
+    sizes = [manifest.files[f"rank-{rank}-of-2.pt"] for rank in range(2)]
+    assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]  # each its half
+    assert manifest.step == STEPS and manifest.model == TINY["model"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "other"])
+def test_a_damaged_part_names_its_rank(copy: Path, kind: str) -> None:
+    part = copy / "rank-1-of-2.pt"
+    if kind == "missing":
+        part.unlink()
+    elif kind == "cut":
+        part.write_bytes(part.read_bytes()[:-100])
+    else:
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 1
+        part.write_bytes(content)
+    with pytest.raises(Damaged, match=r"rank-1-of-2\.pt "):
+        storage.verify(copy)
+
+
+def forge(path: Path, **changed: Any) -> None:
+    """Write other content for rank 1, with matching digests."""
+    content = folder.load(path, "rank-1-of-2")
+    name = max(content["pieces"], key=lambda name: len(content["pieces"][name]["values"]))
+    content["pieces"][name] |= changed
+    found = folder.verify(path)
+    entries = {
+        key.removesuffix(".pt"): folder._size_and_digest(path / key) for key in found.files if key != "rank-1-of-2.pt"
+    }
+    for file in ("rank-1-of-2.pt", folder.MANIFEST, folder.DIGESTS):
+        (path / file).unlink()
+    entries["rank-1-of-2"] = folder.write_entry(path, "rank-1-of-2", content)
+    folder.complete(path, found.step, found.facts, entries, SHARDED_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"begin": 1}, "a gap or an overlap at element"),
+        ({"begin": -1}, "a gap or an overlap at element -1"),
+        ({"shape": [7, 7]}, "of different tensors|of shape"),
+        ({"values": "text"}, "has no piece as"),
+        ({"values": torch.zeros(3, dtype=torch.float64)}, "of different tensors"),
+        ({"order": [5, 6]}, "of different tensors|memory order"),
+    ],
+)
+def test_a_forged_part_is_damaged(copy: Path, changed: dict[str, Any], problem: str) -> None:
+    forge(copy, **changed)
+    storage.verify(copy)  # the digests match
+    with pytest.raises(Damaged, match=problem):
+        storage.read(copy, "model")
+
+
+def test_a_checkpoint_that_lacks_a_rank_is_no_checkpoint(copy: Path) -> None:
+    found = folder.verify(copy)
+    facts = {**found.facts, "world_size": 3}
+    entries = {key.removesuffix(".pt"): folder._size_and_digest(copy / key) for key in found.files}
+    for file in (folder.MANIFEST, folder.DIGESTS):
+        (copy / file).unlink()
+    folder.complete(copy, found.step, facts, entries, SHARDED_FORMAT)
+    with pytest.raises(Damaged, match="without"):
+        storage.verify(copy)
+
+
+def test_no_rank_reads_more_than_its_part(tmp_path: Path) -> None:
+    """Files are mapped: what is not taken does not come into memory."""
+    whole = {"model:w": Piece.of_whole(torch.ones(4000, 4000))}  # 64 MB
+    folder.write_entry(tmp_path, shard_key(0, 1), shard_content(whole, ["w"], {}))
+    before = anonymous_bytes()
+    pieces = open_shards(tmp_path).pieces["model:w"]
+    assert read("w", pieces, 1000, Place(8_000_000, (4000, 4000), (0, 1))).sum() == 1000
+    assert anonymous_bytes() - before < 8e6
+
+
+def anonymous_bytes() -> int:
+    """Of this process, without what it has mapped from files."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=0, max_size=4),
+    cuts=st.lists(st.integers(0, 700), max_size=4),
+    data=st.data(),
+)
+def test_any_cut_is_read_as_any_other(shape: list[int], cuts: list[int], data: st.DataObject) -> None:
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    laid_out = torch.randn([shape[dim] for dim in order]).permute(sorted(range(len(order)), key=order.__getitem__))
+    flat, numel = in_memory_order(laid_out, order), laid_out.numel()
+    ends = sorted({min(cut, numel) for cut in cuts} | {0, numel})
+    pieces = [Piece(flat[begin:end], Place(begin, tuple(shape), order)) for begin, end in itertools.pairwise(ends)] or [
+        Piece(flat, Place(0, tuple(shape), order))
+    ]
+    assert torch.equal(assemble("w", pieces), laid_out)
+    other = tuple(data.draw(st.permutations(range(len(shape)))))
+    begin = data.draw(st.integers(0, numel))
+    length = data.draw(st.integers(0, numel - begin))
+    found = read("w", pieces, length, Place(begin, tuple(shape), other))
+    assert torch.equal(found, in_memory_order(laid_out, other)[begin : begin + length])
+
+
+def test_a_piece_that_is_missing_is_named() -> None:
+    pieces = [Piece(torch.ones(2), Place(0, (2, 2), (0, 1)))]
+    with pytest.raises(LookupError, match="has w in pieces of 2 elements instead of 4"):
+        assemble("w", pieces)
+    with pytest.raises(LookupError, match="lacks w"):
+        assemble("w", [])
+
+
+def test_memory_order_of_channels_last() -> None:
+    assert memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
