@@ -33,6 +33,8 @@ example syncbn 'BatchNorm over the global batch: the result no longer depends on
     'torchrun --nproc_per_node=2 -m ddp.train --sync-batchnorm FLAGS'
 example by-hand 'DistributedDataParallel written by hand, with its buckets summed in shared memory' - \
     'torchrun --nproc_per_node=2 -m ddp.train --device cpu --strategy handwritten --all-reduce shared-memory FLAGS'
+example zero3 'a transformer whose parameters, gradients and optimizer state are divided over the ranks (ZeRO-3), on text' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --device cpu --model gpt --strategy zero3 --all-reduce shared-memory --optimizer adamw FLAGS'
 example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.dev' - \
     'torchrun --nproc_per_node=2 -m ddp.train --profile --epochs 1 FLAGS'
 example two-nodes 'two torchrun agents that meet at a rendezvous, as two nodes would; here both on localhost' - \

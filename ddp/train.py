@@ -35,6 +35,7 @@ from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast
 from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
+from ddp import by_hand, sharded
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
@@ -86,10 +87,9 @@ def train(config: TrainConfig, env: DistEnv) -> None:
                 result = test(job, supervisor)
                 job.end_epoch(result.accuracy)
                 supervisor.record_epoch(totals, result)
-                supervisor.checkpointer.save(job)  # rank 0 writes, since all hold the same weights; the others wait
+                supervisor.checkpointer.save(job)  # rank 0 writes, for all hold the same weights; of shards, all write
             supervisor.checkpointer.finish()
-            if result is None:  # resumed after its last epoch
-                result = test(job, supervisor)
+            result = result or test(job, supervisor)  # none yet, if it was resumed after its last epoch
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
@@ -104,8 +104,7 @@ def build_job(
     """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields other samples.
 
     :param found: the checkpoint to continue from. Rank 0 reads its weights, and DDP broadcasts them
-    :param guard: of the training step; ddp/resilience/guard.py's when None
-    :param wrap: what stands in for :func:`wrap_in_ddp`, when a benchmark compares it with something else
+    :param guard, wrap: what a benchmark puts in the place of ddp/resilience/guard.py's and of :func:`wrap_in_ddp`
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
@@ -116,15 +115,11 @@ def build_job(
         if found is not None and env.is_main and not config.is_sharded:
             load_weights(network, found.path)
     guard = guard or ResilientGuard(env)
-    if config.is_sharded:  # each rank has a part of the model instead of a replica
-        from ddp.sharded.strategies import shard_network
-
-        network = shard_network(network, env, config.strategy, config.all_reduce, config.precision)
+    if config.is_sharded:  # each rank has a part of the model instead of a replica: ddp/sharded/README.md
+        network = sharded.shard_network(network, env, config.strategy, config.all_reduce, config.precision)
         model = guard.wrap(network)
     else:
-        model = (wrap or wrap_in_ddp)(
-            guard.wrap(network), env, config.strategy, config.all_reduce
-        )  # copies no parameter
+        model = (wrap or wrap_in_ddp)(guard.wrap(network), env, config.strategy, config.all_reduce)
     if config.compile:
         model = torch.compile(model)  # type: ignore[assignment]
     accumulation = config.grad_accumulation_steps
@@ -150,9 +145,7 @@ def wrap_in_ddp(module: nn.Module, env: DistEnv, strategy: str = "torch", all_re
     """
     require_same_modules(module, {"--strategy": strategy, "--all-reduce": all_reduce})
     if strategy != "torch":
-        from ddp.by_hand.strategies import wrap_by_hand  # DDP in readable Python
-
-        return wrap_by_hand(module, env, strategy, all_reduce)
+        return by_hand.wrap_by_hand(module, env, strategy, all_reduce)  # DDP in readable Python
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         module,
         device_ids=[env.device] if env.device.type == "cuda" else None,

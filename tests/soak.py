@@ -34,6 +34,7 @@ from common.reporting.run_directory import prepare_output
 from common.reporting.run_files import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
+from ddp.config import SHARDED
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training
 
 IN_A_SAVE = "in a save"
@@ -75,6 +76,7 @@ class Way:
 
 
 WAYS = [Way(*values) for values in itertools.product(("fp32", "fp16"), (0, 2), (1, 2), ("torch", "handwritten"))]
+WAYS += [Way(*values) for values in itertools.product(("fp32", "fp16"), (0,), (2,), SHARDED)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,10 @@ def soak(config: SoakConfig) -> list[Story]:
             f"--only {','.join(config.only)}: no way to train has all of these words, as {WAYS[0]} has its own"
         )
     draw.shuffle(ways)
-    plan = [(ways[i % len(ways)], draw.random() < 0.5, list(_faults(draw, i))) for i in range(config.kills)]
+    plan = [
+        (way, draw.random() < 0.5 and way.strategy not in SHARDED, list(_faults(draw, i)))
+        for i, way in enumerate(itertools.islice(itertools.cycle(ways), config.kills))
+    ]
     used = ways[: config.kills]
     print(f"seed {config.seed}: {config.kills} runs, {len(used)} ways to train", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak-") as name, _threads(config.jobs) as pool:

@@ -18,15 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.by_hand.naive import NaiveDistributedDataParallel
+    from ddp.by_hand.strategies import wrap_by_hand
     from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
-__all__ = ["HandwrittenDistributedDataParallel", "NaiveDistributedDataParallel"]
+__all__ = ["HandwrittenDistributedDataParallel", "NaiveDistributedDataParallel", "wrap_by_hand"]
 
-_MODULES = {"NaiveDistributedDataParallel": "naive", "HandwrittenDistributedDataParallel": "wrapper"}
+_MODULES = {
+    "NaiveDistributedDataParallel": "naive",
+    "HandwrittenDistributedDataParallel": "wrapper",
+    "wrap_by_hand": "strategies",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first used: a job with torch's DDP, which needs replicas.py, imports neither."""
+    """Import it when it is first used: a job with torch's DDP, which needs replicas.py, imports none of it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

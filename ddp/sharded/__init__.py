@@ -7,6 +7,7 @@ zero3.py         stage 3: the parameters too, gathered unit by unit. They stand 
                  flat.py (slices of parameters laid end to end), units.py (which parameters travel together)
 clip.py          the norm of gradients that no rank has whole
 stages.py        one call for all stages
+strategies.py    what ddp.train takes: the stages, and torch's fully_shard with the same face; equal_batches.py (evaluation)
 
     from ddp.sharded import clip_grad_norm_, shard
 """
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from ddp.sharded.clip import clip_grad_norm_
     from ddp.sharded.flat import Precision
     from ddp.sharded.stages import shard
+    from ddp.sharded.strategies import shard_network
 
-__all__ = ["Precision", "clip_grad_norm_", "shard"]
+__all__ = ["Precision", "clip_grad_norm_", "shard", "shard_network"]
 
-_MODULES = {"Precision": "flat", "clip_grad_norm_": "clip", "shard": "stages"}
+_MODULES = {"Precision": "flat", "clip_grad_norm_": "clip", "shard": "stages", "shard_network": "strategies"}
 
 
 def __getattr__(name: str) -> Any:
