@@ -19,6 +19,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.resilience.resume import Found
+from ddp.sharded.zero1 import ZeRO1
 from ddp.train import build_job, train_step
 
 STEPS = 2  # before the checkpoint, and again after it
@@ -84,7 +85,7 @@ def job_of(strategy: str, env: DistEnv, settings: dict[str, Any], found: Found |
     try:
         yield job
     finally:
-        if hasattr(job.network, "close"):
+        if isinstance(job.network, ZeRO1):
             job.network.close()
 
 
