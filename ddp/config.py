@@ -12,7 +12,7 @@ from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
 from common.training.metrics import check_tensorboard
-from common.training.models import HEAD_WIDTH, LEAST_SAMPLES, MODELS, TEXT_MODEL, find_own
+from common.training.models import HEAD_WIDTH, LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
 
@@ -188,9 +188,9 @@ class TrainConfig(LearningConfig):
             raise UsageError(f"--width {self.width}: give a multiple of {HEAD_WIDTH}, the width of a head, or less")
 
     @property
-    def model_size(self) -> tuple[int, int]:
-        """Width and layers of gpt."""
-        return self.width or 0, self.layers or 0
+    def model_size(self) -> GPTSize | None:
+        """Of gpt. If it is sharded, no rank ever holds all of it."""
+        return GPTSize(self.width, self.layers, on_meta=self.is_sharded) if self.model == TEXT_MODEL else None
 
     def _check_strategy(self) -> None:
         by_hand = self.strategy == "handwritten" or self.strategy in SHARDED[:3]

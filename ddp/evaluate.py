@@ -91,7 +91,9 @@ def main() -> None:
         with env.fail_together():
             if problem := manifest.other_data(len(data.train), data.fingerprint):
                 raise UsageError(f"{path} was trained on other data than is there now: {problem}: give its --data-dir")
-        network = build_model(run.model, data.shape, len(data.classes), size=run.model_size)
+        network = build_model(
+            run.model, data.shape, len(data.classes), size=run.model_size and run.model_size._replace(on_meta=False)
+        )
         with env.fail_together():
             if env.is_main:
                 storage.load_weights(network, path)

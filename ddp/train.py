@@ -30,7 +30,7 @@ from common.distributed.process_group import DistEnv, clean_exit, find_dist_env,
 from common.distributed.rank_logging import rank_logging
 from common.resilience.stop_request import to_be_requeued
 from common.training.evaluation import Evaluation, evaluate
-from common.training.models import build_model
+from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast
 from common.training.randomness import derive_seed, seed_torch
@@ -110,7 +110,7 @@ def build_job(
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
     if config.sync_batchnorm:
         network = convert_sync_batchnorm(network, env.device)
-    network = network.to(env.device, memory_format=config.memory_format)  # type: ignore[call-overload]
+    network = to_device(network, env.device, config.memory_format)
     with env.fail_together():
         if found is not None and env.is_main and not config.is_sharded:
             load_weights(network, found.path)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.training.models import HEAD_WIDTH
+from common.training.randomness import derive_seed
 
 
 class Block(nn.Module):
@@ -58,7 +62,26 @@ class GPT(nn.Module):
 
 
 class TextModel(GPT):
-    """A GPT whose logits are ``[n, vocabulary, length]``: the classes come second, as ``cross_entropy`` takes them."""
+    """A GPT whose logits are ``[n, vocabulary, length]``: the classes come second, as ``cross_entropy`` takes them.
+
+    Each layer draws its initial values from a seed of its own. So they are the same whether the model is built whole, or on the
+    meta device to get its values one unit at a time.
+    """
+
+    def __init__(self, vocabulary: int, width: int, layers: int, context: int) -> None:
+        super().__init__(vocabulary, width, layers, context)
+        for name, part in self.named_modules():
+            reset = getattr(part, "reset_parameters", None)
+            if reset is not None:
+                part.reset_parameters = functools.partial(_reset, reset, derive_seed(torch.initial_seed(), name))
+                if not next(part.parameters()).is_meta:
+                    part.reset_parameters()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens).transpose(1, 2)
+
+
+def _reset(reset: Callable[[], None], seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        reset()

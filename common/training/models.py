@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,17 @@ HEAD_WIDTH = 64  # of its attention, as in GPT-2
 # images of up to 32x32, and BatchNorm finds no variance in a single value.
 LEAST_SAMPLES = {"resnet18": 2}
 LEAST_SIDE = 8  # pixels; below, nothing is left after the pooling of fashion-cnn
+
+
+class GPTSize(NamedTuple):
+    """The size of ``gpt``, and where it is built.
+
+    :param on_meta: without memory, on the meta device: for what shards it, which gives it values one unit at a time
+    """
+
+    width: int = 128
+    layers: int = 4
+    on_meta: bool = False
 
 
 class FashionCNN(nn.Module):
@@ -69,13 +81,13 @@ class MLP(nn.Sequential):
 
 
 def build_model(
-    name: str, shape: tuple[int, int, int], classes: int, dropout: float = 0.0, size: tuple[int, int] = (128, 4)
+    name: str, shape: tuple[int, int, int], classes: int, dropout: float = 0.0, size: GPTSize | None = None
 ) -> nn.Module:
     """Build a model for images of ``shape`` (channels, height, width), in fp32 on the CPU.
 
     :param name: one of :data:`MODELS`, :data:`TEXT_MODEL`, or ``module:function`` for ``function(shape, classes) -> nn.Module``
     :param dropout: of ``fashion-cnn`` and ``mlp``
-    :param size: of ``gpt``: its width, and its number of layers
+    :param size: of ``gpt``
     :raises UsageError: when the function cannot be imported or called, or its result is no such module. Exceptions that the
         function itself raises pass as they are
     """
@@ -100,8 +112,17 @@ def build_model(
     if name == TEXT_MODEL:
         from common.training.gpt import TextModel
 
-        return TextModel(classes, *size, context=width)  # a line of text is an image of one row
+        size = size or GPTSize()
+        with torch.device("meta" if size.on_meta else "cpu"):
+            return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row
     raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}, {TEXT_MODEL} and module:function")
+
+
+def to_device(network: nn.Module, device: torch.device, memory_format: torch.memory_format) -> nn.Module:
+    """The network there, in this memory format. One on the meta device stays, until it is sharded."""
+    if not any(parameter.is_meta for parameter in network.parameters()):
+        network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+    return network
 
 
 @contextlib.contextmanager

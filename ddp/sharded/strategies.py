@@ -17,12 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
+from common.training.models import to_device
 from common.training.precision import LOW_DTYPES
 from ddp.by_hand.replicas import require_same_modules
 from ddp.sharded.flat import Precision
 from ddp.sharded.stages import shard
-from ddp.sharded.units import divide
+from ddp.sharded.units import divide, materialize
 
+CPU = torch.device("cpu")
 STAGE_OF = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
@@ -44,7 +46,7 @@ def shard_network(
     has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
     low = None if has_batchnorm else LOW_DTYPES.get(precision)
     if strategy == "fsdp2":
-        return FullyShard(network, low)
+        return FullyShard(network, low, env.device)
     with env.fail_together():
         try:
             mixed = Precision(compute=low, reduce=low and torch.float32)
@@ -59,19 +61,22 @@ class FullyShard(nn.Module):
     """torch's ``fully_shard``, with the units of :func:`ddp.sharded.units.divide`.
 
     :param module: the same on every rank, values included: nothing is sent
+    :param device: where to put what is on the meta device
     :param low: dtype of computation, with gradients summed in fp32; the parameters' own when None
     """
 
-    def __init__(self, module: nn.Module, low: torch.dtype | None) -> None:
+    def __init__(self, module: nn.Module, low: torch.dtype | None, device: torch.device = CPU) -> None:
         super().__init__()
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import
 
-        module = module.to(memory_format=torch.contiguous_format)  # it takes no other
+        module = to_device(module, device, torch.contiguous_format)  # it takes no other
         require_same_modules(module, {"--strategy": "fsdp2"})
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
-        for unit in divide(module)[1:]:
+        root, *units = divide(module)
+        for unit in (*units, root):
+            materialize(unit, device)  # one at a time is whole
             fully_shard(unit.module, mp_policy=policy)
-        self.module: Any = fully_shard(module, mp_policy=policy)
+        self.module: Any = module
         assert dist.group.WORLD is not None
         self.process_group = dist.group.WORLD
 
