@@ -15,6 +15,9 @@ gradients of the parameter's own dtype, so a slice's gradient has four bytes, wh
 
 What is counted is the memory of all tensors between backward and the optimizer's step, when nothing is in flight. The peak adds
 activations, the units that are whole at the moment and the gradients in flight; the kernel counts it (VmHWM in proc(5)).
+A second table has what there is within forward and backward only: activations, DDP's buckets (in which the gradients lie), the
+largest unit of stage 3, and the most that it had gathered at a time. A third compares two layouts: slices of flat units, and a
+shard of each parameter along its first dimension, as ``fully_shard`` has it.
 
 ``--limit 256MiB`` asks the other way round: what is the largest model, in layers, that trains within so much memory per rank? It is
 found by search, and really trained.
@@ -32,13 +35,13 @@ from ddp.bench.memory.config import MemoryConfig
 def main(argv: Sequence[str]) -> None:
     config = parse(MemoryConfig, "ddp.bench memory", __doc__, argv)
     if config.limit is None:
-        from ddp.bench.memory import ledger
+        from ddp.bench.memory import ledger, shards
 
         run_alone(
             "ddp.bench memory",
             config.output,
-            lambda: ledger.measure(config),
-            lambda taken: ledger.report(config, taken),
+            lambda: (ledger.measure(config), shards.measure(config)),
+            lambda taken: ledger.report(config, *taken),
         )
     else:
         from ddp.bench.memory import largest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from common.distributed.process_group import DistEnv
@@ -63,8 +64,8 @@ def _search(config: MemoryConfig, name: str, stage: int | None, ranks: int) -> L
     most = max(1, int(config.limit_bytes / bytes_of_block))  # what lies between two steps alone would fill the limit
     if not fits(1):
         raise UsageError(
-            f"--limit {config.limit} is too little for one block by {name}, which took {peaks[1] / 2**20:.0f} MiB: give more, or "
-            f"less than --width {config.width}"
+            f"--limit {config.limit} is too little for the smallest model, of one block: {name} needs "
+            f"{math.ceil(peaks[1] / 2**20)} MiB. Give more, or less than --width {config.width}"
         )
     low, high = 1, most + 1  # the first fits, the second cannot
     while high - low > 1:

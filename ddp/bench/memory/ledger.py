@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,11 @@ from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.run_directory import files_line
 from common.training.gpt import GPT
 from ddp.bench.engines import set_malloc
+from ddp.bench.memory import shards
 from ddp.bench.memory.config import PARTS, MemoryConfig, formula
+from ddp.bench.memory.passes import IN_PASSES, Activations, Gathered, formula_of_passes
+from ddp.bench.memory.shards import Shards
+from ddp.bench.memory.storages import all_tensors, bytes_of, process_bytes
 from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
 
 # What torch would import on each rank of each group: half of what a group takes to start.
@@ -33,12 +36,14 @@ class Ledger:
     """What one rank holds and sends; bytes.
 
     :param resident: of each of :data:`PARTS`, between backward and step
-    :param live: of all tensors that Python knows then
+    :param in_passes: of each of :data:`ddp.bench.memory.passes.IN_PASSES`, within forward and backward
+    :param live: of all tensors that Python knows between backward and step
     :param peak: most memory that the process had from the beginning of the construction on, beyond what it had before
     :param sent: in a step, by the hand-written ring; 0 where that is not used
     """
 
     resident: dict[str, int]
+    in_passes: dict[str, int]
     live: int
     peak: int
     sent: int
@@ -57,12 +62,12 @@ class LedgerWorker:
             1, 64
         )  # what comes with the first step of a process is not the model's: code, caches, buffers of gloo
         gc.collect()
-        before, live_before = _status("VmRSS"), _bytes_of(_all_tensors())
+        before, live_before = process_bytes("VmRSS"), bytes_of(all_tensors())
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what there is now
-        resident, live, sent = self._train(layers, self._config.width)
-        return Ledger(resident, live - live_before, _status("VmHWM") - before, sent)
+        resident, in_passes, live, sent = self._train(layers, self._config.width)
+        return Ledger(resident, in_passes, live - live_before, process_bytes("VmHWM") - before, sent)
 
-    def _train(self, layers: int, width: int) -> tuple[dict[str, int], int, int]:
+    def _train(self, layers: int, width: int) -> tuple[dict[str, int], dict[str, int], int, int]:
         config = self._config
         size = (config.sequences, config.length)
         tokens, targets = (torch.randint(VOCABULARY, size) for _ in range(2))
@@ -71,16 +76,26 @@ class LedgerWorker:
             network = GPT(VOCABULARY, width, layers, config.length)
         model = ShardedVariant(self._stage, "ring" if self._stage else "backend", config.low_precision).wrap(network)
         optimizer = torch.optim.AdamW(model.parameters())
+        activations = Activations(network)
+        gathered = Gathered(model) if self._stage == 3 else None
         for _ in range(3):
             sent_before = self._sent(model)
-            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
-            resident, live = self._resident(model, optimizer), _bytes_of(_all_tensors())
+            with activations.recorded():
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            resident, live = self._resident(model, optimizer), bytes_of(all_tensors())
             optimizer.step()
             optimizer.zero_grad()
         sent = self._sent(model) - sent_before
+        in_passes = {"activations": activations.nbytes}
+        if self._stage == 0:
+            reducer: Any = model.reducer
+            in_passes["buckets"] = bytes_of(reducer._memory.values())
+        if gathered is not None:
+            in_passes |= {"largest unit": gathered.largest, "gathered": gathered.most}
         if self._stage:
             model.close()  # type: ignore[operator]
-        return resident, live, sent
+        return resident, in_passes, live, sent
 
     def _sent(self, model: Any) -> int:
         return sum(algorithm._p2p.sent_bytes for algorithm in model._collectives) if self._stage else 0
@@ -93,25 +108,7 @@ class LedgerWorker:
             parameters += [flat.full for flat in flats]
             gradients += [flat.gradient for flat in flats if flat.gradient is not None]
         state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        return dict(zip(PARTS, map(_bytes_of, (parameters, gradients, state)), strict=True))
-
-
-def _all_tensors() -> list[Tensor]:
-    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]  # isinstance() wakes lazy objects
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of the tensors' memory, each piece of it counted once."""
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local if not t.is_meta)}
-    return sum(storages.values())
-
-
-def _status(name: str) -> int:
-    """Bytes that /proc/self/status gives under a name."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+        return dict(zip(PARTS, map(bytes_of, (parameters, gradients, state)), strict=True))
 
 
 def measure(config: MemoryConfig) -> dict[int, dict[str, Ledger]]:
@@ -129,21 +126,35 @@ def measure(config: MemoryConfig) -> dict[int, dict[str, Ledger]]:
     return found
 
 
-def report(config: MemoryConfig, found: dict[int, dict[str, Ledger]]) -> str:
+def report(config: MemoryConfig, found: dict[int, dict[str, Ledger]], layouts: list[Shards]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
     rows = []
     for ranks, ledgers in found.items():
         for name, ledger in ledgers.items():
-            expected = {
-                part: value * parameters for part, value in formula(STAGES[name], ranks, config.precision).items()
-            }
-            rows.append({"ranks": ranks, "variant": name, "formula": expected, **asdict(ledger)})
-    write_results(config.output / "memory.json", {"config": asdict(config), "parameters": parameters, "ledger": rows})
-    names = list(STAGES)
+            per_parameter = formula(STAGES[name], ranks, config.precision)
+            expected = {part: value * parameters for part, value in per_parameter.items()}
+            in_passes = formula_of_passes(config, STAGES[name])
+            row = {"ranks": ranks, "variant": name, "formula": expected, "formula_of_passes": in_passes}
+            rows.append(row | asdict(ledger))
+    results = {"config": asdict(config), "parameters": parameters, "ledger": rows, "shards": list(map(asdict, layouts))}
+    write_results(config.output / "memory.json", results)
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, {config.precision}"
+    _draw(config.output / "memory.png", found, parameters, title)
+    lines = [f"{title}; bytes per parameter on rank 0"]
+    lines += _table_of_resident(rows, parameters, 2 if config.low_precision else 4)
+    lines += ["within forward and backward, MiB on rank 0: measured / formula", *_table_of_passes(rows)]
+    lines += [
+        "by layout of the shards: what a rank holds and optimizes, beyond P / N, and what a step copies",
+        *shards.table(layouts),
+    ]
+    return "\n".join([*lines, files_line(config.output, ["memory.json", "memory.png"])])
+
+
+def _draw(path: Path, found: dict[int, dict[str, Ledger]], parameters: int, title: str) -> None:
+    names = list(STAGES)
     plot_stacked(
-        config.output / "memory.png",
+        path,
         {
             f"{ranks} ranks": {part: [ledgers[name].resident[part] / parameters for name in names] for part in PARTS}
             for ranks, ledgers in found.items()
@@ -157,19 +168,33 @@ def report(config: MemoryConfig, found: dict[int, dict[str, Ledger]]) -> str:
             for ranks, ledgers in found.items()
         },
     )
-    lines = [f"{title}; bytes per parameter on rank 0"]
-    columns = (*PARTS, "together", "formula", "off by", "all tensors", "peak", "sent / P")
-    lines.append(f"{'':<24}" + "".join(f"{column:>17}" for column in columns))
+
+
+def _table_of_resident(rows: list[dict[str, Any]], parameters: int, sent_width: int) -> list[str]:
+    """:param sent_width: bytes of an element that is sent"""
+    lines = [_line("", (*PARTS, "together", "formula", "off by", "all tensors", "peak", "sent / P"))]
     for row in rows:
         together, expected = sum(row["resident"].values()), sum(row["formula"].values())
         cells = [f"{row['resident'][part] / parameters:.3f}" for part in PARTS]
-        cells += [
-            f"{together / parameters:.3f}",
-            f"{expected / parameters:.3f}",
-            f"{100 * (together / expected - 1):+.2f} %",
+        cells += [f"{together / parameters:.3f}", f"{expected / parameters:.3f}"]
+        cells += [f"{100 * (together / expected - 1):+.2f} %", f"{row['live'] / parameters:.3f}"]
+        cells.append(f"{row['peak'] / parameters:.2f}")
+        cells.append(f"{row['sent'] / parameters / sent_width:.3f}" if row["sent"] else "")
+        lines.append(_line(f"  {row['ranks']} ranks, {row['variant']}", cells))
+    return lines
+
+
+def _table_of_passes(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [_line("", IN_PASSES)]
+    for row in rows:
+        measured, expected = row["in_passes"], row["formula_of_passes"]
+        cells = [
+            f"{measured[name] / 2**20:.2f} / {expected[name] / 2**20:.2f}" if name in measured else ""
+            for name in IN_PASSES
         ]
-        cells += [f"{row['live'] / parameters:.3f}", f"{row['peak'] / parameters:.2f}"]
-        width = 2 if config.low_precision else 4
-        cells.append(f"{row['sent'] / parameters / width:.3f}" if row["sent"] else "")
-        lines.append(f"  {row['ranks']} ranks, {row['variant']:<13}" + "".join(f"{cell:>17}" for cell in cells))
-    return "\n".join([*lines, files_line(config.output, ["memory.json", "memory.png"])])
+        lines.append(_line(f"  {row['ranks']} ranks, {row['variant']}", cells))
+    return lines
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<24}" + "".join(f"{cell:>17}" for cell in cells)

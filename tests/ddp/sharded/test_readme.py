@@ -1,0 +1,65 @@
+"""The measured tables of ddp/sharded/README.md are those of the JSON that ``python -m ddp.bench memory`` wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ddp.bench.memory.passes import IN_PASSES
+from ddp.bench.memory.shards import LAYOUTS
+from ddp.bench.sharding import STAGES
+from tests.support.launch import REPOSITORY
+
+FOLDER = REPOSITORY / "ddp" / "sharded"
+
+
+def rows(written: dict[str, Any]) -> Iterator[str]:
+    """The lines of the README's tables."""
+    parameters = written["parameters"]
+    ledger = {(row["ranks"], row["variant"]): row for row in written["ledger"]}
+
+    def line(title: str, cells: list[str]) -> str:
+        return " ".join(["|", " | ".join([title, *cells]), "|"]).replace("  ", " ")
+
+    for ranks in (2, 4):
+        of_ranks = [ledger[ranks, variant] for variant in STAGES]
+        yield line(
+            f"{ranks} ranks, between backward and step",
+            [f"{sum(row['resident'].values()) / parameters:.2f}" for row in of_ranks],
+        )
+        yield line(f"{ranks} ranks, peak", [f"{row['peak'] / parameters:.2f}" for row in of_ranks])
+    sent = [row["sent"] / 4 / parameters for row in of_ranks]
+    sent[0] = sent[1]  # replicas send the two halves as one all-reduce
+    yield line("sent in a step (ring, 4 ranks), in parameters", [f"{one:.2f}" if one else "" for one in sent])
+
+    for name, title in zip(
+        IN_PASSES, ("activations", "DDP's buckets", "the largest unit", "gathered at a time, at most"), strict=True
+    ):
+        yield line(
+            title,
+            [
+                f"{row['in_passes'][name] / 2**20:.2f} ({row['formula_of_passes'][name] / 2**20:.2f})"
+                if name in row["in_passes"]
+                else ""
+                for row in of_ranks
+            ],
+        )
+
+    shards = {(row["model"], row["ranks"], row["layout"]): row for row in written["shards"]}
+    for model in ("transformer", "ResNet-18"):
+        for ranks in (2, 3, 4):
+            cells = []
+            of_layouts = [shards[model, ranks, layout] for layout in LAYOUTS]
+            for row in of_layouts:
+                share = row["parameters"] / ranks
+                cells.append(f"{100 * (row['held'][0] / 4 / share - 1):.3f} %")
+            cells += [f"{row['copied'] / 4 / row['parameters']:.2f}" for row in of_layouts]
+            cells += [f"{row['collectives'] / row['units']:.1f}" for row in of_layouts]
+            yield line(f"{model}, {ranks} ranks", cells)
+
+
+def test_its_tables_are_what_was_measured() -> None:
+    lines = (FOLDER / "README.md").read_text().splitlines()
+    for row in rows(json.loads((FOLDER / "results" / "memory.json").read_text())):
+        assert row in lines
