@@ -1,4 +1,4 @@
-"""tests/soak.py: runs that are killed at any moment end with the right bits; three of them with ``-m faults``, fifty with ``-m slow``."""
+"""tests/soak.py: runs that are killed at any moment end with the right bits; five of them with ``-m faults``, fifty with ``-m slow``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def test_three_kills(tmp_path: Path) -> None:
     assert results["kills"] >= 3
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_two_kills_of_a_sharded_run(tmp_path: Path) -> None:
+    said = soak(tmp_path, "--kills", "2", "--only", "fp32,zero3", timeout_s=850)
+    assert said.splitlines()[-1] == "2 of 2 runs ended with the right bits"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_fifty_kills(tmp_path: Path) -> None:
@@ -39,7 +46,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
 
 
 def test_there_are_all_ways_to_train() -> None:
-    assert len(set(WAYS)) == 16
+    assert len(set(WAYS)) == 16 + 8  # with replicas, and sharded
     assert str(Way("fp16", 2, 1, "torch")) == "fp16, 2 workers, 1 micro-steps, torch"
     flags = ("--precision", "fp16", "--workers", "2", "--grad-accumulation-steps", "1", "--strategy", "torch")
     assert Way("fp16", 2, 1, "torch").flags == (*SMALL, *flags)
