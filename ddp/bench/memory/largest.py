@@ -65,7 +65,7 @@ def _search(config: MemoryConfig, name: str, stage: int | None, ranks: int) -> L
     if not fits(1):
         raise UsageError(
             f"--limit {config.limit} is too little for the smallest model, of one block: {name} needs "
-            f"{math.ceil(peaks[1] / 2**20)} MiB. Give more, or less than --width {config.width}"
+            f"{math.ceil(peaks[1] / 2**20)} MiB. Give more, or a smaller --width (64 at least)"
         )
     low, high = 1, most + 1  # the first fits, the second cannot
     while high - low > 1:
