@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.training.optimization import STATE_OF, local
+from common.training.optimization import STATE_OF, Entry, local
 from ddp.checkpoint.folder import Damaged, load
-from ddp.checkpoint.layout import layout_of
+from ddp.checkpoint.layout import Part, layout_of
 from ddp.checkpoint.pieces import Piece, Place, Saved, assemble, is_sharded, open_shards, read, shard_content
 from ddp.job import Job
 
@@ -62,22 +62,30 @@ def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
                 _flat(buffer).copy_(_taken(saved, f"{WEIGHT}:{name}", buffer.numel(), place, buffer.dtype))
         for name, part in layout.items():
             _flat(part.parameter).copy_(_taken(saved, f"{WEIGHT}:{name}", part.numel, part.place, part.parameter.dtype))
-            if not part.parameter.requires_grad:
-                continue
-            missing = [key for key, entry in expected.items() if f"{key}:{name}" not in saved]
-            if any(not expected[key].may_be_none for key in missing) and not (
-                may_be_empty and len(missing) == len(expected)
-            ):
-                raise LookupError(f"lacks {', '.join(missing)} of {name}")
-            for key in expected.keys() - missing:
-                if expected[key].like_parameter:
-                    value = torch.zeros_like(part.parameter, requires_grad=False)
-                    _flat(value).copy_(_taken(saved, f"{key}:{name}", part.numel, part.place, value.dtype))
-                else:
-                    value = _taken(saved, f"{key}:{name}", 1, NUMBER, torch.float32).view(())
-                job.optimizer.state[part.parameter][key] = value
+            if part.parameter.requires_grad:
+                kept = _state_of(name, part, saved, expected, may_be_empty)
+                if kept:
+                    job.optimizer.state[part.parameter] = kept
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
+
+
+def _state_of(
+    name: str, part: Part, saved: Saved, expected: Mapping[str, Entry], may_be_empty: bool
+) -> dict[str, Tensor]:
+    """What the optimizer keeps for this rank's part of one parameter."""
+    missing = [key for key in expected if f"{key}:{name}" not in saved]
+    nothing = may_be_empty and len(missing) == len(expected)
+    if not nothing and any(not expected[key].may_be_none for key in missing):
+        raise LookupError(f"lacks {', '.join(missing)} of {name}")
+    state: dict[str, Tensor] = {}
+    for key in [key for key in expected if key not in missing]:
+        if expected[key].like_parameter:
+            state[key] = torch.zeros_like(part.parameter, requires_grad=False)
+            _flat(state[key]).copy_(_taken(saved, f"{key}:{name}", part.numel, part.place, state[key].dtype))
+        else:
+            state[key] = _taken(saved, f"{key}:{name}", 1, NUMBER, torch.float32).view(())
+    return state
 
 
 def assembled(path: Path, kind: str) -> Any:
@@ -108,11 +116,15 @@ def assembled(path: Path, kind: str) -> Any:
 def _open_whole(path: Path, parameters: list[str]) -> Saved:
     """The files of a job of replicas, mapped, as pieces that are whole tensors."""
     weights, optimizer = load(path, "model", mapped=True), load(path, "optimizer", mapped=True)
-    saved = {f"{WEIGHT}:{name}": [Piece.of_whole(value)] for name, value in weights.items()}
-    for number, state in optimizer["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                saved[f"{key}:{parameters[number]}"] = [Piece.of_whole(value)]
+    saved: Saved = {}
+    try:
+        named = [(WEIGHT, name, value) for name, value in weights.items()]
+        for number, state in optimizer["state"].items():
+            named += [(key, parameters[number], value) for key, value in state.items() if value is not None]
+        for key, name, value in named:
+            saved[f"{key}:{name}"] = [Piece.of_whole(value)]
+    except (AttributeError, LookupError, TypeError) as error:  # of what is no dict, or no tensor
+        raise Damaged(path, "model.pt or optimizer.pt holds something else than a run writes") from error
     return saved
 
 

@@ -218,3 +218,27 @@ def test_a_piece_that_is_missing_is_named() -> None:
 
 def test_memory_order_of_channels_last() -> None:
     assert memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("model", ["no dict"]),
+        ("model", {"head.weight": "no tensor"}),
+        ("optimizer", {"state": {99: {}}, "param_groups": []}),
+        ("optimizer", {"state": {99: {"exp_avg": torch.ones(1)}}, "param_groups": []}),
+        ("optimizer", {"state": "text", "param_groups": []}),
+        ("optimizer", {"state": {}, "param_groups": []}),
+    ],
+)
+def test_what_replicas_never_wrote_is_damaged(tmp_path: Path, key: str, content: Any) -> None:
+    run_ranks(save_each, 1, tmp_path, ["torch"])
+    path = newest(tmp_path / "torch-1").path
+    found = folder.verify(path)
+    entries = {name.removesuffix(".pt"): folder._size_and_digest(path / name) for name in found.files}
+    for file in (f"{key}.pt", folder.MANIFEST, folder.DIGESTS):
+        (path / file).unlink()
+    entries[key] = folder.write_entry(path, key, content)
+    folder.complete(path, found.step, found.facts, entries)
+    with pytest.raises(AssertionError, match="is damaged: "):
+        run_ranks(resume_each, 1, tmp_path, ["torch-1"], ["zero3"])
