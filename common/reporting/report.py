@@ -86,9 +86,10 @@ def finish(
 
 
 def lines_of(data: TextData, shown: Batch, predictions: Tensor) -> tuple[list[str], list[str]]:
-    """The lines of a few samples from their second character on, and what was predicted for each of these characters."""
+    """The lines of a few samples, and what was predicted for each of their characters; the first is given."""
     texts, predicted = [], []
-    for labels, guesses in zip(shown.labels, predictions, strict=True):
-        texts.append(data.text_of(labels))
-        predicted.append(data.text_of(guesses[labels >= 0]))
+    for line, labels, guesses in zip(data.to_input(shown.images), shown.labels, predictions, strict=True):
+        given = data.text_of(line[:1])
+        texts.append(given + data.text_of(labels))
+        predicted.append(given + data.text_of(guesses[labels >= 0]))
     return texts, predicted

@@ -203,7 +203,7 @@ def test_help_names_every_flag_and_default() -> None:
     for part in (
         "--batch-size INT",
         "(default: 144)",
-        "{glyphs,fashion-mnist,lfw,folder,MODULE:FUNCTION}",
+        "{glyphs,fashion-mnist,sums,lfw,folder,MODULE:FUNCTION}",
         "--no-augment",
         "30 % of it",
         "12 on glyphs",

@@ -139,6 +139,8 @@ VALUES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "--image-size": (["--dataset", "lfw", "--image-size", "64"], ["--dataset", "lfw", "--image-size", "96"]),
     "--decoder": (["--dataset", "lfw", "--decoder", "pillow"], ["--dataset", "lfw", "--decoder", "simplejpeg"]),
+    "--width": (["--model", "gpt", "--width", "64"], ["--model", "gpt", "--width", "128"]),
+    "--layers": (["--model", "gpt", "--layers", "2"], ["--model", "gpt", "--layers", "3"]),
     "--loader": (["--dataset", "lfw", "--loader", "stock"], ["--dataset", "lfw", "--loader", "fast"]),
     "--all-reduce": (
         ["--strategy", "handwritten", "--all-reduce", "ring"], ["--strategy", "handwritten", "--all-reduce", "tree"],

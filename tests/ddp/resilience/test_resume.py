@@ -125,7 +125,8 @@ def test_another_run_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
     assert other_data.startswith("--resume: the run was started with other data: 144 training samples with digest ")
     assert other_data.endswith(" with 0123456789abcdef: give its --data-dir, or another --run-dir")
     assert (
-        newer == f"{run_dir / FOLDER / NEWER} has the newer format 99, this version reads 3 and 4: use the one that wrote it"
+        newer
+        == f"{run_dir / FOLDER / NEWER} has the newer format 99, this version reads 3 and 4: use the one that wrote it"
     )
     assert (run_dir / FOLDER / NEWER).is_dir() and (run_dir / FOLDER / OLDER).is_dir()
 
