@@ -18,7 +18,7 @@ from tests.support.launch import run_ranks
 PLAIN: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.5, "clip_norm": 1.0}
 
 
-@pytest.mark.parametrize(("ranks", "grad_accumulation_steps"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("ranks", "grad_accumulation_steps"), [pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
 def test_a_step_is_that_of_one_process(tmp_path: Path, ranks: int, grad_accumulation_steps: int) -> None:
     """Ragged lines, gradient accumulation and clipping, with every strategy."""
     run_ranks(save_each, 1, tmp_path, ["torch"], PLAIN)

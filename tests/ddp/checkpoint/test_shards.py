@@ -68,6 +68,7 @@ def test_all_pairs_of_strategies(tmp_path: Path, expected: list[float], before: 
     check(found, expected)
 
 
+@pytest.mark.slow
 def test_batchnorm_channels_last_and_momentum_travel(tmp_path: Path) -> None:
     """Of another model, whose buffers are no parameters, and whose parameters lie in another order in memory."""
     settings: dict[str, Any] = {

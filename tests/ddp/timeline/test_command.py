@@ -102,6 +102,7 @@ def test_moments_are_in_order(changes: dict[str, Any], buckets: int, tmp_path: P
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.examples
 def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     arguments = ("--model", "fashion-cnn", "--batch-size", "12", "--steps", "3", "--output", str(tmp_path))
     done = run_command("ddp.timeline", *arguments, timeout_s=280)

@@ -66,6 +66,7 @@ def check_memory(step: ShardedStep, units: dict[str, int], replica: int) -> None
         assert memory.total == pytest.approx(replica / 2, rel=0.01)
 
 
+@pytest.mark.examples
 def test_a_step_of_stage_3(tmp_path: Path) -> None:
     done = run_command("ddp.timeline", "--strategy", "zero3", *SMALL, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
