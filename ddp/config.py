@@ -196,7 +196,7 @@ class TrainConfig(LearningConfig):
         by_hand = self.strategy == "handwritten" or self.strategy in SHARDED[:3]
         if self.all_reduce is not None and not by_hand:
             raise UsageError(
-                f"--all-reduce {self.all_reduce} is for the DDP written by hand: add --strategy handwritten"
+                f"--all-reduce {self.all_reduce} is for the strategies written by hand: add --strategy handwritten"
             )
         self._default("all_reduce", "backend" if by_hand else None)
         if not self.is_sharded:

@@ -1,7 +1,8 @@
 """Exact evaluation: every test sample counts once, on however many ranks.
 
 Each rank adds up a confusion matrix over its own share of the test set, and the matrices are summed once, at the end. So
-no collective runs per batch, and one rank may have a batch more than another.
+no collective runs per batch, and one rank may have a batch more than another. (Of a sharded model each forward pass is a
+collective: ddp/sharded/equal_batches.py.)
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def evaluation_batch_size(shape: tuple[int, int, int]) -> int:
 def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, shard: Iterable[Batch]) -> Evaluation:
     """Evaluate on the test set, its samples divided over the ranks.
 
-    :param network: the plain module, its parameters and buffers the same on every rank; left in the mode it was in
+    :param network: the plain module, its parameters and buffers the same on every rank, or one that is sharded; left in the
+        mode it was in
     :param precision: one of :data:`common.training.precision.PRECISIONS`
     :param shard: this rank's batches of ``data.test``; all ranks' shards together hold every sample once
     :returns: the same on every rank
@@ -95,7 +97,8 @@ def evaluate(network: nn.Module, data: ImageData, env: DistEnv, precision: str, 
 
     env.sum_over_ranks(loss)  # the only communication: two small sums
     env.sum_over_ranks(confusion)
-    return Evaluation(loss.item() / int(confusion.sum()), confusion.cpu().numpy())
+    samples = max(1, int(confusion.sum()))  # none, if all ranks were stopped before their first batch
+    return Evaluation(loss.item() / samples, confusion.cpu().numpy())
 
 
 def samples_shown(data: ImageData) -> Batch:

@@ -64,8 +64,8 @@ class GPT(nn.Module):
 class TextModel(GPT):
     """A GPT whose logits are ``[n, vocabulary, length]``: the classes come second, as ``cross_entropy`` takes them.
 
-    Each layer draws its initial values from a seed of its own. So they are the same whether the model is built whole, or on the
-    meta device to get its values one unit at a time.
+    Each layer draws its initial values from a seed of its own. So on the CPU they are the same whether the model is built whole,
+    or on the meta device to get its values one unit at a time. (A GPU's generator draws others.)
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, context: int) -> None:

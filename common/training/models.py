@@ -125,6 +125,16 @@ def to_device(network: nn.Module, device: torch.device, memory_format: torch.mem
     return network
 
 
+def persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of those buffers that a ``state_dict`` has."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
+
+
 @contextlib.contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
     """A block with the network in evaluation mode; after it, the network is in the mode that it was in."""

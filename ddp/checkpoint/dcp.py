@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from common.training.optimization import local
+from common.errors import UsageError
 from ddp.checkpoint.layout import layout_of
-from ddp.checkpoint.pieces import Piece, Saved, assemble, in_memory_order, open_shards
-from ddp.checkpoint.shards import WEIGHT
+from ddp.checkpoint.pieces import Piece, Saved, assemble, in_memory_order, is_sharded, open_shards
+from ddp.checkpoint.shards import WEIGHT, flat
 from ddp.checkpoint.storage import verify
+from ddp.sharded.zero1 import ZeRO1
 
 
 class PieceReader(StorageReader):
@@ -45,6 +46,7 @@ class PieceReader(StorageReader):
 
     :param path: the checkpoint's folder
     :raises Damaged: when it is not as it was written
+    :raises UsageError: when it is not sharded
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,7 +58,13 @@ class PieceReader(StorageReader):
             return
         path = Path(checkpoint_id)
         verify(path)
-        self._pieces: Saved = {_name_in_dcp(name): pieces for name, pieces in open_shards(path).pieces.items()}
+        if not is_sharded(path):
+            raise UsageError(f"{path} is of replicas: torch.load reads its model.pt")
+        pieces, _, tied, _ = open_shards(path)
+        self._pieces: Saved = {_name_in_dcp(name): parts for name, parts in pieces.items()}
+        for name, parts in pieces.items():
+            kind, _, parameter = name.partition(":")
+            self._pieces |= {_name_in_dcp(f"{kind}:{alias}"): parts for alias in tied if tied[alias] == parameter}
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """All tensors, each as one chunk."""
@@ -105,9 +113,10 @@ def load_parameters(network: nn.Module, path: str | os.PathLike[str], prefix: st
     for name, part in layout_of(network).items():
         whole = {f"{prefix}{name}": torch.empty(part.place.shape, dtype=part.parameter.dtype)}
         load(whole, checkpoint_id=path, no_dist=True)
-        flat = in_memory_order(whole[f"{prefix}{name}"], part.place.order)
-        own = local(part.parameter)
-        own.copy_(flat[part.place.begin : part.place.begin + part.numel].view(own.shape))
+        values = in_memory_order(whole[f"{prefix}{name}"], part.place.order)
+        flat(part.parameter).copy_(values[part.place.begin : part.place.begin + part.numel])
+    if isinstance(network, ZeRO1):
+        network.pieces_changed()
 
 
 def _name_in_dcp(name: str) -> str:

@@ -159,6 +159,14 @@ def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:
         raise Damaged(path, f"{key}.pt cannot be loaded ({type(error).__name__})") from error
 
 
+def listed_files(path: Path) -> dict[str, int]:
+    """The files of a verified checkpoint's state, with their bytes.
+
+    :raises Damaged: when it has no manifest
+    """
+    return dict(_parse_manifest(path, _read(path, MANIFEST))["files"])
+
+
 def save_tensors(file: BinaryIO, content: Any) -> None:
     """``torch.save`` into an open file, with the errors of that file.
 

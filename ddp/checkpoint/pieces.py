@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp.checkpoint.folder import Damaged, load
-
-FIELDS = {"values": Tensor, "begin": int, "shape": list, "order": list}
+from ddp.checkpoint.folder import Damaged, listed_files, load
 
 
 class Place(NamedTuple):
@@ -117,16 +115,21 @@ class Shards(NamedTuple):
 
     :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
     :param tied: for each further name of a parameter that several modules hold, its first
+    :param stateless: names of trained parameters for which the optimizer keeps nothing: they never had a gradient, or it
+        keeps nothing for any
     """
 
     pieces: Saved
     parameters: list[str]
     tied: dict[str, str]
+    stateless: list[str]
 
 
-def shard_content(pieces: Mapping[str, Piece], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
-    """What one rank writes, in the types that ``torch.load(weights_only=True)`` reads."""
-    return {"pieces": packed(pieces), "parameters": parameters, "tied": tied}
+def shard_content(
+    pieces: Mapping[str, Piece], parameters: list[str], tied: dict[str, str], stateless: list[str]
+) -> dict[str, Any]:
+    """What one rank writes, in the types that ``torch.load(weights_only=True)`` reads; see :class:`Shards`."""
+    return {"pieces": packed(pieces), "parameters": parameters, "tied": tied, "stateless": stateless}
 
 
 def open_shards(path: Path) -> Shards:
@@ -134,7 +137,7 @@ def open_shards(path: Path) -> Shards:
 
     :raises Damaged: when a file holds something else: a forged file can have a matching digest
     """
-    found = Shards({}, [], {})
+    found = Shards({}, [], {}, [])
     for key in [name.removesuffix(".pt") for name in shard_files(ranks_of(path))]:
         content = load(path, key, mapped=True)
         if problem := _wrong_content(content):
@@ -142,7 +145,7 @@ def open_shards(path: Path) -> Shards:
         for name, fields in content["pieces"].items():
             place = Place(fields["begin"], tuple(fields["shape"]), tuple(fields["order"]))
             found.pieces.setdefault(name, []).append(Piece(fields["values"], place))
-        found = found._replace(parameters=content["parameters"], tied=content["tied"])
+        found = found._replace(**{field: content[field] for field in ("parameters", "tied", "stateless")})
     return found
 
 
@@ -152,8 +155,9 @@ def is_sharded(path: Path) -> bool:
 
 
 def ranks_of(path: Path) -> int:
-    """The number of ranks that wrote a verified sharded checkpoint; 0 if it is not sharded."""
-    return len(list(path.glob("rank-*-of-*.pt")))
+    """The number of ranks that wrote a verified sharded checkpoint; 0 if it is not sharded. Files that it does not list do not
+    count."""
+    return sum(name.startswith("rank-") for name in listed_files(path))
 
 
 def shard_files(ranks: int) -> list[str]:
@@ -168,19 +172,32 @@ def shard_key(rank: int, ranks: int) -> str:
 
 def _wrong_content(content: object) -> str | None:
     """What is wrong with a rank's file, or None."""
-    if not isinstance(content, dict) or content.keys() != {"pieces", "parameters", "tied"}:
+    kinds = {"pieces": dict, "parameters": list, "tied": dict, "stateless": list}
+    if not isinstance(content, dict) or content.keys() != kinds.keys():
         return f"holds a {type(content).__name__} instead of pieces"
-    pieces, names = content["pieces"], [*content["parameters"], *content["tied"], *content["tied"].values()]
-    if not all(isinstance(name, str) for name in [*pieces, *names]):
+    if wrong := [key for key, kind in kinds.items() if not isinstance(content[key], kind)]:
+        return f"has {wrong[0]} that are no {kinds[wrong[0]].__name__}"
+    names = [*content["pieces"], *content["parameters"], *content["tied"], *content["tied"].values()]
+    if not all(isinstance(name, str) for name in [*names, *content["stateless"]]):
         return "has names that are no text"
-    for name, fields in pieces.items():
-        if not (
-            isinstance(fields, dict)
-            and fields.keys() == FIELDS.keys()
-            and all(isinstance(fields[field], kind) for field, kind in FIELDS.items())
-        ):
+    for name, fields in content["pieces"].items():
+        if not _is_piece(fields):
             return f"has no piece as {name[:60]}"
     return None
+
+
+def _is_piece(fields: object) -> bool:
+    if not isinstance(fields, dict) or fields.keys() != {"values", "begin", "shape", "order"}:
+        return False
+    values, begin, shape, order = (fields[name] for name in ("values", "begin", "shape", "order"))
+    return (
+        isinstance(values, Tensor)
+        and (values.layout, values.dim()) == (torch.strided, 1)
+        and isinstance(shape, list)
+        and isinstance(order, list)
+        and all(type(number) is int and number >= 0 for number in [begin, *shape, *order])
+        and sorted(order) == list(range(len(shape)))
+    )
 
 
 def _wrong_pieces(pieces: list[Piece], shape: tuple[int, ...]) -> str | None:
@@ -190,11 +207,9 @@ def _wrong_pieces(pieces: list[Piece], shape: tuple[int, ...]) -> str | None:
     _, found, order = pieces[0].place
     if found != shape:
         return f"of shape {list(found)} instead of {list(shape)}"
-    if sorted(order) != list(range(len(shape))):
-        return f"in the memory order {list(order)}"
     numel, dtype = torch.Size(shape).numel(), pieces[0].values.dtype
     for values, place in pieces:
-        if (place.shape, place.order, values.dtype, values.dim()) != (found, order, dtype, 1):
+        if (place.shape, place.order, values.dtype) != (found, order, dtype):
             return "in pieces that are of different tensors"
     at = 0
     for values, place in sorted(pieces, key=lambda piece: piece.place.begin):

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.training.models import persistent_buffers
 from common.training.optimization import STATE_OF, Entry, local
 from ddp.checkpoint.folder import Damaged, load
 from ddp.checkpoint.layout import Part, layout_of
 from ddp.checkpoint.pieces import Piece, Place, Saved, assemble, is_sharded, open_shards, read, shard_content
 from ddp.job import Job
+from ddp.sharded.zero1 import ZeRO1
 
 WEIGHT = "model"  # pieces are named "model:NAME" and, after the optimizer's own words, "exp_avg:NAME"
 NUMBER = Place(0, (), ())  # of a 0-d tensor
@@ -28,63 +30,70 @@ def state_of_shard(job: Job, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
     :param buffers: of the plain module, by name; rank 0 writes them
     """
     pieces: dict[str, Piece] = {}
+    stateless: list[str] = []
     first, layout = job.env.is_main, layout_of(job.network)
     for name, part in layout.items():
         if first or not part.replicated:
-            pieces[f"{WEIGHT}:{name}"] = Piece(_flat(part.parameter), part.place)
-        for key, value in job.optimizer.state.get(part.parameter, {}).items():
-            if isinstance(value, Tensor) and value.dim():
-                pieces[f"{key}:{name}"] = Piece(_flat(value), part.place)
-            elif isinstance(value, Tensor) and first:  # Adam's count of steps, the same on every rank
+            values = flat(part.parameter)
+            # torch.save writes whole storages. Up to stage 2, a piece's is that of the whole parameters.
+            values = values.clone() if getattr(job.network, "stage", 3) < 3 else values
+            pieces[f"{WEIGHT}:{name}"] = Piece(values, part.place)
+        state = {key: value for key, value in job.optimizer.state.get(part.parameter, {}).items() if value is not None}
+        if part.parameter.requires_grad and not state:
+            stateless.append(name)
+        for key, value in state.items():
+            if value.dim():
+                pieces[f"{key}:{name}"] = Piece(flat(value), part.place)
+            elif first:  # Adam's count of steps, the same on every rank
                 pieces[f"{key}:{name}"] = Piece(value.view(1), NUMBER)
     if first:
         pieces |= {f"{WEIGHT}:{name}": Piece.of_whole(value) for name, value in buffers.items()}
-    return shard_content(pieces, list(layout), _tied(job.plain))
+    return shard_content(pieces, list(layout), _tied(job.plain), stateless)
 
 
 def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
     """Take this rank's part of the parameters and the optimizer's state from a verified checkpoint of any strategy.
 
-    :param may_be_empty: whether the optimizer may have kept nothing yet
+    :param may_be_empty: whether the optimizer of replicas may have kept nothing yet
     :raises Damaged: when it holds other tensors than this job's: a forged file can have a matching digest
     """
     layout, expected = layout_of(job.network), STATE_OF[type(job.optimizer)]
-    saved = open_shards(path).pieces if is_sharded(path) else _open_whole(path, list(layout))
-    buffers = {f"{WEIGHT}:{name}" for name, _ in job.plain.named_buffers()}
-    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(job.plain))} | buffers
+    if is_sharded(path):
+        saved, _, _, stateless = open_shards(path)
+    else:
+        saved = _open_whole(path, list(layout))
+        has_state = any(not name.startswith(f"{WEIGHT}:") for name in saved)
+        stateless = [] if has_state or not may_be_empty else list(layout)
+    buffers = dict(job.plain.named_buffers(remove_duplicate=False))
+    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(job.plain))}
     job.optimizer.state.clear()
     try:
-        if unknown := sorted(saved.keys() - known):
+        if unknown := sorted(saved.keys() - known - {f"{WEIGHT}:{name}" for name in buffers}):
             raise LookupError(f"has {unknown[0][:60]}, which the run has not")
-        for name, buffer in job.plain.named_buffers():
-            if f"{WEIGHT}:{name}" in saved:
-                place = Place.of_whole(buffer)
-                _flat(buffer).copy_(_taken(saved, f"{WEIGHT}:{name}", buffer.numel(), place, buffer.dtype))
+        for name in sorted(persistent_buffers(job.plain)):
+            place, buffer = Place.of_whole(buffers[name]), buffers[name]
+            flat(buffer).copy_(_taken(saved, f"{WEIGHT}:{name}", buffer.numel(), place, buffer.dtype))
         for name, part in layout.items():
-            _flat(part.parameter).copy_(_taken(saved, f"{WEIGHT}:{name}", part.numel, part.place, part.parameter.dtype))
-            if part.parameter.requires_grad:
-                kept = _state_of(name, part, saved, expected, may_be_empty)
-                if kept:
-                    job.optimizer.state[part.parameter] = kept
+            flat(part.parameter).copy_(_taken(saved, f"{WEIGHT}:{name}", part.numel, part.place, part.parameter.dtype))
+            if part.parameter.requires_grad and name not in stateless:
+                job.optimizer.state[part.parameter] = _state_of(name, part, saved, expected)
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
+    if isinstance(job.network, ZeRO1):
+        job.network.pieces_changed()
 
 
-def _state_of(
-    name: str, part: Part, saved: Saved, expected: Mapping[str, Entry], may_be_empty: bool
-) -> dict[str, Tensor]:
+def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:
     """What the optimizer keeps for this rank's part of one parameter."""
-    missing = [key for key in expected if f"{key}:{name}" not in saved]
-    nothing = may_be_empty and len(missing) == len(expected)
-    if not nothing and any(not expected[key].may_be_none for key in missing):
+    if missing := [key for key in expected if f"{key}:{name}" not in saved]:
         raise LookupError(f"lacks {', '.join(missing)} of {name}")
     state: dict[str, Tensor] = {}
-    for key in [key for key in expected if key not in missing]:
-        if expected[key].like_parameter:
+    for key, entry in expected.items():
+        if entry.like_parameter:
             state[key] = torch.zeros_like(part.parameter, requires_grad=False)
-            _flat(state[key]).copy_(_taken(saved, f"{key}:{name}", part.numel, part.place, state[key].dtype))
-        else:
-            state[key] = _taken(saved, f"{key}:{name}", 1, NUMBER, torch.float32).view(())
+            flat(state[key]).copy_(_taken(saved, f"{key}:{name}", part.numel, part.place, state[key].dtype))
+        else:  # fused optimizers want it on the parameter's device
+            state[key] = _taken(saved, f"{key}:{name}", 1, NUMBER, torch.float32).view(()).to(part.parameter.device)
     return state
 
 
@@ -95,7 +104,7 @@ def assembled(path: Path, kind: str) -> Any:
     :returns: the state dict of the plain module, or that of the optimizer without the settings of its parameter groups
     :raises Damaged: when the pieces are not those of whole tensors
     """
-    pieces, parameters, tied = open_shards(path)
+    pieces, parameters, tied, _ = open_shards(path)
     numbers = {name: number for number, name in enumerate(parameters)}
     weights: dict[str, Tensor] = {}
     state: dict[int, dict[str, Tensor]] = {}
@@ -105,8 +114,12 @@ def assembled(path: Path, kind: str) -> Any:
             if kind == WEIGHT == key:
                 weights[name] = assemble(both, parts)
             elif kind != WEIGHT != key:
+                if name not in numbers:
+                    raise LookupError(f"has {both[:60]}, but no such parameter")
                 state.setdefault(numbers[name], {})[key] = assemble(both, parts)
         if kind == WEIGHT:
+            if lacking := [name for name in tied.values() if name not in weights]:
+                raise LookupError(f"lacks {lacking[0][:60]}")
             return weights | {alias: weights[name] for alias, name in tied.items()}
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
@@ -135,7 +148,7 @@ def _taken(saved: Saved, name: str, numel: int, place: Place, dtype: torch.dtype
     return taken
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """This rank's part as it lies in memory: ``[n]``, to be read or written."""
     own = local(tensor.detach())
     order = sorted(range(own.dim()), key=own.stride, reverse=True)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.distributed.process_group import DistEnv
+from common.training.models import persistent_buffers
 from common.training.optimization import begin_momentum, match_layout, set_learning_rate
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
@@ -44,18 +45,12 @@ def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def saved_buffers(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The buffers of a ``state_dict``; within an epoch, the averaged statistics, with which the model can be evaluated."""
     buffers = dict(job.plain.named_buffers())
+    first = {buffer: name for name, buffer in buffers.items()}  # of a module that is used twice, its first name
     if job.step_in_epoch:
         buffers |= _mean_buffers([rank["buffers"] for rank in ranks])
-    return {name: buffers[name] for name in buffers if name in persistent_buffers(job.plain)}
-
-
-def persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of those buffers that a ``state_dict`` has."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, part in module.named_modules()
-        for name in part._buffers.keys() - part._non_persistent_buffers_set
-    }
+    named = job.plain.named_buffers(remove_duplicate=False)
+    saved = persistent_buffers(job.plain)
+    return {name: buffers[first[buffer]] for name, buffer in named if name in saved}
 
 
 def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

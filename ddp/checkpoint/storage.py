@@ -111,8 +111,11 @@ def manifest_in(checkpoint: Checkpoint) -> Manifest:
         raise Damaged(path, f"{MANIFEST} {problem}")
     if path.name != manifest.name:
         raise Damaged(path, f"{MANIFEST} is that of {manifest.name}")
-    shards = {*shard_files(manifest.world_size), "ranks.pt"}  # of a sharded model
-    if (missing := {f"{kind}.pt" for kind in KINDS} - files.keys()) and shards - files.keys():
+    # Of a sharded model, one of each rank. (Counted first: a forged number may be large.)
+    is_sharded = (
+        len(files) == manifest.world_size + 1 and {*shard_files(manifest.world_size), "ranks.pt"} == files.keys()
+    )
+    if not is_sharded and (missing := {f"{kind}.pt" for kind in KINDS} - files.keys()):
         raise Damaged(path, f"{MANIFEST} lists the files {sorted(files)} without {sorted(missing)}")
     return manifest
 

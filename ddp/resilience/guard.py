@@ -11,7 +11,8 @@ norm of the gradients. The default (ddp/job.py) does nothing. This one
 A signal reaches one rank. A loss is nan on one. One rank's clock says that it is time to save. If that rank alone left the
 loop, the others would wait for it forever. An all-reduce of the flags in every step would cost a round trip (0.3 to 1.4 ms
 over gloo). But every step all-reduces the gradients anyway. So the flags are the gradient of one more parameter, which no
-optimizer knows: they are attached to the loss, and DDP, torch's or any other, all-reduces them with the rest.
+optimizer knows: they are attached to the loss, and DDP, torch's or any other, all-reduces them with the rest. (A sharded
+strategy reduces the network's gradients only: there they take an all-reduce of their own.)
 """
 
 from __future__ import annotations

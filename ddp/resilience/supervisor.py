@@ -109,12 +109,12 @@ class Supervisor:
             with loader_errors():
                 yield from loader
 
-        batches = self.job.watchdog.each(self._stop.before(loaded()), "evaluation")
+        batches = self._stop.before(loaded())
         if self.job.config.is_sharded:
             from ddp.sharded.equal_batches import equally_many
 
-            return equally_many(batches, self.job)
-        return batches
+            batches = equally_many(batches, self.job)
+        return self.job.watchdog.each(batches, "evaluation")
 
     def leave_if_stopped(self) -> None:
         """After an evaluation: all ranks leave if any was asked to stop."""

@@ -23,6 +23,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     :returns: the norm before, 0-d; the same on every rank
     """
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [gradient for gradient in gradients if gradient.numel()]  # an empty one has no largest element
     largest = math.isinf(norm_type)
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     power = norm if largest else norm**norm_type

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from common.data.datasets import Batch
+from common.data.sums import NO_TARGET
 from common.errors import UsageError
 from common.training.evaluation import evaluation_batch_size
 from ddp.job import Job
@@ -12,7 +15,8 @@ from ddp.sampler import ShardSampler
 
 
 def equally_many(batches: Iterator[Batch], job: Job) -> Iterator[Batch]:
-    """This rank's batches of the test set, then batches of no samples, until it has had as many as rank 0, which has most.
+    """This rank's batches of the test set, then samples that count for nothing, until it has had as many as rank 0, which has
+    most.
 
     So a rank that stops early, or cannot read a file, still takes part in the forward passes of the others.
 
@@ -20,12 +24,13 @@ def equally_many(batches: Iterator[Batch], job: Job) -> Iterator[Batch]:
     """
     rank_0 = ShardSampler(len(job.data.test), evaluation_batch_size(job.data.shape), job.env.world_size, 0)
     images, labels = job.empty_batch()
+    filler = Batch(images[:1], torch.full_like(labels[:1], NO_TARGET))
     error: UsageError | None = None
     for _ in range(len(rank_0)):
         try:
             batch = next(batches, None) if error is None else None
         except UsageError as caught:
             error, batch = caught, None
-        yield Batch(images[:0], labels[:0]) if batch is None else batch
+        yield filler if batch is None else batch
     if error is not None:
         raise error

@@ -41,7 +41,8 @@ def shard_network(
     :param strategy: one of :data:`ddp.config.SHARDED`
     :param all_reduce: whose halves the hand-written stages use; ``"backend"`` when None
     :param precision: one of :data:`common.training.precision.PRECISIONS`
-    :raises UsageError: on every rank, for a model with fewer parameters than ranks
+    :raises UsageError: on every rank, for a model with fewer parameters than ranks, and for ``fsdp2`` one with a parameter
+        that several units share
     """
     has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
     low = None if has_batchnorm else LOW_DTYPES.get(precision)
@@ -67,15 +68,24 @@ class FullyShard(nn.Module):
 
     def __init__(self, module: nn.Module, low: torch.dtype | None, device: torch.device = CPU) -> None:
         super().__init__()
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import
 
         module = to_device(module, device, torch.contiguous_format)  # it takes no other
         require_same_modules(module, {"--strategy": "fsdp2"})
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
         root, *units = divide(module)
+        for unit in units:
+            if shared := [
+                name for name, _ in unit.module.named_parameters() if f"{unit.name}.{name}" not in unit.owners
+            ]:
+                raise UsageError(
+                    f"--strategy fsdp2: {unit.name}.{shared[0]} is used in several units, which fully_shard refuses: use zero3"
+                )
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in (*units, root):
             materialize(unit, device)  # one at a time is whole
-            fully_shard(unit.module, mp_policy=policy)
+            fully_shard(unit.module, mesh=mesh, mp_policy=policy)
         self.module: Any = module
         assert dist.group.WORLD is not None
         self.process_group = dist.group.WORLD

@@ -175,6 +175,10 @@ class ZeRO1(nn.Module):
             self._in_gathered = False
             self._free_all()
 
+    def pieces_changed(self) -> None:
+        """Gather in the next forward pass, since something else than an optimizer after backward has written to the pieces."""
+        self._stale = True
+
     def _free_all(self) -> None:
         """Free whole parameters, at stage 3."""
 

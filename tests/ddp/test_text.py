@@ -65,7 +65,7 @@ def test_lines_are_sums() -> None:
             {"strategy": "zero3", "all_reduce": "tree"},
             "--all-reduce tree has no halves for --strategy zero3: use backend",
         ),
-        ({"strategy": "fsdp2", "all_reduce": "ring"}, "--all-reduce ring is for the DDP written by hand"),
+        ({"strategy": "fsdp2", "all_reduce": "ring"}, "--all-reduce ring is for the strategies written by hand"),
     ],
 )
 def test_what_does_not_go_together(settings: dict[str, Any], problem: str) -> None:

@@ -93,7 +93,7 @@ def test_batchnorm_channels_last_and_momentum_travel(tmp_path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint that two ranks have written."""
     folder = tmp_path_factory.mktemp("saved")
-    run_ranks(save_each, 2, folder, ["zero3"])
+    run_ranks(save_each, 2, folder, list(SHARDED))
     return folder / "zero3-2"
 
 
@@ -104,8 +104,9 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return newest(tmp_path / "run").path
 
 
-def test_the_files_of_a_sharded_checkpoint(saved: Path) -> None:
-    _, manifest = newest(saved)
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
+    _, manifest = newest(saved.with_name(f"{strategy}-2"))
     assert sorted(manifest.files) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
     sizes = [manifest.files[f"rank-{rank}-of-2.pt"] for rank in range(2)]
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]  # each its half
@@ -127,11 +128,12 @@ def test_a_damaged_part_names_its_rank(copy: Path, kind: str) -> None:
         storage.verify(copy)
 
 
-def forge(path: Path, **changed: Any) -> None:
+def forge(path: Path, changed: dict[str, Any], piece: dict[str, Any]) -> None:
     """Write other content for rank 1, with matching digests."""
     content = folder.load(path, "rank-1-of-2")
     name = max(content["pieces"], key=lambda name: len(content["pieces"][name]["values"]))
-    content["pieces"][name] |= changed
+    content["pieces"][name] |= piece
+    content |= changed
     found = folder.verify(path)
     entries = {
         key.removesuffix(".pt"): folder._size_and_digest(path / key) for key in found.files if key != "rank-1-of-2.pt"
@@ -146,18 +148,68 @@ def forge(path: Path, **changed: Any) -> None:
     ("changed", "problem"),
     [
         ({"begin": 1}, "a gap or an overlap at element"),
-        ({"begin": -1}, "a gap or an overlap at element -1"),
+        ({"begin": -1}, "has no piece as"),
         ({"shape": [7, 7]}, "of different tensors|of shape"),
         ({"values": "text"}, "has no piece as"),
         ({"values": torch.zeros(3, dtype=torch.float64)}, "of different tensors"),
-        ({"order": [5, 6]}, "of different tensors|memory order"),
+        ({"order": [5, 6]}, "has no piece as"),
+        ({"shape": ["a", "b"]}, "has no piece as"),
+        ({"begin": 0.5}, "has no piece as"),
     ],
 )
 def test_a_forged_part_is_damaged(copy: Path, changed: dict[str, Any], problem: str) -> None:
-    forge(copy, **changed)
+    forge(copy, {}, changed)
     storage.verify(copy)  # the digests match
     with pytest.raises(Damaged, match=problem):
         storage.read(copy, "model")
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"parameters": 5}, "has parameters that are no list"),
+        ({"tied": []}, "has tied that are no dict"),
+        ({"pieces": ["a"]}, "has pieces that are no dict"),
+        ({"stateless": {}}, "has stateless that are no list"),
+        ({"parameters": [5]}, "has names that are no text"),
+        ({"tied": {"other": "nowhere"}}, "lacks nowhere"),
+        ({"more": 1}, "holds a dict instead of pieces"),
+    ],
+)
+def test_a_part_with_other_fields_is_damaged(copy: Path, changed: dict[str, Any], problem: str) -> None:
+    forge(copy, changed, {})
+    with pytest.raises(Damaged, match=problem):
+        storage.read(copy, "model")
+
+
+def test_a_file_that_is_not_listed_is_not_read(copy: Path) -> None:
+    expected = storage.read(copy, "model")
+    for stray in ("rank-0-of-1.pt", "rank-9-of-9.pt", "model.pt"):
+        folder.write_entry(copy, stray.removesuffix(".pt"), {})
+    found = storage.read(copy, "model")
+    assert found.keys() == expected.keys()
+
+
+def lacking(copy: Path, beginning: str) -> None:
+    """Forge both parts without the pieces whose names begin so."""
+    found = folder.verify(copy)
+    kept = {key: folder._size_and_digest(copy / f"{key}.pt") for key in ("ranks",)}
+    for key in ("rank-0-of-2", "rank-1-of-2"):
+        content = folder.load(copy, key)
+        content["pieces"] = {name: piece for name, piece in content["pieces"].items() if not name.startswith(beginning)}
+        (copy / f"{key}.pt").unlink()
+        kept[key] = folder.write_entry(copy, key, content)
+    for file in (folder.MANIFEST, folder.DIGESTS):
+        (copy / file).unlink()
+    folder.complete(copy, found.step, found.facts, kept, SHARDED_FORMAT)
+
+
+@pytest.mark.parametrize("beginning", ["exp_avg:blocks.0", "step:head", "model:norm"])
+def test_what_is_lacking_is_damaged(copy: Path, beginning: str) -> None:
+    lacking(copy, beginning)
+    run_dir = copy.parent.parent
+    with pytest.raises(AssertionError, match=r"is damaged: (lacks|has model:norm.* nowhere)"):
+        run_ranks(resume_each, 1, run_dir.parent, [run_dir.name], ["zero1"])
 
 
 def test_a_checkpoint_that_lacks_a_rank_is_no_checkpoint(copy: Path) -> None:
@@ -174,9 +226,13 @@ def test_a_checkpoint_that_lacks_a_rank_is_no_checkpoint(copy: Path) -> None:
 def test_no_rank_reads_more_than_its_part(tmp_path: Path) -> None:
     """Files are mapped: what is not taken does not come into memory."""
     whole = {"model:w": Piece.of_whole(torch.ones(4000, 4000))}  # 64 MB
-    folder.write_entry(tmp_path, shard_key(0, 1), shard_content(whole, ["w"], {}))
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    key = shard_key(0, 1)
+    written = folder.write_entry(path, key, shard_content(whole, ["w"], {}, []))
+    folder.complete(path, 1, {}, {key: written}, SHARDED_FORMAT)
     before = anonymous_bytes()
-    pieces = open_shards(tmp_path).pieces["model:w"]
+    pieces = open_shards(path).pieces["model:w"]
     assert read("w", pieces, 1000, Place(8_000_000, (4000, 4000), (0, 1))).sum() == 1000
     assert anonymous_bytes() - before < 8e6
 
@@ -243,3 +299,38 @@ def test_what_replicas_never_wrote_is_damaged(tmp_path: Path, key: str, content:
     folder.complete(path, found.step, found.facts, entries)
     with pytest.raises(AssertionError, match="is damaged: "):
         run_ranks(resume_each, 1, tmp_path, ["torch-1"], ["zero3"])
+
+
+class Twice(torch.nn.Module):
+    """A BatchNorm that is used twice, and parameters that never get a gradient."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(3, 3)
+        self.first = torch.nn.Linear(784, 32)
+        self.norm1 = self.norm2 = torch.nn.BatchNorm1d(32)
+        self.last = torch.nn.Linear(32, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.norm2(self.norm1(self.first(images.view(images.size(0), -1))))
+        logits: torch.Tensor = self.last(x)
+        return logits
+
+
+def build_twice(shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
+    return Twice(classes)
+
+
+def test_modules_that_are_used_twice_or_never(tmp_path: Path) -> None:
+    settings = {
+        "model": "tests.ddp.checkpoint.test_shards:build_twice",
+        "width": None,
+        "layers": None,
+        "dataset": "glyphs",
+        "channels_last": False,
+    }
+    run_ranks(save_each, 2, tmp_path, ["zero1"], settings)
+    found = run_ranks(resume_each, 2, tmp_path, ["zero1-2"], ["zero3", "zero2"], settings)[0]
+    assert [resumed.differences for resumed in found.values()] == [[], []]
+    weights = storage.read(newest(tmp_path / "zero1-2").path, "model")
+    Twice(10).load_state_dict(weights)
