@@ -37,11 +37,13 @@ def layout_of(network: nn.Module) -> dict[str, Part]:
 
 def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
     assert isinstance(network, ZeRO1)
-    pieces = {name: found for flat in network.flats for name, found in flat.layout().items()}
+    parts: dict[str, Part] = {}
+    for flat in network.flats:
+        for name, piece, begin, like in zip(flat.owners, flat.pieces, flat.begins(), flat.like, strict=True):
+            parts[name] = Part(piece, piece.numel(), Place.of_whole(like)._replace(begin=begin))
     for name, parameter in network.module.named_parameters():
-        if name in pieces:
-            piece, begin, like = pieces[name]
-            yield name, Part(piece, piece.numel(), Place.of_whole(like)._replace(begin=begin))
+        if name in parts:
+            yield name, parts[name]
         else:  # frozen, and whole up to stage 2
             yield name, Part(parameter, parameter.numel(), Place.of_whole(parameter), replicated=True)
 

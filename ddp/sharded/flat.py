@@ -67,20 +67,19 @@ class FlatParameters:
         first = originals[0]
         self.dtype, self.device, self.trained = first.dtype, first.device, first.requires_grad
         # Only shapes and strides are kept: the parameters' memory is freed when their owners hold the new ones.
-        self._like = [torch.empty_like(original, device="meta") for original in originals]
+        self.like = [torch.empty_like(original, device="meta") for original in originals]
         if not self.dtype.is_floating_point:  # a quantized parameter, which is frozen
             precision = Precision()
         self.compute_dtype = precision.compute or self.dtype
         self.reduce_dtype = precision.reduce or self.compute_dtype
-        aligned = [_round_up(like.numel(), ALIGNMENT // self.compute_dtype.itemsize) for like in self._like]
+        aligned = [_round_up(like.numel(), ALIGNMENT // self.compute_dtype.itemsize) for like in self.like]
         self._begins = list(itertools.accumulate(aligned, initial=0))[:-1]
-        self._ends = [begin + like.numel() for begin, like in zip(self._begins, self._like, strict=True)]
-        self.shard_numel = _round_up(self._ends[-1], self._size) // self._size
+        self._ends = [begin + like.numel() for begin, like in zip(self._begins, self.like, strict=True)]
+        even = _round_up(self._ends[-1], self._size) // self._size
         # torch's fused optimizers round the last elements of a tensor, which fill no vector, in another way. So cut between
         # vectors, if that leaves something for the last rank.
-        in_vectors = _round_up(self.shard_numel, ALIGNMENT // self.dtype.itemsize)
-        if in_vectors * (self._size - 1) < self._ends[-1]:
-            self.shard_numel = in_vectors
+        in_vectors = _round_up(even, ALIGNMENT // self.dtype.itemsize)
+        self.shard_numel = in_vectors if in_vectors * (self._size - 1) < self._ends[-1] else even
         following = [*self._begins[1:], self.shard_numel * self._size]
         self._gaps = [(end, begin) for end, begin in zip(self._ends, following, strict=True) if end < begin]
         self._own_bounds = self.bounds(self._rank)
@@ -115,7 +114,7 @@ class FlatParameters:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's place in a flat tensor, in the parameter's shape."""
-        places = zip(self._begins, self._ends, self._like, strict=True)
+        places = zip(self._begins, self._ends, self.like, strict=True)
         return [shaped(flat[begin:end], like) for begin, end, like in places]
 
     def own(self, flat: Tensor) -> Tensor:
@@ -130,11 +129,10 @@ class FlatParameters:
         ]
         return list(zip(*in_slice, strict=True))
 
-    def layout(self) -> dict[str, tuple[nn.Parameter, int, Tensor]]:
-        """For each parameter by name: its piece, at which of its elements that begins, and a meta tensor like the whole one."""
+    def begins(self) -> list[int]:
+        """At which of its parameter's elements each piece begins."""
         offset = self._rank * self.shard_numel
-        begins = [min(max(offset, begin), end) - begin for begin, end in zip(self._begins, self._ends, strict=True)]
-        return dict(zip(self.owners, zip(self.pieces, begins, self._like, strict=True), strict=True))
+        return [min(max(offset, begin), end) - begin for begin, end in zip(self._begins, self._ends, strict=True)]
 
     def _pieces_of(self, own: Tensor) -> list[Tensor]:
         """What each parameter has in this rank's slice."""
@@ -286,9 +284,7 @@ class FlatParameters:
 
     def used(self) -> Tensor:
         """Whether this rank has contributed a gradient to the last reduction, for each parameter: bool ``[n]``."""
-        used = torch.ones(len(self.pieces), dtype=torch.bool)
-        used[list(self._missing)] = False
-        return used.to(self.device)
+        return torch.tensor([index not in self._missing for index in range(len(self.pieces))], device=self.device)
 
     def finalize(self, not_finite: Tensor, users: Tensor) -> None:
         """Give the pieces their gradients; none to those of parameters that no rank has used.

@@ -81,7 +81,7 @@ class ZeRO1(nn.Module):
                     for owners in by_dtype(unit, trained_only=self.stage < 3)
                 ]
             self.flats += flats
-            self._begin_unit(unit)
+            self._free(unit)
             for flat in flats:
                 for index, parameter in enumerate(flat.whole if flat.trained else ()):
                     ready = functools.partial(self._ready, unit, flat, index)
@@ -128,9 +128,8 @@ class ZeRO1(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's pieces by the parameters' names, in the order of ``module.named_parameters()``; ``parameters()`` too."""
         pieces = {name: piece for flat in self.flats for name, piece in zip(flat.owners, flat.pieces, strict=True)}
-        for name in self._names:
-            if name in pieces:
-                yield f"{prefix}.{name}" if prefix else name, pieces[name]
+        for name in [name for name in self._names if name in pieces]:
+            yield f"{prefix}.{name}" if prefix else name, pieces[name]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -193,8 +192,8 @@ class ZeRO1(nn.Module):
 
     # Before and in a forward pass: the parameters
 
-    def _begin_unit(self, unit: Unit) -> None:
-        """Called once for each unit, when its slices are made."""
+    def _free(self, unit: Unit) -> None:
+        """Free a unit's whole parameters, at stage 3."""
 
     def _before_forward(self, unit: Unit, *_: object) -> None:
         """A unit is about to run: its parameters must be those of the last step."""
@@ -213,11 +212,6 @@ class ZeRO1(nn.Module):
 
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, kwargs: object, output: object) -> None:
         """A unit has run."""
-
-    def _memory_for(self, flat: FlatParameters) -> contextlib.AbstractContextManager[None]:
-        """A block that allocates a unit's memory. If there is too little, the error names the unit."""
-        unit = next(name for name, flats in self._flats_of.items() if flat in flats)
-        return memory_for(unit, sum(one.full.nbytes for one in self._flats_of[unit]))
 
     # In and after a backward pass: the gradients
 

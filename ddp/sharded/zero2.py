@@ -20,6 +20,7 @@ from collections import deque
 from torch import Tensor
 
 from ddp.sharded.flat import FlatParameters
+from ddp.sharded.out_of_memory import memory_for
 from ddp.sharded.units import Unit
 from ddp.sharded.zero1 import ZeRO1
 
@@ -33,7 +34,7 @@ class ZeRO2(ZeRO1):
 
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         self._begin_backward()
-        with self._memory_for(flat):
+        with memory_for(unit.name, flat.full.nbytes):
             complete = flat.add_gradient(index, average=self.require_backward_grad_sync)
         if complete:
             self._complete.add(flat)
@@ -53,8 +54,7 @@ class ZeRO2(ZeRO1):
         if len(self._sent) == IN_FLIGHT:
             self._sent.popleft().finish_reduce()
         flat = self._waiting.popleft()
-        with self._memory_for(flat):
-            flat.start_reduce()
+        flat.start_reduce()
         self._sent.append(flat)
 
     def _reduce(self) -> None:

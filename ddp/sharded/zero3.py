@@ -30,6 +30,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from ddp.by_hand.outputs import tensors_in
 from ddp.sharded.flat import FlatParameters
+from ddp.sharded.out_of_memory import memory_for
 from ddp.sharded.units import Unit
 from ddp.sharded.zero1 import in_backward
 from ddp.sharded.zero2 import ZeRO2
@@ -59,9 +60,6 @@ class ZeRO3(ZeRO2):
         self._order_is_known = False
         for unit in self.units:
             unit.module.register_forward_hook(functools.partial(self._after_forward, unit), with_kwargs=True)
-
-    def _begin_unit(self, unit: Unit) -> None:
-        self._free(unit)
 
     def _before_forward(self, unit: Unit, *_: object) -> None:
         self._stale = False  # parameters are gathered in each pass anyway
@@ -130,7 +128,7 @@ class ZeRO3(ZeRO2):
         for one in (unit, *following):
             flats = [flat for flat in self._flats_of[one.name] if not flat.gathered]
             for flat in flats:
-                with self._memory_for(flat):
+                with memory_for(one.name, flat.full.nbytes):
                     flat.start_gather()
             if flats:
                 self._gathers = zlib.crc32(one.name.encode(), self._gathers)

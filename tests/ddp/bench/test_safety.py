@@ -6,12 +6,15 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from ddp.bench.safety import AGAINST, LOOPS
 from tests.support.launch import run_torchrun
 
 GUARDS = ("check of the gradients", "flags", "statistics saved", "phases for the watchdog")
 
 
+@pytest.mark.examples
 def test_every_loop_and_every_guard_is_measured(tmp_path: Path) -> None:
     sizes = ("--batch-size", "12", "--builds", "1", "--rounds", "2", "--steps", "2", "--looks", "3", "--device", "cpu")
     done = run_torchrun(2, "ddp.bench", "safety", *sizes, "--output", str(tmp_path))

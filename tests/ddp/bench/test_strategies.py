@@ -14,6 +14,7 @@ from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
 
+@pytest.mark.examples
 def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
     done = run_command(
         "ddp.bench", "strategies", "--builds", "1", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
