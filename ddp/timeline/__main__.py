@@ -15,29 +15,25 @@ For GPUs use ``ddp.train --profile``: this command reads the host's clock, which
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common.cli import command, parse
-from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark import CPU, run_alone, write_results
-from common.reporting.run_directory import files_line
+from common.reporting.benchmark import run_alone
 from common.reporting.timing import Spread
 from common.reporting.trace_events import Event, Lane, at, complete, lane_names, write_trace
 from common.training.recipes import load_dataset
 from ddp.config import TrainConfig
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.overlap import OverlapParts, divide
+from ddp.timeline.steps import counted, median_step, record, summary, table, write_steps
 
 if TYPE_CHECKING:
     from ddp.timeline.recording import Step
 
 # ddp.by_hand imports torch._dynamo, and so do the modules that draw and record: functions import them, --help does not.
 
-WARMUP = 3  # unrecorded steps; the buckets are final after the first
-BLOCK = 5  # consecutive steps between two blocks of unsynchronized backward passes
 MOST_SIZES = 6  # bucket sizes that the title lists
 
 
@@ -71,12 +67,6 @@ class RecordedSteps:
     steps: list[list[Step]]
     alone: list[list[float]]
 
-    @property
-    def shown(self) -> int:
-        """The index of the step of median duration."""
-        durations = [statistics.fmean(rank.ended - rank.began for rank in step) for step in self.steps]
-        return durations.index(statistics.median_low(durations))
-
 
 def measure(config: StepTimelineConfig) -> RecordedSteps:
     """Record training steps, in turns with backward passes without communication."""
@@ -84,22 +74,17 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
 
     # The learning-rate schedule needs an end; nothing here gets so far.
     learning = TrainConfig(model=config.model, batch_size=config.batch_size, epochs=10**6)
-    data, env = load_dataset(learning), DistEnv.alone(CPU)
-    steps: list[list[Step]] = []
     alone: list[list[float]] = [[] for _ in range(config.ranks)]
-    with (
-        WorkerGroup(
-            config.ranks, Recorder, learning, data, config.all_reduce, config.bucket_cap_mb, threads=config.threads
-        ) as ranks,
-        Progress(env, "timeline", config.steps) as progress,
-    ):
-        ranks.call("run", WARMUP)
-        while len(steps) < config.steps:
-            count = min(BLOCK, config.steps - len(steps))
-            steps += map(list, zip(*ranks.call("run", count), strict=True))
+    with WorkerGroup(
+        config.ranks, Recorder, learning, load_dataset(learning), config.all_reduce, config.bucket_cap_mb,
+        threads=config.threads,
+    ) as ranks:  # fmt: skip
+
+        def compute_alone(count: int) -> None:
             for mine, seconds in zip(alone, ranks.call("compute", count), strict=True):
                 mine += seconds
-            progress.advance(count, f"{1e3 * (steps[-1][0].ended - steps[-1][0].began):.0f} ms each")
+
+        steps: list[list[Step]] = record(ranks, config.steps, compute_alone)
         parameters, buckets = ranks.call("parameters")[0], ranks.call("buckets")[0]
         return RecordedSteps(ranks.pids, parameters, buckets, steps, alone)
 
@@ -111,32 +96,12 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     origin = min(rank.began for rank in run.steps[0])
     steps = [[rank.since(origin) for rank in step] for step in run.steps]
     parts = [divide(step) for step in steps]
-    title, shown = _title(config, run), run.shown
+    title, shown = _title(config, run), median_step(steps)
     plot_step(config.output / "timeline.png", steps[shown], parts[shown], run.parameters, run.buckets, title)
     write_trace(config.output / "trace.json", trace_events(run, steps))
-    write_results(
-        config.output / "steps.json",
-        {
-            "config": asdict(config),
-            "parameters": run.parameters,
-            "buckets": run.buckets,
-            "shown": shown,
-            "backward_alone": run.alone,
-            "steps": [
-                [{"moments": asdict(rank), "parts": asdict(its)} for rank, its in zip(*both, strict=True)]
-                for both in zip(steps, parts, strict=True)
-            ],
-        },
-    )
-    return "\n".join(
-        [
-            title,
-            *_table(parts),
-            *_sentences(run, parts),
-            f"drawn is step {shown + 1} of {len(steps)}, the one of median duration",
-            files_line(config.output, ("timeline.png", "trace.json", "steps.json"), traces=True),
-        ]
-    )
+    facts = {"parameters": run.parameters, "buckets": run.buckets, "backward_alone": run.alone}
+    write_steps(config.output, config, facts, steps, parts)
+    return summary(config.output, [title, *table(ROWS, parts), *_sentences(run, parts)], steps)
 
 
 def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
@@ -144,15 +109,11 @@ def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
 
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in run.buckets]
     shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
-    ranks, threads = _count(config.ranks, "rank"), _count(config.threads, "thread")
+    ranks, threads = counted(config.ranks, "rank"), counted(config.threads, "thread")
     return (
         f"{config.model}, global batch {config.batch_size}, {ranks} of {threads}, all-reduce: {config.all_reduce}, "
-        f"{_count(len(sizes), 'bucket')} of {', '.join(shown)} MiB"
+        f"{counted(len(sizes), 'bucket')} of {', '.join(shown)} MiB"
     )
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number > 1)}"
 
 
 ROWS = {
@@ -167,15 +128,6 @@ ROWS = {
     "all_reduce": "all-reduce, all buckets",
     "hidden": "  hidden behind backward",
 }
-
-
-def _table(steps: list[list[OverlapParts]]) -> list[str]:
-    ranks = range(len(steps[0]))
-    lines = [f"{'ms, median [quartiles]':<38}" + "".join(f"{f'rank {rank}':>28}" for rank in ranks)]
-    for name, words in ROWS.items():
-        spreads = [Spread.of([1e3 * getattr(step[rank], name) for step in steps]) for rank in ranks]
-        lines.append(f"{words:<38}" + "".join(f"{f'{spread:.1f}':>28}" for spread in spreads))
-    return lines
 
 
 def _sentences(run: RecordedSteps, steps: list[list[OverlapParts]]) -> list[str]:

@@ -9,25 +9,18 @@ embeddings and the head are in the root.
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark import CPU, write_results
-from common.reporting.run_directory import files_line
-from common.reporting.timing import Spread
 from common.reporting.trace_events import write_trace
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.sharded.parts import ShardedParts, divide
+from ddp.timeline.steps import counted, median_step, record, summary, table, write_steps
 
 if TYPE_CHECKING:
     from ddp.timeline.sharded.recording import ShardedStep
 
-WARMUP = 3  # unrecorded steps; stage 3 knows the order of the units after the first
-BLOCK = 5  # steps between two reports of progress
 OF_A_REPLICA = 4  # times its parameters: these, their gradients, and AdamW's two moments
 
 
@@ -45,12 +38,6 @@ class ShardedRun:
     steps: list[list[ShardedStep]]
 
     @property
-    def shown(self) -> int:
-        """The index of the step of median duration."""
-        durations = [statistics.fmean(rank.ended - rank.began for rank in step) for step in self.steps]
-        return durations.index(statistics.median_low(durations))
-
-    @property
     def replica(self) -> int:
         """Bytes that a rank would hold without sharding: parameters, gradients and the optimizer's state."""
         return OF_A_REPLICA * sum(self.units.values())
@@ -60,16 +47,8 @@ def measure(config: StepTimelineConfig) -> ShardedRun:
     """Record training steps."""
     from ddp.timeline.sharded.recording import ShardedRecorder
 
-    steps: list[list[ShardedStep]] = []
-    with (
-        WorkerGroup(config.ranks, ShardedRecorder, config, threads=config.threads) as ranks,
-        Progress(DistEnv.alone(CPU), "timeline", config.steps) as progress,
-    ):
-        ranks.call("run", WARMUP)
-        while len(steps) < config.steps:
-            count = min(BLOCK, config.steps - len(steps))
-            steps += map(list, zip(*ranks.call("run", count), strict=True))
-            progress.advance(count, f"{1e3 * (steps[-1][0].ended - steps[-1][0].began):.0f} ms each")
+    with WorkerGroup(config.ranks, ShardedRecorder, config, threads=config.threads) as ranks:
+        steps: list[list[ShardedStep]] = record(ranks, config.steps)
         return ShardedRun(ranks.pids, ranks.call("units")[0], steps)
 
 
@@ -81,39 +60,19 @@ def report(config: StepTimelineConfig, run: ShardedRun) -> str:
     origin = min(rank.began for rank in run.steps[0])
     steps = [[rank.since(origin) for rank in step] for step in run.steps]
     parts = [divide(step) for step in steps]
-    title, shown = _title(config, run), run.shown
+    title, shown = _title(config, run), median_step(steps)
     plot_step(config.output / "timeline.png", steps[shown], parts[shown], run.units, run.replica, title)
     write_trace(config.output / "trace.json", trace_events(run.pids, steps))
-    write_results(
-        config.output / "steps.json",
-        {
-            "config": asdict(config),
-            "units": run.units,
-            "replica": run.replica,
-            "shown": shown,
-            "steps": [
-                [{"moments": asdict(rank), "parts": asdict(its)} for rank, its in zip(*both, strict=True)]
-                for both in zip(steps, parts, strict=True)
-            ],
-        },
-    )
-    return "\n".join(
-        [
-            title,
-            *_table(parts),
-            *_sentences(run, parts),
-            f"drawn is step {shown + 1} of {len(steps)}, the one of median duration",
-            files_line(config.output, ("timeline.png", "trace.json", "steps.json"), traces=True),
-        ]
-    )
+    write_steps(config.output, config, {"units": run.units, "replica": run.replica}, steps, parts)
+    return summary(config.output, [title, *table(ROWS, parts), *_sentences(run, parts)], steps)
 
 
 def _title(config: StepTimelineConfig, run: ShardedRun) -> str:
     parameters = sum(run.units.values()) / 4  # of four bytes
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(run.units)} units, "
-        f"{config.batch_size} sequences of {config.length} tokens, {config.ranks} rank{'s' * (config.ranks > 1)} of "
-        f"{config.threads} thread{'s' * (config.threads > 1)}, all-reduce: {config.all_reduce}"
+        f"{config.batch_size} sequences of {config.length} tokens, {counted(config.ranks, 'rank')} of "
+        f"{counted(config.threads, 'thread')}, all-reduce: {config.all_reduce}"
     )
 
 
@@ -130,15 +89,6 @@ ROWS = {
     "hidden": "  of both, hidden",
     "exposed": "  of both, exposed",
 }
-
-
-def _table(steps: list[list[ShardedParts]]) -> list[str]:
-    ranks = range(len(steps[0]))
-    lines = [f"{'ms, median [quartiles]':<38}" + "".join(f"{f'rank {rank}':>28}" for rank in ranks)]
-    for name, words in ROWS.items():
-        spreads = [Spread.of([1e3 * getattr(step[rank], name) for step in steps]) for rank in ranks]
-        lines.append(f"{words:<38}" + "".join(f"{f'{spread:.1f}':>28}" for spread in spreads))
-    return lines
 
 
 def _sentences(run: ShardedRun, steps: list[list[ShardedParts]]) -> list[str]:
