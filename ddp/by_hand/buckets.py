@@ -13,6 +13,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ddp.by_hand import errors
+
 MIB = 2**20
 DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # bytes; the first bucket is small, so that communication begins early
 
@@ -76,7 +78,7 @@ class Bucket:
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
-            raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
+            raise errors.sparse(view.shape)
         elif gradient is not view:
             torch.mul(gradient.detach(), 1 / divisor, out=view)  # detached: backward may run with create_graph
             if self._as_view:

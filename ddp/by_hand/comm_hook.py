@@ -1,7 +1,11 @@
-"""Communication hooks: functions that average a bucket in another way, compressed for example. torch's own hooks work too."""
+"""Communication hooks: functions that average a bucket in another way, compressed for example. torch's own hooks work too.
+
+model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from ddp.by_hand.buckets import Bucket
+from ddp.by_hand.reducer import Reducer
 
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
+
+
+class HookableDDP:
+    """The part of a DDP wrapper that takes a communication hook."""
+
+    reducer: Reducer
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` average each :class:`GradBucket` instead.
+
+        :raises TypeError: if it cannot be called
+        :raises RuntimeError: if there is a hook already
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
+        if self.reducer.hook is not None:
+            raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
+        self.reducer.hook = functools.partial(HookedAverage, hook, state)
 
 
 class GradBucket:
@@ -41,10 +64,10 @@ class HookedAverage:
     :raises TypeError: if the hook returned anything but a future
     """
 
-    def __init__(self, hook: Hook, state: Any, bucket: GradBucket) -> None:
+    def __init__(self, hook: Hook, state: Any, bucket: Bucket, index: int, is_last: bool) -> None:
         self._name = f"the communication hook {getattr(hook, '__name__', repr(hook))}"
-        self._buffer = bucket.buffer()
-        self._future = hook(state, bucket)
+        self._buffer = bucket.buffer
+        self._future = hook(state, GradBucket(bucket, index, is_last))
         if not isinstance(self._future, torch._C.Future):
             raise TypeError(f"{self._name} must return a future of a tensor, not {type(self._future).__name__}")
 

@@ -108,7 +108,7 @@ class _JoinedRank(JoinHook):
         model._synchronize_buffers(-1)
         model.require_forward_param_sync = bool(model._largest(0))
         if model.require_forward_param_sync:
-            model.reducer.join_backward()
+            _contribute_zeros(model.reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: take the weights of one that joined last, and its buffers unless each rank has its own."""
@@ -116,3 +116,17 @@ class _JoinedRank(JoinHook):
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
         tensors = replicated(model.module, buffers=model.broadcast_buffers)
         broadcast(list(tensors.values()), source, model.process_group)
+
+
+def _contribute_zeros(reducer: Reducer) -> None:
+    """Take part in the other ranks' backward pass without one of this rank, whose ``.grad`` stay what they are."""
+    gradients = {kind: memory.clone() for kind, memory in reducer.memory.items()}
+    reducer.sent = []
+    for bucket in reducer.buckets:
+        bucket.buffer.zero_()
+        reducer.start(bucket)
+    reducer.wait()
+    for kind, memory in reducer.memory.items():
+        memory.copy_(gradients[kind])
+    reducer.agree_on_receivers([False] * len(reducer.parameters))
+    reducer.rebuild_buckets()

@@ -1,12 +1,13 @@
-"""The tensors in what a module returns, which may be any structure."""
+"""What a module returns, which may be any structure: the tensors in it, and the parameters that they depend on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 
@@ -17,3 +18,21 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_in(vars(leaf))
+
+
+def depend_on(nodes: Iterable[Node | None], parameters: Container[int]) -> bool:
+    """Whether a backward pass from these nodes of the graph can reach any of the parameters.
+
+    :param parameters: the ``id`` of each
+    """
+    seen: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False

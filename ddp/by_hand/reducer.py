@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 
 from ddp.all_reduce.base import AllReduce, Pending
+from ddp.by_hand import errors
 from ddp.by_hand.buckets import Bucket, Kind, assign_buckets
-from ddp.by_hand.comm_hook import GradBucket
+from ddp.by_hand.outputs import depend_on
 
 
 class Reducer:
@@ -43,17 +45,17 @@ class Reducer:
         static_graph: bool,
     ) -> None:
         self.expecting = False  # whether a backward pass that synchronizes is running or follows
-        self.divisor: float = group.size()
-        self._divisor_now: float = self.divisor  # of the running backward pass
-        self.hook: Callable[[GradBucket], Pending] | None = None  # averages a bucket in another way
-        self._names, self._parameters = list(parameters), list(parameters.values())
+        self.divisor = self._divisor_now = float(group.size())  # of the next backward pass, and of the running one
+        self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
+        self._names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self._find_unused = as_view, find_unused and not static_graph
-        indices = range(len(self._parameters))
+        self._ids, self._dtypes = set(map(id, self.parameters)), [parameter.dtype for parameter in self.parameters]
+        indices = range(len(self.parameters))
         sizes: Counter[Kind] = Counter()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             sizes[parameter.dtype, parameter.device] += parameter.numel()
-        self._memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
+        self.memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
         # The order in which gradients become ready in the first backward pass; None afterwards.
         self._order: list[int] | None = []
         # How often each gradient becomes ready in a backward pass; None before the first pass of a static graph.
@@ -61,24 +63,28 @@ class Reducer:
         # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
         self._receivers = None if static_graph or find_unused else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
-        # In the running backward pass: how often each gradient will still become ready, and the all-reduces of sent buckets.
-        self._running = False
-        self._remaining: list[int] = []
-        self._sent: list[Pending] = []
+        # In the running backward pass: whether it began from an output that depends on any parameter, how often each gradient
+        # will still become ready, and the all-reduces of sent buckets.
+        self._running = self._depends = False
+        self._remaining, self.sent = list[int](), list[Pending]()
 
-    def begin(self) -> None:
-        """A backward pass that synchronizes begins. Autograd will call :meth:`_finish` when all of it is over."""
-        if self._running:
-            return
-        self._running = self.expecting = True
-        self._remaining, self._sent = list(self._uses or [0] * len(self._parameters)), []
-        self._divisor_now = 1 if self.hook else self.divisor  # communication hooks divide by themselves
-        for bucket in self.buckets:
-            bucket.missing, bucket.to_copy = bucket.expected, set(bucket.parameters)
-        Variable._execution_engine.queue_callback(self._finish)
+    def begin(self, *outputs: Node | None) -> None:
+        """A backward pass that synchronizes begins. Autograd will call :meth:`_finish` when all of it is over.
 
-    def ready(self, index: int, _: object) -> None:
-        """The gradient of parameter ``index`` is in ``.grad``.
+        :param outputs: nodes of the graph, from which it begins
+        """
+        if not self._running:
+            self._running, self.expecting, self._depends = True, True, False
+            self._remaining, self.sent = list(self._uses or [0] * len(self.parameters)), []
+            self._divisor_now = 1 if self.hook else self.divisor  # communication hooks divide by themselves
+            for bucket in self.buckets:
+                bucket.missing, bucket.to_copy = bucket.expected, set(bucket.parameters)
+            Variable._execution_engine.queue_callback(self._finish)
+        if self._find_unused and not self._depends:
+            self._depends = depend_on(outputs, self._ids)
+
+    def ready(self, index: int, *_: object) -> None:
+        """The gradient of parameter ``index`` is in ``.grad``, or there is none.
 
         :raises RuntimeError: if it became ready before in this pass, or is sparse
         """
@@ -91,16 +97,13 @@ class Reducer:
         if self._uses is None or self._remaining[index] > 0:
             return
         if self._remaining[index] < 0:
-            raise RuntimeError(
-                f"the gradient of {self._names[index]} became ready twice in one backward pass: do several checkpoints use "
-                "it? pass static_graph=True, or checkpoint with use_reentrant=False"
-            )
+            raise errors.ready_twice(self._names[index])
         bucket = self._bucket_of[index]
         if not bucket.small:
             bucket.copy_in(index, self._divisor_now)  # at once: the next gradient can then reuse its memory
         bucket.missing -= 1
         # Collectives are matched by their order, so a complete bucket waits for those before it.
-        while not bucket.missing and len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].missing == 0:
+        while not bucket.missing and len(self.sent) < len(self.buckets) and self.buckets[len(self.sent)].missing == 0:
             self._send()
 
     def prepare_for_backward(self, synchronize: bool) -> None:
@@ -110,89 +113,81 @@ class Reducer:
         """
         in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing runs forward within backward
         if self._running and not in_backward:  # an exception ended that pass, so that autograd did not call _finish
-            self._wait()
+            self.wait()
             self._running = False
         self.expecting = synchronize or (in_backward and self.expecting)
 
-    def join_backward(self) -> None:
-        """Take part in the other ranks' backward pass without one of this rank: contribute zeros."""
-        self._sent = []
-        for _ in self.buckets:
-            self._send(zeros=True)
-        self._wait()
-        if not self._receivers:
-            self._agree_on_receivers([False] * len(self._parameters))
-        self._rebuild_buckets()
+    def _send(self) -> None:
+        bucket = self.buckets[len(self.sent)]
+        bucket.fill(self._divisor_now)
+        self.start(bucket)
 
-    def _send(self, zeros: bool = False) -> None:
-        """Start the next bucket's all-reduce."""
-        index = len(self._sent)
-        bucket = self.buckets[index]
-        if zeros:
-            bucket.buffer.zero_()
-        else:
-            bucket.fill(self._divisor_now)
+    def start(self, bucket: Bucket) -> None:
+        """Start the all-reduce of the next bucket."""
         if self.hook is None:
-            self._sent.append(self._all_reduce.start(bucket.buffer))
+            self.sent.append(self._all_reduce.start(bucket.buffer))
         else:
-            self._sent.append(self.hook(GradBucket(bucket, index, is_last=index == len(self.buckets) - 1)))
+            self.sent.append(self.hook(bucket, len(self.sent), bucket is self.buckets[-1]))
 
-    def _wait(self) -> None:
-        for pending in self._sent:
+    def wait(self) -> None:
+        """Return when all started all-reduces are over."""
+        for pending in self.sent:
             pending.wait()
 
     def _finish(self) -> None:
         """Backward is over: send the remaining buckets, wait for all, and make the averages the gradients."""
         self._running = False
-        if not self._find_unused and self._remaining == (self._uses or [0] * len(self._remaining)):
-            return  # no gradient became ready: this was torch.autograd.grad, which leaves .grad unchanged
+        none_ready = self._remaining == (self._uses or [0] * len(self._remaining))
+        if none_ready and (not self._find_unused or self._depends):
+            errors.require_same_dtypes(self._names, self.parameters, self._dtypes)
+            return  # this was torch.autograd.grad, which leaves .grad unchanged
         if not self._find_unused and max(self._remaining) > 0:
-            self._wait()
+            self.wait()
             self.expecting = False
-            unused = [name for name, remaining in zip(self._names, self._remaining, strict=True) if remaining > 0]
-            names = ", ".join(unused[:5]) + ", ..." * (len(unused) > 5)
-            raise RuntimeError(
-                f"backward gave no gradient to {len(unused)} of {len(self._names)} parameters: {names}. This rank's loss "
-                "does not depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
-            )
-        while len(self._sent) < len(self.buckets):
+            raise errors.unused(self._names, self._remaining)
+        while len(self.sent) < len(self.buckets):
             self._send()
-        self._wait()
+        self.wait()
         if self._uses is None:
             self._uses = [-remaining for remaining in self._remaining]
-        receivers = self._receivers or self._agree_on_receivers([p.grad is not None for p in self._parameters])
-        self._rebuild_buckets()
+        receivers = self.agree_on_receivers([p.grad is not None for p in self.parameters])
+        self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.finalize(receivers)
         self.expecting = False
 
-    def _agree_on_receivers(self, used: list[bool]) -> set[int]:
+    def agree_on_receivers(self, used: list[bool]) -> set[int]:
         """The parameters that have a gradient on any rank. The others keep ``.grad`` None, as in torch's DDP."""
-        flags = torch.tensor(used, dtype=torch.int32, device=self._parameters[0].device)
+        if self._receivers:
+            return self._receivers
+        flags = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         receivers = set(flags.nonzero().flatten().tolist())
         if not self._find_unused:  # a static graph: they stay the same
             self._receivers = receivers
         return receivers
 
-    def _rebuild_buckets(self) -> None:
+    def rebuild_buckets(self) -> None:
         """After the first backward pass: group gradients that become ready together, in rank 0's order."""
         if self._order is None:
             return
-        never = reversed(range(len(self._parameters)))
-        order = torch.tensor(list(dict.fromkeys([*self._order, *never])), device=self._parameters[0].device)
+        never = reversed(range(len(self.parameters)))
+        order = torch.tensor(list(dict.fromkeys([*self._order, *never])), device=self.parameters[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         self._order = None
         # All buckets share one buffer per dtype, in which the new order gives each average another place.
-        averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
+        before = {index: view for bucket in self.buckets for index, view in bucket.views.items()}
+        averages = {index: view.clone() for index, view in before.items()}
         self._build_buckets(order.tolist())
         for bucket in self.buckets:
-            for index, view in bucket.views.items():
+            for (index, parameter), view in zip(bucket.parameters.items(), bucket.views.values(), strict=True):
                 view.copy_(averages[index])
+                if parameter.grad is before[index]:
+                    parameter.grad = view
 
     def _build_buckets(self, order: Iterable[int]) -> None:
-        indices = {self._parameters[index]: index for index in order}
-        free = dict(self._memory)
+        indices = {self.parameters[index]: index for index in order}
+        free = dict(self.memory)
         self.buckets: list[Bucket] = []
         for parameters in assign_buckets(indices, self._limits):
             kind = (parameters[0].dtype, parameters[0].device)

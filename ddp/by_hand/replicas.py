@@ -13,21 +13,24 @@ from torch import Tensor, nn
 from common.errors import UsageError
 
 
-class ReplicasDiffer(UsageError, ValueError):
+class ReplicasDiffer(UsageError, RuntimeError):
     """The ranks have built different modules. All ranks raise it."""
 
     seen_by_all = True
 
 
-def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+def require_same_modules(
+    module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup | None = None, buffers: bool = True
+) -> None:
     """Compare the ranks' modules before tensors are sent: with differing shapes, collectives hang or mix up values.
 
     :param module: this rank's
     :param settings: other values that must be the same on all ranks
     :param group: the default group when None
+    :param buffers: whether buffers are compared too; False where each rank may have its own
     :raises ReplicasDiffer: on every rank, naming the first parameter, buffer or setting that differs, and the ranks
     """
-    mine = {name: _describe(tensor) for name, tensor in replicated(module).items()}
+    mine = {name: _describe(tensor) for name, tensor in replicated(module, buffers=buffers).items()}
     mine |= {name: str(value) for name, value in settings.items()}
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -40,6 +43,21 @@ def require_same_modules(module: nn.Module, settings: dict[str, Any], group: dis
     for rank, theirs in enumerate(everyone):
         if list(theirs) != list(everyone[0]):
             raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
+
+
+def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:
+    """Two wrappers of one parameter average the same ``.grad``: each needs a copy of what backward has put there.
+
+    :raises ValueError: if the module holds a wrapper, and this one or that one lets ``.grad`` be a view into its buckets
+    """
+    for name, inner in module.named_modules():
+        if hasattr(inner, "require_backward_grad_sync") and (
+            as_view or getattr(inner, "gradient_as_bucket_view", True)
+        ):
+            raise ValueError(
+                f"{name or 'the module'} is wrapped already, and both wrappers would let .grad be a view into their buckets: "
+                "wrap only one of them, or pass gradient_as_bucket_view=False to both"
+            )
 
 
 def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
@@ -146,13 +147,12 @@ class Recorder:
         self._parameters = dict(network.named_parameters())
         self._ready = dict.fromkeys(self._parameters, 0.0)
         self._handled = dict(self._ready)
-        self._record_into(self._ready)  # registered first, so these hooks run before DDP's
         build = RecordingBackend if all_reduce == "backend" else Recording
         self._all_reduce = build(build_all_reduce(all_reduce))
         self._model = HandwrittenDistributedDataParallel(
             network, broadcast_buffers=False, bucket_cap_mb=bucket_cap_mb, all_reduce=self._all_reduce
         )
-        self._record_into(self._handled)  # and these run after
+        self._record_into(self._ready, self._handled)
         self._optimizer = build_optimizer(
             config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
         )
@@ -211,14 +211,16 @@ class Recorder:
         inputs = self._data.to_input(batch.images, self._config.memory_format)
         return F.cross_entropy(self._model(inputs), batch.labels)
 
-    def _record_into(self, moments: dict[str, float]) -> None:
-        """Register a hook on each parameter that records when its gradient is ready."""
+    def _record_into(self, ready: dict[str, float], handled: dict[str, float]) -> None:
+        """Register hooks on each parameter that record when its gradient is ready, and when DDP has handled it."""
 
-        def record(name: str, _: Tensor) -> None:
+        def record(moments: dict[str, float], name: str, *_: object) -> None:
             moments[name] = time.perf_counter()
 
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(functools.partial(record, name))
+            # DDP's hook is on the node that accumulates the gradient. The node calls its hooks after those of the parameter.
+            parameter.register_post_accumulate_grad_hook(functools.partial(record, ready, name))
+            get_gradient_edge(parameter).node.register_hook(functools.partial(record, handled, name))
 
     def _endless_batches(self) -> Iterator[Batch]:
         for epoch in itertools.count():
