@@ -1,11 +1,12 @@
 """DistributedDataParallel by hand, from the simplest form that is right to everything that torch's does.
 
 naive.py      after backward, one all-reduce per parameter
-wrapper.py    a drop-in for torch's: buckets that are averaged while backward goes on. It stands on
-              reducer.py (a backward pass), buckets.py, replicas.py (equal weights), outputs.py, join.py (uneven inputs),
+wrapper.py    THE LESSON: buckets that are averaged while backward goes on. It stands on reducer.py (a backward pass),
+              buckets.py, replicas.py (equal weights), outputs.py, errors.py, join.py (uneven inputs),
               comm_hook.py (compressed communication)
+drop_in/      the lesson with all of torch's arguments and methods
 
-    from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
+    from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
 To use it elsewhere, copy this folder with ddp/all_reduce/base.py, ddp/all_reduce/backend.py and common/errors.py. naive.py
 needs outputs.py and nothing else. strategies.py belongs to ddp.train.
@@ -17,15 +18,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp.by_hand.drop_in.wrapper import DistributedDataParallel
     from ddp.by_hand.naive import NaiveDistributedDataParallel
     from ddp.by_hand.strategies import wrap_by_hand
     from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
-__all__ = ["HandwrittenDistributedDataParallel", "NaiveDistributedDataParallel", "wrap_by_hand"]
+__all__ = [
+    "DistributedDataParallel",
+    "HandwrittenDistributedDataParallel",
+    "NaiveDistributedDataParallel",
+    "wrap_by_hand",
+]
 
 _MODULES = {
     "NaiveDistributedDataParallel": "naive",
     "HandwrittenDistributedDataParallel": "wrapper",
+    "DistributedDataParallel": "drop_in.wrapper",
     "wrap_by_hand": "strategies",
 }
 

@@ -1,8 +1,7 @@
 """The reducer: averages the buckets of gradients during the backward pass.
 
-A bucket that is complete is sent at once, while backward goes on with the layers below: communication hides behind
-computation. Buckets are sent in the same order on every rank, since collectives are matched by their order. torch's own:
-torch/csrc/distributed/c10d/reducer.cpp.
+A complete bucket is sent at once, while backward goes on with the layers below: communication hides behind computation. Buckets
+are sent in the same order on every rank: collectives are matched by their order. See torch/csrc/distributed/c10d/reducer.cpp.
 """
 
 from __future__ import annotations

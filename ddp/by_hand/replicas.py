@@ -67,6 +67,12 @@ def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True)
     return {name: tensor for name, tensor in itertools.chain(*named) if name not in ignored}
 
 
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients are averaged, by name."""
+    tensors = replicated(module, buffers=False).items()
+    return {name: t for name, t in tensors if isinstance(t, nn.Parameter) and t.requires_grad}
+
+
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
     from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets

@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_map_only
 
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
+from ddp.by_hand import replicas
 from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.comm_hook import HookableDDP
 from ddp.by_hand.join import JoinableDDP
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.reducer import Reducer
-from ddp.by_hand.replicas import broadcast, replicated, require_copies_when_nested, require_same_modules
 
 
 class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
@@ -50,6 +50,8 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
     :raises RuntimeError: on every rank, if the modules differ; if nothing is to be trained
     :raises ValueError: for a bucket size below 0, for another device than the module's, for a wrapper within this one
     """
+
+    reducer_type: type[Reducer] = Reducer
 
     def __init__(
         self,
@@ -72,9 +74,7 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         settings: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
         settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.make_replicas_equal(settings | {"all_reduce": type(all_reduce).__name__})
-        tensors = replicated(module, buffers=False).items()
-        trained = {name: t for name, t in tensors if isinstance(t, nn.Parameter) and t.requires_grad}
-        if not trained:
+        if not (trained := replicas.trained_parameters(module)):
             raise RuntimeError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
         self.device, self.device_ids = next(iter(trained.values())).device, list(device_ids or [])
         if self.device_ids and [getattr(i, "index", i) for i in self.device_ids] != [self.device.index]:
@@ -82,22 +82,23 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         if bucket_cap_mb is not None and bucket_cap_mb < 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must not be below 0")
         self.bucket_limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
-        require_copies_when_nested(module, gradient_as_bucket_view)
+        replicas.require_copies_when_nested(module, gradient_as_bucket_view)
         self.build_reducer(trained, all_reduce or Backend(self.process_group))
 
     def make_replicas_equal(self, settings: dict[str, Any]) -> None:
         """Check that all ranks have built the same, and send rank 0's weights to all."""
-        require_same_modules(self.module, settings, self.process_group, self.broadcast_buffers)
-        broadcast(list(replicated(self.module, buffers=self.broadcast_buffers).values()), 0, self.process_group)
+        replicas.require_same_modules(self.module, settings, self.process_group, self.broadcast_buffers)
+        tensors = replicas.replicated(self.module, buffers=self.broadcast_buffers)
+        replicas.broadcast(list(tensors.values()), 0, self.process_group)
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         """Tell the reducer of every gradient that is ready."""
         options = (self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
-        self.reducer = Reducer(trained, self.process_group, all_reduce, self.bucket_limits, *options)
+        self.reducer = self.reducer_type(trained, self.process_group, all_reduce, self.bucket_limits, *options)
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._nodes = [get_gradient_edge(parameter).node for parameter in trained.values()]
-        for index, node in enumerate(self._nodes):
-            hook = node.register_hook(functools.partial(self.reducer.ready, index))
+        self._hooks = [n.register_hook(functools.partial(self.reducer.ready, i)) for i, n in enumerate(self._nodes)]
+        for hook in self._hooks:
             weakref.finalize(self, hook.remove)  # the parameters may outlive this wrapper
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -106,10 +107,14 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         self.announce_forward(synchronize)
         if self.device_ids:
             inputs, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, kwargs))
-        output = self.module(*inputs, **kwargs)
+        output = self.run_module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self._prepare_for_backward(output, synchronize)
         return output
+
+    def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        """``module``'s forward alone."""
+        return self.module(*inputs, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
