@@ -25,17 +25,13 @@ Then, on one model, the options of the wrappers:
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -49,6 +45,7 @@ from common.reporting.machine import usable_cores
 from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.optimization import build_optimizer
+from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn, keep_freed_memory, timed_steps
 from ddp.bench.variants import (
     BUCKETED,
     BY_HAND,
@@ -67,9 +64,6 @@ from ddp.bench.variants import (
     variations,
 )
 
-WARMUP = 1  # rounds
-# Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
-SETTLING_STEPS = 3
 LONGEST_TURN = 6  # times the length of a turn, by the settling steps, which are slower than the rest
 SAMPLES = {name: 16 if name == "resnet18" else 72 for name in NETWORKS}  # of a rank in a step
 
@@ -130,34 +124,6 @@ class DDPVariantWorker:
         self._models.clear()
         for close in self._closing:
             close()
-
-
-def timed_steps(step: Callable[[], None], steps: int) -> tuple[float, float]:
-    """Call ``step`` so often, on all ranks at once.
-
-    :returns: wall seconds of a step, and processor seconds of all threads of this rank in it, both means
-    """
-    dist.barrier()
-    began, processor_began = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - began) / steps, (time.process_time() - processor_began) / steps
-
-
-def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next step instead of returning it to the kernel."""
-    set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
-
-
-def set_malloc(**options: int) -> None:
-    """Set options of glibc's malloc, see mallopt(3); without glibc nothing is done.
-
-    :param options: ``trim_threshold`` and ``mmap_threshold`` in bytes
-    """
-    numbers = {"trim_threshold": -1, "mmap_threshold": -3}  # in malloc.h
-    if platform.libc_ver()[0] == "glibc":
-        for name, value in options.items():
-            ctypes.CDLL(None).mallopt(numbers[name], value)
 
 
 @dataclass(frozen=True)
@@ -222,22 +188,6 @@ def _take_turns(
             seconds[name] += taken[name]
             processor_seconds[name] += turn.processor_seconds[WARMUP:]
     return seconds, processor_seconds
-
-
-class VariantTurn:
-    """A variant's turn: some steps on all ranks at once.
-
-    A call returns the seconds of one step on the slowest rank, and appends the processor seconds to ``processor_seconds``.
-    """
-
-    def __init__(self, ranks: WorkerGroup, name: str, steps: int) -> None:
-        self._ranks, self._name, self._steps = ranks, name, steps
-        self.processor_seconds: list[float] = []
-
-    def __call__(self) -> float:
-        taken: list[tuple[float, float]] = self._ranks.call("run", self._name, self._steps)
-        self.processor_seconds.append(statistics.fmean(processor_seconds for _, processor_seconds in taken))
-        return max(seconds for seconds, _ in taken)
 
 
 def report(config: EnginesConfig, compared: list[DDPVariantsMeasurement], varied: list[DDPVariantsMeasurement]) -> str:

@@ -31,7 +31,7 @@ from common.reporting.machine import usable_cores
 from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.gpt import GPT
-from ddp.bench.engines import SETTLING_STEPS, WARMUP, VariantTurn, keep_freed_memory, timed_steps
+from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn, keep_freed_memory, timed_steps
 
 VOCABULARY = 96  # printable characters
 
@@ -133,7 +133,7 @@ class ShardedVariantWorker:
             self._models[name] = model, torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Train some steps. All ranks start together. See :func:`ddp.bench.engines.timed_steps` for what is returned."""
+        """Train some steps. All ranks start together. See :func:`ddp.bench.turns.timed_steps` for what is returned."""
         model, optimizer = self._models[name]
         return timed_steps(functools.partial(self._step, model, optimizer), steps)
 

@@ -19,13 +19,13 @@ from common.reporting.benchmark import CPU, write_results
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.run_directory import files_line
 from common.training.gpt import GPT
-from ddp.bench.engines import set_malloc
 from ddp.bench.memory import shards
 from ddp.bench.memory.config import PARTS, MemoryConfig, formula
 from ddp.bench.memory.passes import IN_PASSES, Activations, Gathered, formula_of_passes
 from ddp.bench.memory.shards import Shards
 from ddp.bench.memory.storages import all_tensors, bytes_of, process_bytes
 from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
+from ddp.bench.turns import set_malloc
 
 # What torch would import on each rank of each group: half of what a group takes to start.
 LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory.ledger")

@@ -26,7 +26,7 @@ from common.training.gpt import GPT
 from ddp.all_reduce.backend import Backend, another_group
 from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.choice import build_all_reduce
-from ddp.bench.engines import keep_freed_memory
+from ddp.bench.turns import keep_freed_memory
 from ddp.by_hand.outputs import tensors_in
 from ddp.sharded.flat import FlatParameters
 from ddp.sharded.stages import STAGES
