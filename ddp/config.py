@@ -12,14 +12,15 @@ from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
 from common.training.metrics import check_tensorboard
-from common.training.models import HEAD_WIDTH, LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own
+from common.training.models import LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own, require_heads
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
 LOADERS = ("stock", "fast")
 DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
-REPLICATED, SHARDED = ("torch", "naive", "handwritten"), ("zero1", "zero2", "zero3", "fsdp2")
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
+REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
 STRATEGIES = (*REPLICATED, *SHARDED)
 
 TEXT = "sums"
@@ -184,8 +185,8 @@ class TrainConfig(LearningConfig):
             if self.model != TEXT_MODEL and getattr(self, name) is not None:
                 raise UsageError(f"{flag_of(name)} is for --model {TEXT_MODEL}, not for {self.model}")
             self._default(name, value if self.model == TEXT_MODEL else None)
-        if self.model == TEXT_MODEL and self.width > HEAD_WIDTH and self.width % HEAD_WIDTH:
-            raise UsageError(f"--width {self.width}: give a multiple of {HEAD_WIDTH}, the width of a head, or less")
+        if self.model == TEXT_MODEL:
+            require_heads(self.width)
 
     @property
     def model_size(self) -> GPTSize | None:
@@ -193,7 +194,7 @@ class TrainConfig(LearningConfig):
         return GPTSize(self.width, self.layers, on_meta=self.is_sharded) if self.model == TEXT_MODEL else None
 
     def _check_strategy(self) -> None:
-        by_hand = self.strategy == "handwritten" or self.strategy in SHARDED[:3]
+        by_hand = self.strategy == "handwritten" or self.strategy in STAGES
         if self.all_reduce is not None and not by_hand:
             raise UsageError(
                 f"--all-reduce {self.all_reduce} is for the strategies written by hand: add --strategy handwritten"
@@ -201,10 +202,8 @@ class TrainConfig(LearningConfig):
         self._default("all_reduce", "backend" if by_hand else None)
         if not self.is_sharded:
             return
-        if self.all_reduce not in (None, *WITH_HALVES):
-            raise UsageError(
-                f"--all-reduce {self.all_reduce} has no halves for --strategy {self.strategy}: use {', '.join(WITH_HALVES)}"
-            )
+        if by_hand:
+            require_halves(self.all_reduce, self.strategy)
         if self.compile:
             raise UsageError(f"--compile is for replicas: the hooks of --strategy {self.strategy} break its graphs")
         if self.async_checkpoint:
@@ -275,3 +274,11 @@ def require_samples(model: str, batch_size: int, world_size: int, grad_accumulat
     """:raises UsageError: when the global batch does not divide, or leaves too few samples per forward pass for BatchNorm"""
     if micro_batch_size(batch_size, world_size, grad_accumulation_steps) < LEAST_SAMPLES.get(model, 1):
         raise UsageError(f"{model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size")
+
+
+def require_halves(all_reduce: str, strategy: str) -> None:
+    """:raises UsageError: when the stages of sharding by hand cannot use the halves of this all-reduce"""
+    if all_reduce not in WITH_HALVES:
+        raise UsageError(
+            f"--all-reduce {all_reduce} has no halves for --strategy {strategy}: use {', '.join(WITH_HALVES)}"
+        )

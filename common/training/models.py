@@ -118,6 +118,15 @@ def build_model(
     raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}, {TEXT_MODEL} and module:function")
 
 
+def require_heads(width: int) -> None:
+    """:raises UsageError: when the heads of the GPT's attention do not divide its width"""
+    if width > HEAD_WIDTH and width % HEAD_WIDTH:
+        below = width // HEAD_WIDTH * HEAD_WIDTH
+        raise UsageError(
+            f"--width {width} is no multiple of {HEAD_WIDTH}, the width of a head: use {below} or {below + HEAD_WIDTH}"
+        )
+
+
 def to_device(network: nn.Module, device: torch.device, memory_format: torch.memory_format) -> nn.Module:
     """The network there, in this memory format. One on the meta device stays, until it is sharded."""
     if not any(parameter.is_meta for parameter in network.parameters()):

@@ -20,12 +20,12 @@ from common.errors import UsageError
 from common.training.models import to_device
 from common.training.precision import LOW_DTYPES
 from ddp.by_hand.replicas import require_same_modules
+from ddp.config import STAGES
 from ddp.sharded.flat import Precision
 from ddp.sharded.stages import shard
 from ddp.sharded.units import divide, materialize
 
 CPU = torch.device("cpu")
-STAGE_OF = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def shard_network(
@@ -52,7 +52,7 @@ def shard_network(
         try:
             mixed = Precision(compute=low, reduce=low and torch.float32)
             return shard(
-                network, STAGE_OF[strategy], precision=mixed, all_reduce=all_reduce or "backend", device=env.device
+                network, STAGES[strategy], precision=mixed, all_reduce=all_reduce or "backend", device=env.device
             )
         except ValueError as error:
             raise UsageError(f"--strategy {strategy}: {error}") from error

@@ -8,13 +8,11 @@ from typing import Any
 
 from common.cli import flag_of, option
 from common.errors import UsageError
-from common.training.models import MODELS
-from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
-from ddp.config import micro_batch_size, require_samples
+from common.training.models import MODELS, require_heads
+from ddp.all_reduce import ALL_REDUCES
+from ddp.config import STAGES, micro_batch_size, require_halves, require_samples
 
 REPLICAS = "handwritten"
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-
 
 # Flags that one kind of strategy has, and flags whose default depends on it.
 OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_cap_mb": None}
@@ -72,12 +70,8 @@ class StepTimelineConfig:
             require_samples(self.model, self.batch_size, self.ranks)
             return
         _ = self.sequences  # the batch may not divide
-        if self.all_reduce not in WITH_HALVES:
-            raise UsageError(
-                f"--all-reduce {self.all_reduce} has no halves for --strategy {self.strategy}: use {', '.join(WITH_HALVES)}"
-            )
-        if self.width % 64:
-            raise UsageError(f"--width {self.width} is no multiple of 64, the width of a head of attention")
+        require_halves(self.all_reduce, self.strategy)
+        require_heads(self.width)
 
     @property
     def stage(self) -> int:

@@ -54,7 +54,7 @@ def test_lines_are_sums() -> None:
         ({"model": "mlp", "dataset": "sums"}, "--model mlp does not learn --dataset sums"),
         ({"width": 64}, "--width is for --model gpt, not for fashion-cnn"),
         ({"layers": 2, "model": "mlp"}, "--layers is for --model gpt, not for mlp"),
-        ({"model": "gpt", "width": 100}, "--width 100: give a multiple of 64, the width of a head, or less"),
+        ({"model": "gpt", "width": 100}, "--width 100 is no multiple of 64, the width of a head: use 64 or 128"),
         ({"strategy": "zero1", "compile": True}, "--compile is for replicas"),
         ({"strategy": "zero2", "async_checkpoint": True}, "--async-checkpoint is for replicas"),
         (
