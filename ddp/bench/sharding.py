@@ -31,6 +31,7 @@ from common.reporting.machine import usable_cores
 from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.gpt import GPT
+from common.training.models import require_heads
 from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn, keep_freed_memory, timed_steps
 
 VOCABULARY = 96  # printable characters
@@ -102,7 +103,10 @@ def parameters_of(width: int, layers: int, length: int) -> int:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Settings of ``ddp.bench sharding``."""
+    """Settings of ``ddp.bench sharding``.
+
+    :raises UsageError: for a width that heads do not divide
+    """
 
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
@@ -113,6 +117,9 @@ class ShardingConfig:
     rounds: int = option(6, "measured rounds per build; in each, every variant takes one turn", minimum=2)
     turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
+
+    def __post_init__(self) -> None:
+        require_heads(self.width)
 
 
 class ShardedVariantWorker:

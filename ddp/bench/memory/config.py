@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.cli import option
 from common.errors import UsageError
+from common.training.models import require_heads
 
 PARTS = ("parameters", "gradients", "optimizer state")
 UNITS = {"MiB": 2**20, "GiB": 2**30}
@@ -17,7 +18,7 @@ UNITS = {"MiB": 2**20, "GiB": 2**30}
 class MemoryConfig:
     """Settings of ``ddp.bench memory``.
 
-    :raises UsageError: for a limit that is no size
+    :raises UsageError: for a limit that is no size, and for a width that heads do not divide
     """
 
     width: int = option(256, "of the transformer", minimum=64)
@@ -34,6 +35,7 @@ class MemoryConfig:
     output: Path = option(Path("runs/bench-memory"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
+        require_heads(self.width)
         _ = self.limit_bytes  # which may be wrong
 
     @property

@@ -99,6 +99,12 @@ def test_a_limit_that_is_no_size(user_error: UserError, limit: str) -> None:
     )
 
 
+def test_a_width_that_heads_do_not_divide(user_error: UserError) -> None:
+    assert "--width 200 is no multiple of 64, the width of a head: use 192 or 256" in user_error(
+        main, "memory", "--width", "200"
+    )
+
+
 @pytest.mark.examples
 def test_a_limit_that_is_too_small(tmp_path: Path) -> None:
     done = run_command("ddp.bench", "memory", *SMALL, "--ranks", "2", "--limit", "0.01MiB", "--output", str(tmp_path))
