@@ -137,9 +137,11 @@ class Supervisor:
         job = self.job
         config, env = job.config, job.env
         with StopRequest().listening() as stop:
-            with env.fail_together():
-                shown = samples_shown(job.data)
-            if env.is_main or config.is_sharded:  # of shards, a forward pass is a collective
+            predicts = env.is_main or config.is_sharded  # of shards, a forward pass is a collective
+            with env.fail_together():  # a rank that cannot read must not leave the others in a forward pass
+                if predicts:
+                    shown = samples_shown(job.data)
+            if predicts:
                 precision = config.precision if config.is_sharded else "fp32"
                 predictions = predict(job.network, job.data, env, shown.images, precision)
             with env.fail_together():
