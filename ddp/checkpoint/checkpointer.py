@@ -1,8 +1,9 @@
 """When a checkpoint is written, and by which rank.
 
 Rank 0 writes, because all ranks hold the same weights. What differs between ranks is gathered first. Of a sharded model each
-rank writes its own part (sharded_saver.py). With
-``--async-checkpoint``, training waits only until rank 0 has a copy in memory. A thread writes the copy while training
+rank writes its own part (sharded_saver.py).
+
+With ``--async-checkpoint``, training waits only until rank 0 has a copy in memory. A thread writes the copy while training
 continues, and the next checkpoint begins only after that thread has ended.
 """
 
@@ -61,24 +62,11 @@ class Checkpointer:
         job.watchdog.at(job.step, "checkpoint")
         ranks: list[Any] = [None] * self._env.world_size
         dist.all_gather_object(ranks, state_of_rank(job))
-        if job.config.is_sharded:
-            with job.watchdog.paused():
+        with job.watchdog.paused():  # a disk may take longer than a collective may
+            if job.config.is_sharded:
                 self._write_together(job, ranks)
-            self._saved_at = time.monotonic()
-            return
-        with job.watchdog.paused(), self._env.fail_together():  # a disk may take longer than a collective may
-            if self._env.is_main:
-                self._join()
-                if job.user_error is not None:  # the metrics of this step may have failed to be written
-                    raise job.user_error
-                manifest, state = manifest_of(job), state_of_job(job, ranks)
-                if self._config.async_checkpoint and not wait:
-                    self._copy = copied(state, self._copy)
-                    self._thread = threading.Thread(target=self._write, args=(manifest, self._copy), name="checkpoint")
-                    self._thread.start()
-                else:
-                    self._write(manifest, state)
-                    self._join()
+            else:
+                self._write_on_rank_0(job, ranks, wait)
         self._saved_at = time.monotonic()
 
     def finish(self) -> None:
@@ -96,6 +84,22 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         if self._thread is not None:  # the run has failed: let its last checkpoint be completed
             self._thread.join()
+
+    def _write_on_rank_0(self, job: Job, ranks: list[Any], wait: bool) -> None:
+        """Rank 0 writes for all, or starts a thread that does."""
+        with self._env.fail_together():
+            if self._env.is_main:
+                self._join()
+                if job.user_error is not None:  # the metrics of this step may have failed to be written
+                    raise job.user_error
+                manifest, state = manifest_of(job), state_of_job(job, ranks)
+                if self._config.async_checkpoint and not wait:
+                    self._copy = copied(state, self._copy)
+                    self._thread = threading.Thread(target=self._write, args=(manifest, self._copy), name="checkpoint")
+                    self._thread.start()
+                else:
+                    self._write(manifest, state)
+                    self._join()
 
     def _write(self, manifest: Manifest, state: dict[str, Any]) -> None:
         try:
