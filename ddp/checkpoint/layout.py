@@ -19,12 +19,14 @@ class Part(NamedTuple):
     :param parameter: what the optimizer has: a piece, a DTensor, or a whole parameter that is frozen
     :param numel: elements of this part
     :param replicated: every rank has it whole
+    :param in_full: it is a piece in the memory of whole parameters
     """
 
     parameter: nn.Parameter
     numel: int
     place: Place
     replicated: bool = False
+    in_full: bool = False
 
 
 def layout_of(network: nn.Module) -> dict[str, Part]:
@@ -40,7 +42,8 @@ def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
     parts: dict[str, Part] = {}
     for flat in network.flats:
         for name, piece, begin, like in zip(flat.owners, flat.pieces, flat.begins(), flat.like, strict=True):
-            parts[name] = Part(piece, piece.numel(), Place.of_whole(like)._replace(begin=begin))
+            place = Place.of_whole(like)._replace(begin=begin)
+            parts[name] = Part(piece, piece.numel(), place, in_full=flat.shard_in_full)
     for name, parameter in network.module.named_parameters():
         if name in parts:
             yield name, parts[name]

@@ -25,7 +25,7 @@ NUMBER = Place(0, (), ())  # of a 0-d tensor
 
 
 def state_of_shard(job: Job, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What this rank writes. Tensors are not copied.
+    """What this rank writes. Tensors are not copied, except for pieces in the memory of whole parameters.
 
     :param buffers: of the plain module, by name; rank 0 writes them
     """
@@ -35,9 +35,8 @@ def state_of_shard(job: Job, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, part in layout.items():
         if first or not part.replicated:
             values = flat(part.parameter)
-            # torch.save writes whole storages. Up to stage 2, a piece's is that of the whole parameters.
-            values = values.clone() if getattr(job.network, "stage", 3) < 3 else values
-            pieces[f"{WEIGHT}:{name}"] = Piece(values, part.place)
+            # torch.save writes whole storages: without the copy, those of the whole parameters.
+            pieces[f"{WEIGHT}:{name}"] = Piece(values.clone() if part.in_full else values, part.place)
         state = {key: value for key, value in job.optimizer.state.get(part.parameter, {}).items() if value is not None}
         if part.parameter.requires_grad and not state:
             stateless.append(name)

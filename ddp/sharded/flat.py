@@ -43,7 +43,8 @@ class FlatParameters:
     """Parameters of one dtype and device: whole ones to compute with, and this rank's pieces to optimize. A collective.
 
     ``full`` is the flat tensor of all ranks' slices (FSDP: unsharded), ``whole`` the parameters in it. ``shard`` is this rank's slice
-    (FSDP: sharded), ``pieces`` the parameters in it. ``gradient`` and ``grad_shard`` are the same of gradients.
+    (FSDP: sharded), ``pieces`` the parameters in it. ``gradient`` and ``grad_shard`` are the same of gradients. ``shard_in_full``
+    says whether the slice lies in the memory of ``full``, or in its own.
 
     :param owners: for each parameter by name, the modules that hold it: several if it is tied
     :param group: the ranks that share it; rank 0's values are sent to all
@@ -89,8 +90,8 @@ class FlatParameters:
             view.copy_(original.detach())
         dist.broadcast(values, group=group, group_src=0)
         self.full = values if self.compute_dtype == self.dtype else values.to(self.compute_dtype)
-        in_place = stage < 3 and self.full is values
-        self.shard = self.own(values) if in_place else self.own(values).clone()
+        self.shard_in_full = stage < 3 and self.full is values
+        self.shard = self.own(values) if self.shard_in_full else self.own(values).clone()
         self.whole = [_parameter(view, self.trained) for view in self.views(self.full)]
         self.pieces = [_parameter(piece, self.trained) for piece in self._pieces_of(self.shard)]
         self._install(self.whole)
@@ -154,7 +155,7 @@ class FlatParameters:
             # Until they are whole again: code that does not wait gets an error, not old values.
             self._install(self.pieces)
             self._installed = False
-        if self.own(self.full).data_ptr() != self.shard.data_ptr():
+        if not self.shard_in_full:
             self.own(self.full).copy_(self.shard)
         if self.shard_numel:
             self._gathering = self._gather.start_all_gather(self.full)
