@@ -15,12 +15,14 @@ pickle, ``.metadata``, so read only what you trust. This project's own files are
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -110,9 +112,12 @@ def load_parameters(network: nn.Module, path: str | os.PathLike[str], prefix: st
     :param prefix: of the parameters' names in the folder
     :raises CheckpointException: when the folder lacks one
     """
+    reader = cast(StorageReader, _storage_setup(None, path, reader=True))  # the one that load() would choose
+    # Every load() asks for the metadata of the whole folder.
+    reader.read_metadata = functools.cache(reader.read_metadata)  # type: ignore[method-assign]
     for name, part in layout_of(network).items():
         whole = {f"{prefix}{name}": torch.empty(part.place.shape, dtype=part.parameter.dtype)}
-        load(whole, checkpoint_id=path, no_dist=True)
+        load(whole, storage_reader=reader, no_dist=True)
         values = in_memory_order(whole[f"{prefix}{name}"], part.place.order)
         flat(part.parameter).copy_(values[part.place.begin : part.place.begin + part.numel])
     if isinstance(network, ZeRO1):
