@@ -33,9 +33,9 @@ def shard_network(
 ) -> nn.Module:
     """The network, sharded over all ranks. A collective.
 
-    In bf16 and fp16, parameters are gathered in that dtype. With fp32 parameters, autocast would keep a copy of each for the
-    backward pass, which is the memory that sharding is to save. Gradients are summed in fp32. With BatchNorm, whose statistics
-    and parameters must be of one dtype, all of that stays fp32.
+    In bf16 and fp16, parameters are gathered in that dtype. If they were gathered in fp32, autocast would cast them, and autograd
+    would keep these whole copies until backward. Gradients are summed in fp32. With BatchNorm, whose statistics and parameters
+    must be of one dtype, all of that stays fp32.
 
     :param network: the same on every rank
     :param strategy: one of :data:`ddp.config.SHARDED`

@@ -104,7 +104,7 @@ class RecordingCollectives(SlicedAllReduce):
         return self._inner.allocate(numel, dtype, device)
 
     def run(self, buffer: Tensor) -> None:
-        self._timed("wait for flags", self._inner.run, buffer)  # nobody runs it in the background
+        self._timed("wait for flags", self._inner.run, buffer)  # not in the background: the model waits for it
 
     def all_gather(self, buffer: Tensor) -> None:
         self._timed("gather", self._inner.all_gather, buffer)
