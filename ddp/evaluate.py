@@ -102,7 +102,7 @@ def main() -> None:
         shard = open_test_loader(data, env, run.loading)
         result = evaluate(network, data, env, config.precision, shard)
         if env.is_main:
-            print(table(result, data.classes))
+            print(table(result, data.classes, data.test_unit))
 
 
 if __name__ == "__main__":

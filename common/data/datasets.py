@@ -147,6 +147,11 @@ class ImageData:
         """Channels, height and width."""
         return self.train.shape
 
+    @property
+    def test_unit(self) -> str:
+        """What an evaluation says that it counts."""
+        return "samples" if self.unit == "images" else self.unit
+
     def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
         """The model's input: uint8 images become float32 of mean 0 and standard deviation 1, on the same device."""
         return (

@@ -79,7 +79,7 @@ def finish(
         )
     return (
         f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "
-        f"({result.confusion.trace()} of {result.confusion.sum()} {'samples' if data.unit == 'images' else data.unit})\n"
+        f"({result.confusion.trace()} of {result.confusion.sum()} {data.test_unit})\n"
         f"{times}"
         f"{files_line(run_dir, (*RESULTS, METRICS_FILE))}"
     )

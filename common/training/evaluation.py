@@ -119,8 +119,11 @@ def predict(network: nn.Module, data: ImageData, env: DistEnv, images: Tensor, p
         return network(data.to_input(images.to(env.device))).argmax(1).cpu()  # type: ignore[no-any-return]
 
 
-def table(result: Evaluation, classes: tuple[str, ...]) -> str:
-    """The confusion matrix as text, with each class's accuracy; of many classes, the columns are numbered."""
+def table(result: Evaluation, classes: tuple[str, ...], unit: str = "samples") -> str:
+    """The confusion matrix as text, with each class's accuracy; of many classes, the columns are numbered.
+
+    :param unit: what is counted
+    """
     columns = classes = tuple(map(printable, classes))
     if len(classes) > MOST_NAMED_COLUMNS:
         columns = tuple(str(number) for number in range(1, len(classes) + 1))
@@ -131,7 +134,7 @@ def table(result: Evaluation, classes: tuple[str, ...]) -> str:
     for name, share, counts in zip(classes, result.class_accuracy, result.confusion, strict=True):
         lines.append(f"{name:>{width}} {100 * share:7.2f} % " + "".join(f"{count:>{column}}" for count in counts))
     lines.append(
-        f"accuracy {100 * result.accuracy:.2f} %: {result.confusion.trace()} of {result.confusion.sum()} samples, "
+        f"accuracy {100 * result.accuracy:.2f} %: {result.confusion.trace()} of {result.confusion.sum()} {unit}, "
         f"loss {result.loss:.4f}"
     )
     return "\n".join(lines)

@@ -35,6 +35,7 @@ def test_a_step_is_that_of_one_process(tmp_path: Path, ranks: int, grad_accumula
 def test_lines_are_sums() -> None:
     data = sums.load(200, 20)
     assert data.train.shape == (1, 1, sums.LENGTH)
+    assert data.test_unit == "characters"
     inputs, targets = data.train.images, data.train.labels  # type: ignore[attr-defined]
     for line, following in zip(torch.from_numpy(inputs).flatten(1), torch.from_numpy(targets), strict=True):
         written = data.classes[int(line[0])] + data.text_of(following)

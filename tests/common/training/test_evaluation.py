@@ -47,4 +47,5 @@ def test_class_accuracy_and_its_table() -> None:
     text = table(result, ("cat", "dog", "emu"))
     assert "80.00 %" in text.splitlines()[1]
     assert "13 of 15 samples" in text.splitlines()[-1]
+    assert "13 of 15 characters" in table(result, ("cat", "dog", "emu"), "characters")
     assert result.as_dict(("cat", "dog", "emu"))["samples"] == 15
