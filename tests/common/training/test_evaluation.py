@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from common.data import datasets
 from common.data.datasets import BatchKey, fetch_batches
 from common.distributed.process_group import DistEnv
+from common.resilience.stop_request import StopRequest
 from common.training.evaluation import Evaluation, evaluate, evaluation_batch_size, table
 from common.training.models import build_model
 
@@ -27,6 +30,17 @@ def test_it_equals_a_plain_loop() -> None:
     assert result.confusion.sum() == 301
     assert result.accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
     assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+def test_a_stop_before_the_first_batch_counts_nothing() -> None:
+    data = datasets.load("glyphs", train_samples=100, test_samples=1)
+    network = build_model("mlp", data.shape, len(data.classes))
+    stop = StopRequest()
+    stop.number = signal.SIGTERM
+    shard = stop.before(fetch_batches(data.test, np.arange(1), 50))
+    result = evaluate(network, data, DistEnv.alone(torch.device("cpu")), "fp32", shard)
+    assert (result.confusion.sum(), result.loss) == (0, 0.0)
+    assert np.isnan(result.class_accuracy).all()
 
 
 @pytest.mark.parametrize(("side", "samples"), [(28, 500), (64, 95), (1000, 32), (8, 500)])
