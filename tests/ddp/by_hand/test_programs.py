@@ -1,0 +1,35 @@
+"""ddp/by_hand/drop_in: whatever a training script does between two steps, ours ends with the same bits as torch's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from common.distributed.process_group import process_group
+from tests.ddp.by_hand.programs import Program, compare, programs
+from tests.support.launch import run_ranks
+
+
+def compared(some: list[Program]) -> list[str]:
+    with process_group(timeout_s=60):
+        return [found for program in some if (found := compare(program))]
+
+
+def assert_equal(some: list[Program]) -> None:
+    for found in run_ranks(compared, 2, some, timeout_s=300):
+        assert found == []
+
+
+@settings(max_examples=2, phases=[Phase.generate])
+@given(st.lists(programs(), min_size=8, max_size=8))
+def test_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> None:
+    assert_equal(some)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@settings(max_examples=50, phases=[Phase.generate])
+@given(st.lists(programs(), min_size=10, max_size=10))
+def test_500_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> None:
+    assert_equal(some)
