@@ -145,6 +145,36 @@ class WorkerGroup:
         self._doing = None
         return results
 
+    def finish_within(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
+        """Wait for a call that was started and may fail or hang on some ranks. Unless it went well on all, all ranks end.
+
+        :param timeout_s: time for the call
+        :param failed: whether a result is a failure; the other ranks may be waiting for that one, in vain
+        :param grace_s: time for the other ranks after the first failure
+        :returns: the results of the ranks that answered, by rank; a RuntimeError for a rank that died or raised something
+        :raises UsageError: with the message of a rank's ``UsageError``
+        """
+        if not self._doing:
+            raise RuntimeError("no call was started")
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        well = False
+        try:
+            pending = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+            pipe: Any
+            while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+                for pipe in ready:
+                    rank = pending.pop(pipe)
+                    results[rank] = self._result_or_error(rank, pipe)
+                    if isinstance(results[rank], RuntimeError) or failed(results[rank]):
+                        deadline = min(deadline, time.monotonic() + grace_s)
+            well = not pending and not any(isinstance(r, RuntimeError) or failed(r) for r in results.values())
+        finally:
+            if not well:
+                self._kill()
+        self._doing = None
+        return dict(sorted(results.items()))
+
     def close(self) -> None:
         """End the ranks: ask them to leave; kill those that do not, or are still in a call."""
         try:
@@ -180,6 +210,16 @@ class WorkerGroup:
         if failure:
             raise failure
         return [results[rank] for rank in range(len(pipes))]
+
+    def _result_or_error(self, rank: int, pipe: Connection) -> Any:
+        """What one rank answers."""
+        try:
+            user_error, trace, result = pipe.recv()
+        except (EOFError, OSError):
+            return self._death(rank)
+        if user_error is not None:
+            raise UsageError(user_error)
+        return result if trace is None else RuntimeError(f"{self._who(rank)} failed in {self._doing}:\n{trace}")
 
     def _death(self, rank: int) -> RuntimeError:
         process, _ = self._ranks[rank]

@@ -11,5 +11,6 @@ def gradients_are_the_average_of_the_ranks(wrap: Wrap) -> None:
     """After backward, every .grad is the average of what the ranks computed alone."""
     network = layers(3, 5, 2)
     expected = average(alone(network))
-    loss_of(wrap(network)(inputs())).backward()
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
     expect_same(gradients(network), expected)

@@ -1,0 +1,101 @@
+"""Does a DDP wrapper do what torch's does? Checks of a wrapper of your own, each on real ranks.
+
+    python -m ddp.conformance mypackage.mymodule:MyDDP       # a class, or a function: wrap(module, **options)
+    python -m ddp.conformance                                # torch's own DistributedDataParallel
+    python -m ddp.conformance ddp.by_hand:NaiveDistributedDataParallel --ranks 2,3,4 --only hooks,averages
+    python -m ddp.conformance --list                         # the names of all checks, and what each proves
+
+The wrapper is called as torch's is: with a module, and with options by their names. A check is `wrong` if a value is, `refused` if
+the wrapper raises an error, and `hung` if a rank does not answer within the time limit; its ranks are then killed. The exit
+status is 1 unless all pass. The tracebacks are in the JSON, and what the ranks print is in the logs beside it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.cli import command, option, parse
+from common.distributed.dist_env import require_alone
+from common.errors import UsageError
+from common.reporting.run_directory import prepare_output, results_in
+from common.stdout import print_results
+
+if TYPE_CHECKING:
+    from ddp.conformance.check import Check
+    from ddp.conformance.runner import Result
+
+TORCH = "torch.nn.parallel:DistributedDataParallel"
+
+
+@dataclass(frozen=True)
+class ConformanceConfig:
+    """Settings of ``ddp.conformance``."""
+
+    ranks: tuple[int, ...] = option((2,), "numbers of ranks; every check runs at each", minimum=2, maximum=16)
+    only: tuple[str, ...] | None = option(
+        None, "run the checks whose name or topic contains one of these words (default: all)"
+    )
+    time_limit: float = option(20.0, "seconds until a check counts as hung", above=0, maximum=3600)
+    list: bool = option(False, "list the checks instead of running them")
+    output: Path = option(Path("runs/conformance"), "folder of the JSON and of the ranks' logs")
+
+
+@command
+def main() -> None:
+    named = sys.argv[1:2] if not sys.argv[1:2] or not sys.argv[1].startswith("-") else []
+    wrapper = named[0] if named else TORCH
+    config = parse(ConformanceConfig, "ddp.conformance [MODULE:CLASS]", __doc__, sys.argv[1 + len(named) :])
+    require_alone("ddp.conformance")
+    from ddp.conformance.report import files, listing, summary, table, write_json  # only now: they import torch
+    from ddp.conformance.runner import PASS, load, selected
+
+    checks = selected(config.only or ())
+    if config.list:
+        print(listing(checks))
+        return
+    load(wrapper)  # here first: what cannot be imported is said before ranks start
+    results = run(wrapper, checks, config)
+    with results_in(config.output):
+        write_json(config.output, {"wrapper": wrapper, **asdict(config)}, results)
+    columns = shutil.get_terminal_size((140, 24)).columns
+    text = f"{table(results, columns)}\n\n{wrapper}: {summary(results)}\n{files(config.output)}"
+    print_results(text)
+    if any(result.status != PASS for result in results):
+        sys.exit(1)
+
+
+def run(wrapper: str, checks: Sequence[Check], config: ConformanceConfig) -> list[Result]:
+    """Run the checks at each number of ranks; the results of a check stand together."""
+    import torch
+
+    from common.distributed.process_group import DistEnv
+    from common.distributed.rank_logging import Progress, rank_logging
+    from ddp.conformance.report import clear_logs
+    from ddp.conformance.runner import Runner
+
+    env = DistEnv.alone(torch.device("cpu"))
+    results = []
+    with rank_logging(env):
+        prepare_output(config.output)
+        clear_logs(config.output)
+        chosen = {ranks: [check for check in checks if check.at_least <= ranks] for ranks in config.ranks}
+        if not any(chosen.values()):
+            least = min(check.at_least for check in checks)
+            raise UsageError(f"--ranks {','.join(map(str, config.ranks))}: these checks need at least {least} ranks")
+        with Progress(env, "checks", sum(map(len, chosen.values()))) as progress:
+            for ranks, some in chosen.items():
+                with Runner(ranks, config.time_limit, config.output) as runner:
+                    for check in some:
+                        results.append(runner.run(check, wrapper))
+                        progress.advance(1, f"{ranks} ranks, {check.topic}")
+    order = {check.name: index for index, check in enumerate(checks)}
+    return sorted(results, key=lambda result: order[result.check])
+
+
+if __name__ == "__main__":
+    main()

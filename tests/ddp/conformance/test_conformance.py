@@ -1,0 +1,138 @@
+"""ddp/conformance: the command, on right wrappers and on those that hang, crash or refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp.conformance import __main__ as conformance
+from ddp.conformance.check import CHECKS
+from ddp.conformance.report import summary, table
+from ddp.conformance.runner import HUNG, PASS, REFUSED, WRONG, Answer, Result, Runner, verdict
+from tests.support.launch import run_command
+from tests.support.user_errors import UserError
+
+WRAPPERS = "tests.ddp.conformance.wrappers"
+FIRST = CHECKS[0]  # any check that runs forward and backward
+TORCH_FAILS: set[str] = set()  # cases in which torch's DDP is wrong, or stricter than it must be
+
+
+def test_torch_s_ddp_passes_what_it_should(tmp_path: Path) -> None:
+    done = run_command("ddp.conformance", "--output", str(tmp_path), timeout_s=200)
+    results = json.loads((tmp_path / "conformance.json").read_text())["results"]
+    assert {result["check"]: result["message"] for result in results if result["status"] != PASS}.keys() == TORCH_FAILS
+    assert done.returncode == bool(TORCH_FAILS)
+    assert f"{len(results) - len(TORCH_FAILS)} of {len(results)} pass" in done.stdout
+
+
+def test_the_handwritten_ddp_passes(tmp_path: Path) -> None:
+    wrapper = "ddp.by_hand:HandwrittenDistributedDataParallel"
+    done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(rf"  {FIRST.name} +pass\n", done.stdout)
+    assert f"{wrapper}: 1 of 1 pass\n" in done.stdout
+
+
+def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Path) -> None:
+    wrapper = f"{WRAPPERS}:RefusesOnRank1"
+    done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path), "--ranks", "2,3")
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if FIRST.name in line)
+    assert line.split()[-3:] == ["waited", "in", "vain"]
+    assert "refused  refused  rank 1: NotImplementedError: not on this rank; rank 0 waited in vain" in line
+    assert "0 of 1 pass: 1 refused" in done.stdout
+    assert "Traceback" in json.loads((tmp_path / "conformance.json").read_text())["results"][0]["answers"]["1"]["trace"]
+
+
+def test_a_rank_that_hangs_is_killed_and_the_next_check_gets_new_ranks() -> None:
+    with Runner(2, time_limit_s=1.5) as runner:
+        hung = runner.run(FIRST, f"{WRAPPERS}:HangsOnRank1")
+        assert (hung.status, hung.message) == (HUNG, "ranks 0 and 1 did not answer within 1.5 s")
+        assert runner.run(FIRST, conformance.TORCH).status == PASS
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with Runner(2) as runner:
+        died = runner.run(FIRST, f"{WRAPPERS}:DiesOnRank1")
+        assert died.status == REFUSED
+        assert re.match(r"rank 1 of 2 \(pid \d+\) ended with exit status 7", died.message)
+        assert died.seconds < 10
+
+
+def test_a_collective_that_is_left_over_is_found() -> None:
+    with Runner(2, time_limit_s=3) as runner:
+        assert runner.run(FIRST, f"{WRAPPERS}:LeavesACollective").status != PASS
+
+
+def test_warnings_are_no_failure_and_prints_go_to_the_log(tmp_path: Path) -> None:
+    with Runner(2, logs=tmp_path) as runner:
+        assert runner.run(FIRST, f"{WRAPPERS}:Talks").status == PASS
+    assert (tmp_path / "rank1-of-2.log").read_text() == "a line\n"
+
+
+def test_the_verdict_prefers_the_cause_to_its_echo() -> None:
+    wrong, echo = (
+        Answer(WRONG, "gradient 0 is 1 instead of 2"),
+        Answer(REFUSED, "RuntimeError: Connection reset by peer"),
+    )
+    error = Answer(REFUSED, "ValueError: no")
+    assert verdict({0: echo, 1: wrong}, 2, 5) == (WRONG, "rank 1: gradient 0 is 1 instead of 2")
+    assert verdict({0: echo, 1: error}, 2, 5) == (REFUSED, "rank 1: ValueError: no")
+    assert verdict({1: error}, 3, 5) == (REFUSED, "rank 1: ValueError: no; ranks 0 and 2 waited in vain")
+    assert verdict({1: Answer(PASS)}, 3, 5) == (HUNG, "ranks 0 and 2 did not answer within 5 s; rank 1 passed")
+    assert verdict({0: Answer(PASS), 1: Answer(PASS)}, 2, 5) == (PASS, "")
+
+
+def test_the_table_fits_and_the_summary_counts_checks() -> None:
+    results = [
+        Result("one", "averages", 2, PASS),
+        Result("one", "averages", 3, WRONG, "a long message " * 20),
+        Result("two", "hooks", 3, HUNG, "rank 1 did not answer"),
+        Result("three", "hooks", 2, PASS),
+    ]
+    lines = table(results, 60).splitlines()
+    assert max(map(len, lines)) == 60
+    assert lines[1].split()[:3] == ["one", "pass", "wrong"]
+    assert lines[4].split()[:3] == ["two", "-", "hung"]
+    assert summary(results) == "1 of 3 pass: 1 wrong, 1 hung"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["ddp.by_hand:NoSuchWrapper"], "has no 'NoSuchWrapper'"),
+        (["no_such_module:X"], "No module named 'no_such_module'"),
+        (["tests.ddp.conformance.broken_module:X"], "what this module needs is not here"),
+        ([f"{WRAPPERS}:NUMBER"], "cannot be called"),
+        (["without_a_colon"], "name the wrapper as module:Class"),
+        (["--only", "no_such_check"], "--only no_such_check: no check has that in its name"),
+        (["--ranks", "1"], "--ranks 1 is out of range"),
+    ],
+)
+def test_a_user_error_is_one_line(user_error: UserError, arguments: list[str], words: str) -> None:
+    assert words in user_error(conformance.main, *arguments)
+
+
+def test_an_error_on_the_ranks_alone_is_one_line(tmp_path: Path) -> None:
+    wrapper = f"{WRAPPERS.replace('wrappers', 'only_here')}:Wrapper"
+    done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "cannot be imported (ImportError: not on a rank" in done.stderr
+
+
+def test_the_list_has_every_check_and_what_it_proves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ddp.conformance", "--list", "--only", FIRST.topic])
+    conformance.main()
+    out = capsys.readouterr().out
+    assert f"  {FIRST.name}\n      {FIRST.proves.splitlines()[0]}\n" in out
+
+
+def test_names_are_not_used_twice() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert all(check.proves for check in CHECKS)

@@ -1,0 +1,46 @@
+"""Every check finds a wrapper that has the one defect for which the check was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ddp.conformance.check import CHECKS, Check
+from ddp.conformance.runner import PASS, Runner
+from tests.ddp.conformance.mutants import MUTANTS
+
+FIRST_OF_TOPIC = list({check.topic: check for check in reversed(CHECKS)}.values())
+
+
+@pytest.fixture(scope="module")
+def runners() -> Iterator[dict[int, Runner]]:
+    """Runners by their number of ranks. A mutant that makes its check hang costs the time limit."""
+    with Runner(2, time_limit_s=5) as two, Runner(3, time_limit_s=5) as three, Runner(4, time_limit_s=5) as four:
+        yield {2: two, 3: three, 4: four}
+
+
+def test_every_check_has_a_mutant() -> None:
+    assert {function_name(check) for check in CHECKS} == MUTANTS.keys()
+
+
+@pytest.mark.parametrize("check", FIRST_OF_TOPIC, ids=lambda check: check.topic)
+def test_a_mutant_of_each_topic_is_caught(runners: dict[int, Runner], check: Check) -> None:
+    require_caught(runners, check)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
+def test_each_mutant_is_caught(runners: dict[int, Runner], check: Check) -> None:
+    require_caught(runners, check)
+
+
+def require_caught(runners: dict[int, Runner], check: Check) -> None:
+    result = runners[check.at_least].run(check, f"tests.ddp.conformance.mutants:{function_name(check)}")
+    assert result.status != PASS
+    assert "AttributeError" not in result.message, result.message  # the mutant's own mistake, or a check of nothing
+    assert "TypeError: " not in result.message or "unexpected keyword" not in result.message, result.message
+
+
+def function_name(check: Check) -> str:
+    return check.run.__name__
