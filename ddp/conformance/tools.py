@@ -35,6 +35,11 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def backward(model: nn.Module, number: int = 0) -> None:
+    """Forward and backward with this rank's ``number``-th batch."""
+    loss_of(model(inputs(number))).backward()
+
+
 def gradients(module: nn.Module) -> Gradients:
     """Copies of all gradients, in the order of the parameters; None where there is none."""
     return [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
@@ -73,6 +78,23 @@ def expect(condition: object, message: str) -> None:
     """:raises Wrong: with the message, unless the condition holds"""
     if not condition:
         raise Wrong(message)
+
+
+def error_of(action: Callable[[], Any]) -> Exception | None:
+    """The error that an action raises, which the wrapper is expected to; None if it raises none."""
+    try:
+        action()
+    except Exception as error:  # which type is the wrapper's own choice
+        return error
+    return None
+
+
+def expect_refused(action: Callable[[], Any], what: str) -> Exception:
+    """:raises Wrong: if an action raises no error"""
+    error = error_of(action)
+    if error is None:
+        raise Wrong(f"{what} is accepted")
+    return error
 
 
 def expect_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None], what: str = "gradient") -> None:

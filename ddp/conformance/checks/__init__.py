@@ -1,3 +1,6 @@
 """The checks, by topic. Importing this package fills :data:`ddp.conformance.check.CHECKS`, in this order."""
 
+# ruff: noqa: I001
+from ddp.conformance.checks import replicas as replicas
 from ddp.conformance.checks import averages as averages
+from ddp.conformance.checks import overlap as overlap

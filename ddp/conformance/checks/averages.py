@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import alone, average, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.tools import (
+    EACH_ALONE,
+    alone,
+    average,
+    backward,
+    expect,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    of_all_ranks,
+)
 
 
 @check
@@ -12,5 +33,350 @@ def gradients_are_the_average_of_the_ranks(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     expected = average(alone(network))
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     expect_same(gradients(network), expected)
+
+
+@check
+def every_step_averages(wrap: Wrap) -> None:
+    """The fifth step averages as the first does: buckets are rebuilt and reused in between."""
+    network = layers(3, 5, 2)
+    model = wrap(network)
+    for number in range(5):
+        expected = average(alone(network, lambda plain, number=number: backward(plain, number)))
+        model.zero_grad()
+        backward(model, number)
+        expect_same(gradients(network), expected, f"step {number}'s gradient")
+
+
+@check
+def training_equals_one_process_with_the_whole_batch(wrap: Wrap) -> None:
+    """Five steps with momentum come to the weights of one process that sees all ranks' samples."""
+    network, batches = layers(3, 5, 2), [torch.cat(of_all_ranks(inputs(number))) for number in range(5)]
+    single = copy.deepcopy(network)
+    model = wrap(network)
+    optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, single))
+    for number in range(5):
+        optimizer.zero_grad()
+        backward(model, number)
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(single(batches[number])).backward()
+        reference.step()
+    expect_same(list(network.parameters()), list(single.parameters()), "weight")
+
+
+@check
+def every_rank_counts_the_same_whatever_its_batch_size(wrap: Wrap) -> None:
+    """A rank with more samples has no more weight: the average is over ranks, not over samples."""
+    network = layers(3, 5, 2)
+    batch = inputs(samples=1 + 3 * dist.get_rank())
+    expected = average(alone(network, lambda plain: loss_of(plain(batch)).backward()))
+    model = wrap(network)
+    loss_of(model(batch)).backward()
+    expect_same(gradients(network), expected)
+
+
+@check
+def a_nan_on_one_rank_reaches_all(wrap: Wrap) -> None:
+    """Nobody filters what is not finite: the scaler or the loop must see it, and on every rank."""
+    network = layers(3, 2)
+    model = wrap(network)
+    batch = inputs()
+    if dist.get_rank() == 1:
+        batch[0, 0] = math.nan
+    loss_of(model(batch)).backward()
+    for parameter in network.parameters():
+        found = 0 if parameter.grad is None else int(parameter.grad.isnan().sum())
+        expect(found == parameter.numel(), f"{found} of {parameter.numel()} elements of the gradient are nan")
+
+
+@check
+def large_fp16_gradients_do_not_overflow(wrap: Wrap) -> None:
+    """Gradients of 40,000 on every rank average to 40,000, though their sum has no place in fp16: divide, then add."""
+    network = nn.Linear(4, 1, bias=False).half()
+    model = wrap(network)
+    model(torch.full((1, 4), 40_000.0, dtype=torch.float16)).sum().backward()
+    expect_same(gradients(network), [torch.full((1, 4), 40_000.0, dtype=torch.float16)])
+
+
+@check
+def double_precision_is_kept(wrap: Wrap) -> None:
+    """Gradients in float64 are averaged in float64: differences of 1e-12 survive."""
+    network = nn.Linear(3, 2, bias=False).double()
+    model = wrap(network)
+    model(torch.full((1, 3), 1 + 1e-12 * (1 + dist.get_rank()), dtype=torch.float64)).sum().backward()
+    found = network.weight.grad
+    expected = 1 + 1e-12 * (1 + dist.get_world_size()) / 2
+    error = math.inf if found is None else (found - expected).abs().max().item()
+    expect(error < 1e-14, f"the average is off by {error:.3g}")
+
+
+@check
+def parameters_of_several_dtypes_are_all_averaged(wrap: Wrap) -> None:
+    """One network may have weights in float32, float64, bfloat16 and float16; each gradient keeps its weight's."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    network = nn.ModuleList([nn.Linear(3, 1, bias=False, dtype=dtype) for dtype in dtypes])
+    model = wrap(_Each(network))
+    model(torch.full((1, 3), 1.0 + dist.get_rank())).backward()
+    expected = 1 + sum(range(dist.get_world_size())) / dist.get_world_size()
+    for dtype, gradient in zip(dtypes, gradients(network), strict=True):
+        found = math.nan if gradient is None or gradient.dtype != dtype else gradient.double().mean().item()
+        expect(abs(found - expected) < 0.01, f"the gradient in {dtype} is {found} instead of {expected}")
+
+
+class _Each(nn.Module):
+    """The sum of what several layers make of the same input, each in its own dtype."""
+
+    def __init__(self, networks: nn.ModuleList) -> None:
+        super().__init__()
+        self.networks = networks
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([one(inputs.to(one.weight.dtype)).sum().float() for one in self.networks]).sum()
+
+
+class _Odd(nn.Module):
+    """A parameter without dimensions, one without elements, and a layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layer = layers(3, 2)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.scale * self.layer(inputs) + self.empty.sum()
+
+
+@check
+def scalar_and_empty_parameters_are_averaged_too(wrap: Wrap) -> None:
+    """A parameter may have no dimensions (a temperature), or no elements."""
+    network = _Odd()
+    expected = average(alone(network))
+    model = wrap(network)
+    backward(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def channels_last_weights_are_averaged(wrap: Wrap) -> None:
+    """A gradient that does not lie in rows is averaged element by element, and comes back in its own order."""
+    torch.manual_seed(0)
+    network = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = inputs(width=27).view(4, 3, 3, 3).to(memory_format=torch.channels_last)
+    expected = average(alone(network, lambda plain: loss_of(plain(images)).backward()))
+    model = wrap(network)
+    loss_of(model(images)).backward()
+    expect_same(gradients(network), expected)
+
+
+@check
+def gradients_have_the_strides_of_their_parameters(wrap: Wrap) -> None:
+    """A channels-last weight keeps a channels-last gradient, or optimizers would walk two orders at once."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 5))
+    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = wrap(network, gradient_as_bucket_view=True)
+    for _ in range(2):
+        loss_of(model(inputs(width=27).view(4, 3, 3, 3))).backward()
+        for name, parameter in network.named_parameters():
+            found = None if parameter.grad is None else parameter.grad.stride()
+            expect(found == parameter.stride(), f"{name} has strides {parameter.stride()}, its gradient {found}")
+
+
+@check
+def gradients_zeroed_in_place_are_averaged_afresh(wrap: Wrap) -> None:
+    """With zero_grad(set_to_none=False), .grad stays the same tensor, and the next step still averages."""
+    network = layers(3, 5, 2)
+    model = wrap(network)
+    for number in range(3):
+        expected = average(alone(network, lambda plain, number=number: backward(plain, number)))
+        model.zero_grad(set_to_none=False)
+        backward(model, number)
+        expect_same(gradients(network), expected, f"step {number}'s gradient")
+
+
+@check
+def gradients_add_up_over_synchronized_steps(wrap: Wrap) -> None:
+    """Without zero_grad, a second average is added to the first."""
+    network = layers(3, 5, 2)
+    first, second = (average(alone(network, lambda plain, n=n: backward(plain, n))) for n in range(2))
+    model = wrap(network)
+    backward(model, 0)
+    backward(model, 1)
+    expect_same(gradients(network), [one + other for one, other in zip(first, second, strict=True)])
+
+
+@check
+def gradients_may_be_changed_in_place_between_steps(wrap: Wrap) -> None:
+    """What clipping leaves in .grad is what the next backward adds to."""
+    network = layers(3, 5, 2)
+    first, second = (average(alone(network, lambda plain, n=n: backward(plain, n))) for n in range(2))
+    model = wrap(network)
+    backward(model, 0)
+    for parameter in network.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(-3)
+    backward(model, 1)
+    expect_same(gradients(network), [-3 * one + other for one, other in zip(first, second, strict=True)])
+
+
+@check
+def gradients_may_be_replaced_between_steps(wrap: Wrap) -> None:
+    """Who puts another tensor in the place of .grad finds it there, with the next average added, also with views."""
+    network = layers(3, 5, 2)
+    model = wrap(network, gradient_as_bucket_view=True)
+    backward(model, 0)
+    second = average(alone(network, lambda plain: backward(plain, 1)))
+    for parameter in network.parameters():
+        parameter.grad = torch.full_like(parameter, 7)
+    backward(model, 1)
+    expect_same(gradients(network), [7 + gradient for gradient in second])
+
+
+@check
+def gradients_may_be_views_of_the_buckets(wrap: Wrap) -> None:
+    """gradient_as_bucket_view=True saves the memory of one copy: small gradients lie side by side in one storage."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network, gradient_as_bucket_view=True)
+    for _ in range(3):
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), expected)
+    storages = {p.grad.untyped_storage().data_ptr() for p in network.parameters() if p.grad is not None}
+    expect(len(storages) == 1, f"4 small gradients lie in {len(storages)} storages")
+
+
+@dataclasses.dataclass
+class _Outputs:
+    """What a network may return."""
+
+    first: Tensor
+    second: Tensor
+
+
+class _Returns(nn.Module):
+    """A network whose output is put into something by ``form``."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.network, self.form = layers(3, 5, 2), form
+
+    def forward(self, inputs: Tensor) -> Any:
+        output = self.network(inputs)
+        return self.form(output[:, 0], output[:, 1])
+
+
+@check
+def outputs_may_be_nested_dicts_and_lists(wrap: Wrap) -> None:
+    """The tensors that a loss is made of may stand anywhere in what forward returns."""
+    network = _Returns(lambda first, second: {"all": [first, {"other": (second,)}], "name": "text"})
+
+    def step(model: nn.Module) -> None:
+        outputs = model(inputs())
+        (outputs["all"][0] * outputs["all"][1]["other"][0]).sum().backward()
+
+    expected = average(alone(network, step))
+    model = wrap(network, find_unused_parameters=True)
+    step(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def outputs_may_be_dataclasses(wrap: Wrap) -> None:
+    """A dataclass is as good as a tuple, and comes back as what it was."""
+    network = _Returns(_Outputs)
+
+    def step(model: nn.Module) -> None:
+        outputs = model(inputs())
+        expect(isinstance(outputs, _Outputs), f"forward returns {type(outputs).__name__} instead of the dataclass")
+        (outputs.first * outputs.second).sum().backward()
+
+    expected = average(alone(network, step))
+    model = wrap(network, find_unused_parameters=True)
+    step(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def a_loss_may_use_one_output_of_several(wrap: Wrap) -> None:
+    """An output that is only logged takes no part in backward, and nothing waits for it."""
+    network = _Returns(_Outputs)
+    expected = average(alone(network, lambda plain: plain(inputs()).first.square().sum().backward()))
+    model = wrap(network)
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs()).first.square().sum().backward()
+        expect_same(gradients(network), expected)
+
+
+class _Named(nn.Module):
+    """Takes an input by position and two by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = layers(3, 5, 2)
+
+    def forward(self, inputs: Tensor, *, factor: float = 1.0, offset: Tensor | None = None) -> Tensor:
+        return factor * self.network(inputs if offset is None else inputs + offset)
+
+
+@check
+def inputs_may_be_given_by_name(wrap: Wrap) -> None:
+    """forward passes on positional and named arguments, tensors or not."""
+    network = _Named()
+    expected = average(alone(network, lambda plain: loss_of(plain(inputs(), factor=3.0, offset=inputs(1))).backward()))
+    model = wrap(network)
+    loss_of(model(inputs(), factor=3.0, offset=inputs(1))).backward()
+    expect_same(gradients(network), expected)
+
+
+@check
+def an_evaluation_may_stand_between_forward_and_backward(wrap: Wrap) -> None:
+    """A forward pass under no_grad does not undo what the pass before it has prepared."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        model.zero_grad()
+        loss = loss_of(model(inputs()))
+        with torch.no_grad():
+            model(inputs(1))
+        loss.backward()
+        expect_same(gradients(network), expected)
+
+
+@check
+def a_module_in_evaluation_mode_is_averaged_too(wrap: Wrap) -> None:
+    """model.eval() changes dropout and BatchNorm, not whether gradients are averaged: fine-tuning does that."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    model.eval()
+    backward(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def inference_mode_gives_the_module_s_own_output(wrap: Wrap) -> None:
+    """A pass without gradients is the module's, and training goes on after it."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    with torch.inference_mode():
+        expect_same([model(inputs()).clone()], [network(inputs()).clone()], "output")
+    backward(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def averages_are_the_same_bits_on_every_rank(wrap: Wrap) -> None:
+    """The ranks' gradients agree in every bit, or their weights would drift apart in a long training."""
+    network = layers(3, 64, 64, 2)
+    model = wrap(network, bucket_cap_mb=EACH_ALONE)
+    backward(model)
+    mine = [None if gradient is None else gradient.tolist() for gradient in gradients(network)]
+    others = of_all_ranks(mine)
+    different = [rank for rank, theirs in enumerate(others) if theirs != others[0]]
+    expect(not different, f"ranks {different} have other bits than rank 0")

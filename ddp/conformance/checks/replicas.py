@@ -1,0 +1,273 @@
+"""Replicas: all ranks begin with rank 0's weights, and modules that differ are refused before anything hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    error_of,
+    expect,
+    expect_refused,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    of_all_ranks,
+)
+
+
+class _WithBuffers(nn.Module):
+    """A layer with a buffer of floats, one of integers, and a frozen parameter, filled by ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = layers(3, 2, seed=seed)
+        self.register_buffer("mean", torch.full((3,), float(seed)))
+        self.register_buffer("count", torch.tensor(seed))
+        self.frozen = nn.Parameter(torch.full((2,), float(seed)), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs + self.mean) + self.frozen
+
+
+@check
+def weights_become_those_of_rank_0(wrap: Wrap) -> None:
+    """Ranks that were seeded differently begin with the same weights: averages keep them equal, but do not make them so."""
+    network = layers(3, 5, 2, seed=dist.get_rank())
+    model = wrap(network)
+    expect_same(list(network.parameters()), list(layers(3, 5, 2, seed=0).parameters()), "weight")
+    del model
+
+
+@check
+def buffers_become_those_of_rank_0(wrap: Wrap) -> None:
+    """Statistics and counters, floats and integers, are sent with the weights when the module is wrapped."""
+    network = _WithBuffers(seed=dist.get_rank() + 3)
+    model = wrap(network, forward_sync_buffers=False)
+    expect_same(list(network.buffers()), list(_WithBuffers(seed=3).buffers()), "buffer")
+    del model
+
+
+@check
+def frozen_parameters_become_those_of_rank_0(wrap: Wrap) -> None:
+    """A parameter without gradient is never averaged, so it must be equal from the start."""
+    network = _WithBuffers(seed=dist.get_rank() + 3)
+    model = wrap(network)
+    expect_same([network.frozen], [torch.full((2,), 3.0)], "frozen parameter")
+    del model
+
+
+@check
+def without_init_sync_the_weights_stay(wrap: Wrap) -> None:
+    """init_sync=False is for weights that are known to be equal, from a checkpoint: nothing is sent."""
+    network, before = (layers(3, 5, 2, seed=dist.get_rank()) for _ in range(2))
+    model = wrap(network, init_sync=False)
+    expect_same(list(network.parameters()), list(before.parameters()), "weight")
+    del model
+
+
+@check
+def weights_are_sent_into_the_module_s_own_tensors(wrap: Wrap) -> None:
+    """An optimizer that was made before wrapping trains the same parameters: none is replaced."""
+    network = layers(3, 5, 2, seed=dist.get_rank())
+    parameters, storages = list(network.parameters()), [p.data_ptr() for p in network.parameters()]
+    model = wrap(network)
+    same = [one is other for one, other in zip(model.parameters(), parameters, strict=False)]
+    expect(same == [True] * 4, f"parameters() of the wrapper are the module's own: {same}")
+    expect([p.data_ptr() for p in parameters] == storages, "the parameters have moved to other memory")
+
+
+@check
+def the_module_is_at_module(wrap: Wrap) -> None:
+    """``model.module`` is the very module that was wrapped: evaluation and checkpoints take it from there."""
+    network = layers(3, 2)
+    expect(getattr(wrap(network), "module", None) is network, "model.module is not the module that was wrapped")
+
+
+@check
+def names_in_the_state_dict_begin_with_module(wrap: Wrap) -> None:
+    """A checkpoint of one wrapper can be read by the other: the names are the module's, after ``module.``"""
+    network = layers(3, 5, 2)
+    found, expected = list(wrap(network).state_dict()), [f"module.{name}" for name in network.state_dict()]
+    expect(found == expected, f"the state dict has {found} instead of {expected}")
+
+
+@check
+def a_loaded_state_dict_is_what_is_trained(wrap: Wrap) -> None:
+    """Weights that are loaded after wrapping are used, and not overwritten by those from the start."""
+    network, other = layers(3, 5, 2), layers(3, 5, 2, seed=1)
+    expected = average(alone(other))
+    model = wrap(network)
+    backward(model)
+    model.load_state_dict({f"module.{name}": tensor for name, tensor in other.state_dict().items()})
+    model.zero_grad()
+    backward(model)
+    expect_same(gradients(network), expected)
+    expect_same(list(network.parameters()), list(other.parameters()), "weight")
+
+
+@check
+def train_and_eval_reach_the_module(wrap: Wrap) -> None:
+    """``model.eval()`` is for the module inside: it switches dropout off there."""
+    network = nn.Sequential(layers(3, 2), nn.Dropout())
+    model = wrap(network)
+    for mode in (False, True):
+        model.train(mode)
+        expect(network[1].training is mode, f"after train({mode}), dropout inside has training={not mode}")
+
+
+def _ignoring(network: nn.Module, *names: str) -> Any:
+    """The network, with the names of what data parallelism leaves alone."""
+    network._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
+    return network
+
+
+@check
+def ignored_tensors_are_not_sent(wrap: Wrap) -> None:
+    """What _ddp_params_and_buffers_to_ignore names keeps this rank's values: a sharded embedding, for example."""
+    rank = dist.get_rank()
+    network = _ignoring(_WithBuffers(seed=rank), "mean", "layer.0.bias")
+    model = wrap(network)
+    mine = _WithBuffers(seed=rank)
+    expect_same([network.mean, network.layer[0].bias], [mine.mean, mine.layer[0].bias], "ignored tensor")
+    expect_same([network.layer[0].weight], [_WithBuffers(seed=0).layer[0].weight], "weight")
+    del model
+
+
+@check
+def ignored_parameters_keep_their_own_gradients(wrap: Wrap) -> None:
+    """The gradient of an ignored parameter stays this rank's, and the others are averaged."""
+    network = _ignoring(layers(3, 5, 2), "0.weight")
+    own = alone(network)
+    expected = average(own)
+    model = wrap(network)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), [own[0], *expected[1:]])
+
+
+@check
+def differing_shapes_are_refused_by_all_ranks(wrap: Wrap) -> None:
+    """A rank that built a wider layer is told so on every rank, and none waits for the others."""
+    network = layers(3, 5 + (dist.get_rank() == 1), 2)
+    expect_refused(lambda: wrap(network), "a layer that is wider on rank 1")
+
+
+@check
+def differing_numbers_of_parameters_are_refused_by_all_ranks(wrap: Wrap) -> None:
+    """A rank that has one layer more, after layers that are the same, is found before collectives stop matching."""
+    network = layers(3, 3, 3, *[3] * (dist.get_rank() == 1))
+    expect_refused(lambda: wrap(network), "one layer more on rank 1")
+
+
+@check
+def differing_dtypes_are_refused_by_all_ranks(wrap: Wrap) -> None:
+    """Equal shapes in another dtype would be read as other numbers."""
+    network = layers(3, 2).to(torch.float64 if dist.get_rank() == 1 else torch.float32)
+    expect_refused(lambda: wrap(network), "a network in float64 on rank 1 and float32 elsewhere")
+
+
+@check
+def differing_frozen_parameters_are_refused_by_all_ranks(wrap: Wrap) -> None:
+    """A layer that one rank alone has frozen gets no gradient there, and buckets would not match."""
+    network = layers(3, 3, 3)
+    network[0].requires_grad_(dist.get_rank() != 1)
+    expect_refused(lambda: wrap(network), "a layer that is frozen on rank 1 alone")
+
+
+@check
+def the_error_of_differing_modules_names_the_rank(wrap: Wrap) -> None:
+    """Among a thousand processes, a person must learn which one was built differently."""
+    network = layers(3, 3, 3, *[3] * (dist.get_rank() == 1))
+    text = str(error_of(lambda: wrap(network)))
+    named = [f"{word} {rank}" for word in ("rank", "ranks") for rank in of_all_ranks(dist.get_rank())]
+    expect(any(name in text.lower() for name in named), f"the error names no rank: {text[:300]}")
+
+
+class _Swapped(nn.Module):
+    """Two weights of the same shape, registered in the given order."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
+
+
+@check
+def equal_shapes_under_other_names_are_refused(wrap: Wrap) -> None:
+    """Parameters that one rank registered in another order would be averaged with the wrong partner."""
+    network = _Swapped(["one", "two"] if dist.get_rank() else ["two", "one"])
+    expect_refused(lambda: wrap(network), "two equal shapes whose names are swapped on rank 0")
+
+
+@contextmanager
+def _group_of(first: int) -> Iterator[dist.ProcessGroup]:
+    """A block with this rank's group: the ranks before ``first``, or those from it on."""
+    everyone = range(dist.get_world_size())
+    parts = [dist.new_group(part) for part in (everyone[:first], everyone[first:])]
+    try:
+        yield parts[dist.get_rank() >= first]
+    finally:
+        dist.destroy_process_group(parts[dist.get_rank() >= first])
+
+
+@check
+def averages_are_over_the_given_group(wrap: Wrap) -> None:
+    """process_group says who averages: rank 0 alone, and all others together."""
+    with _group_of(1) as group:
+        network = layers(3, 5, 2)
+        expected = average(alone(network), group)
+        model = wrap(network, process_group=group)
+        backward(model)
+        expect_same(gradients(network), expected)
+        del model
+
+
+@check(at_least=3)
+def weights_are_those_of_the_group_s_first_rank(wrap: Wrap) -> None:
+    """In a group that rank 0 is not in, its own first rank is the one that is copied."""
+    with _group_of(1) as group:
+        network = layers(3, 5, 2, seed=dist.get_rank())
+        model = wrap(network, process_group=group)
+        expected = layers(3, 5, 2, seed=min(1, dist.get_rank()))
+        expect_same(list(network.parameters()), list(expected.parameters()), "weight")
+        del model
+
+
+@check
+def the_default_group_is_the_default(wrap: Wrap) -> None:
+    """Without process_group, all ranks average, also when smaller groups exist."""
+    with _group_of(1):
+        network = layers(3, 5, 2)
+        expected = average(alone(network))
+        model = wrap(network)
+        backward(model)
+        expect_same(gradients(network), expected)
+        del model
+
+
+@check
+def a_second_wrapper_may_follow_the_first(wrap: Wrap) -> None:
+    """A module can be wrapped again when the first wrapper is gone: its hooks must not average a second time."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    first = wrap(network)
+    backward(first)
+    del first
+    model = wrap(network)
+    model.zero_grad()
+    loss_of(model(inputs())).backward()
+    expect_same(gradients(network), expected)
+    expect(len(set(of_all_ranks(len(list(model.parameters()))))) == 1, "the ranks have other numbers of parameters")
