@@ -1,8 +1,8 @@
 """What a rank sends, and when: a record of all operators that run in a block, with torch.distributed's collectives among them.
 
-    with Recorder() as record:
-        model(inputs()).sum().backward()
-    record.messages  # [Message(operator="c10d.allreduce_", bytes=116, dtypes={torch.float32}, at=17)]
+with Recorder() as record:
+    model(inputs()).sum().backward()
+record.messages  # [Message(operator="c10d.allreduce_", bytes=116, dtypes={torch.float32}, at=17)]
 """
 
 from __future__ import annotations

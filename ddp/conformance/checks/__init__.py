@@ -4,3 +4,6 @@
 from ddp.conformance.checks import replicas as replicas
 from ddp.conformance.checks import averages as averages
 from ddp.conformance.checks import overlap as overlap
+from ddp.conformance.checks import accumulation as accumulation
+from ddp.conformance.checks import hooks as hooks
+from ddp.conformance.checks import errors as errors

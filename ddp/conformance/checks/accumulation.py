@@ -1,0 +1,174 @@
+"""Accumulation: within no_sync, gradients add up on each rank alone, and the next synchronized pass averages the sum."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.recorder import Recorder
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    expect,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    of_all_ranks,
+)
+
+
+@check
+def within_no_sync_gradients_stay_local(wrap: Wrap) -> None:
+    """After forward and backward under no_sync, .grad is what this rank computed alone."""
+    network = layers(3, 5, 2)
+    own = alone(network)
+    model = wrap(network)
+    with model.no_sync():
+        backward(model)
+    expect_same(gradients(network), own)
+
+
+@check
+def within_no_sync_nothing_is_sent(wrap: Wrap) -> None:
+    """The point of no_sync is the communication that it saves, in forward and in backward."""
+    model = wrap(layers(3, 5, 2))
+    backward(model)
+    backward(model)
+    with Recorder() as record, model.no_sync():
+        backward(model, 1)
+        backward(model, 2)
+    expect(not record.messages, f"within no_sync, {[message.operator for message in record.messages]} are sent")
+
+
+def _sum_of_steps(model: nn.Module, steps: int) -> None:
+    """Forward and backward with each of the first batches, without any synchronization."""
+    for number in range(steps):
+        backward(model, number)
+
+
+@check
+def local_gradients_are_averaged_by_the_next_synchronized_pass(wrap: Wrap) -> None:
+    """Two micro-steps under no_sync and one outside: .grad is the average over the ranks of the sum of all three."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network, lambda plain: _sum_of_steps(plain, 3)))
+    model = wrap(network)
+    with model.no_sync():
+        _sum_of_steps(model, 2)
+    backward(model, 2)
+    expect_same(gradients(network), expected)
+
+
+@check
+def accumulation_works_step_after_step(wrap: Wrap) -> None:
+    """Three optimizer steps of two micro-steps each come to the weights of one process with the whole batch."""
+    network, single = layers(3, 5, 2), layers(3, 5, 2)
+    model = wrap(network)
+    optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, single))
+    for number in range(0, 6, 2):
+        optimizer.zero_grad()
+        with model.no_sync():
+            backward(model, number)
+        backward(model, number + 1)
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(single(torch.cat(of_all_ranks(inputs(number))))).backward()
+        loss_of(single(torch.cat(of_all_ranks(inputs(number + 1))))).backward()
+        reference.step()
+    expect_same(list(network.parameters()), list(single.parameters()), "weight")
+
+
+@check
+def accumulation_works_with_gradients_as_views(wrap: Wrap) -> None:
+    """With gradient_as_bucket_view and gradients zeroed in place, .grad is a bucket's memory while local sums grow in it."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network, lambda plain: _sum_of_steps(plain, 3)))
+    model = wrap(network, gradient_as_bucket_view=True)
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        with model.no_sync():
+            _sum_of_steps(model, 2)
+        backward(model, 2)
+        expect_same(gradients(network), expected, f"step {step}'s gradient")
+
+
+@check
+def no_sync_ends_with_an_exception(wrap: Wrap) -> None:
+    """An error within no_sync, which the loop survives, must not switch averaging off for good."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    try:
+        with model.no_sync():
+            raise KeyError("from the data set")
+    except KeyError:
+        pass
+    backward(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def no_sync_within_no_sync_ends_with_the_outer_one(wrap: Wrap) -> None:
+    """A function that uses no_sync may be called within no_sync: its end does not end the caller's."""
+    network = layers(3, 5, 2)
+    own = alone(network)
+    model = wrap(network)
+    with model.no_sync():
+        with model.no_sync():
+            pass
+        backward(model)
+    expect_same(gradients(network), own)
+
+
+@check
+def after_no_sync_passes_synchronize_again(wrap: Wrap) -> None:
+    """no_sync is for its block alone."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    with model.no_sync():
+        backward(model, 7)
+    model.zero_grad()
+    backward(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def a_forward_pass_within_no_sync_is_local_wherever_its_backward_is(wrap: Wrap) -> None:
+    """It is decided in forward: this is why no_sync must stand around forward and backward."""
+    network = layers(3, 5, 2)
+    own = alone(network)
+    model = wrap(network)
+    with model.no_sync():
+        loss = loss_of(model(inputs()))
+    loss.backward()
+    expect_same(gradients(network), own)
+
+
+@check
+def a_forward_pass_outside_no_sync_is_synchronized_wherever_its_backward_is(wrap: Wrap) -> None:
+    """The other half: no_sync around backward alone does nothing."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    loss = loss_of(model(inputs()))
+    with model.no_sync():
+        loss.backward()
+    expect_same(gradients(network), expected)
+
+
+@check
+def ranks_may_take_different_numbers_of_local_steps(wrap: Wrap) -> None:
+    """Rank 1 accumulates one micro-step more under no_sync; the averages come from all of them."""
+    steps = 2 + (dist.get_rank() == 1)
+    network = layers(3, 5, 2)
+    expected = average(alone(network, lambda plain: _sum_of_steps(plain, steps)))
+    model = wrap(network)
+    with model.no_sync():
+        _sum_of_steps(model, steps - 1)
+    backward(model, steps - 1)
+    expect_same(gradients(network), expected)

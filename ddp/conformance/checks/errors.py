@@ -1,0 +1,187 @@
+"""Errors: what cannot work is refused where a person can see why, and an error does not spoil the steps after it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.tools import (
+    EACH_ALONE,
+    alone,
+    average,
+    backward,
+    error_of,
+    expect,
+    expect_refused,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+)
+
+
+class _Unused(nn.Module):
+    """A network with a layer that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.forgotten = layers(3, 2), layers(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.used(inputs)
+
+
+def _two_steps(model: nn.Module) -> None:
+    """torch finds an unused parameter when the next forward pass begins."""
+    backward(model)
+    backward(model)
+
+
+@check
+def an_unused_parameter_is_an_error(wrap: Wrap) -> None:
+    """Without find_unused_parameters, a layer without gradients is refused in backward or in the next forward pass."""
+    model = wrap(_Unused())
+    expect_refused(lambda: _two_steps(model), "a layer that is never used, without find_unused_parameters,")
+
+
+@check
+def the_error_of_an_unused_parameter_names_it(wrap: Wrap) -> None:
+    """Its name, or its number among the parameters, is in the message: here 2 and 3."""
+    model = wrap(_Unused())
+    text = str(error_of(lambda: _two_steps(model)))
+    named = "forgotten" in text or ("2" in text and "3" in text)
+    expect(named, f"the error names neither forgotten.0.weight nor its number: {text[:300]}")
+
+
+@check
+def a_module_with_nothing_to_train_is_refused(wrap: Wrap) -> None:
+    """Without a parameter that needs a gradient, there is nothing to average: most likely, a line is missing."""
+    network = layers(3, 2).requires_grad_(False)
+    expect_refused(lambda: wrap(network), "a module whose parameters are all frozen")
+
+
+@check
+def device_ids_for_a_module_on_the_cpu_are_refused(wrap: Wrap) -> None:
+    """device_ids=[0] with a module that was never moved there would send the inputs elsewhere than the weights."""
+    expect_refused(lambda: wrap(layers(3, 2), device_ids=[0]), "device_ids=[0] for a module on the CPU")
+
+
+@check
+def lazy_parameters_are_refused(wrap: Wrap) -> None:
+    """A LazyLinear has no weights yet: there is nothing to send, and what comes later would differ between ranks."""
+    network = nn.Sequential(layers(3, 5), nn.LazyLinear(2))
+    expect_refused(lambda: wrap(network), "a module with uninitialized parameters")
+
+
+@check
+def parameters_on_two_kinds_of_device_are_refused(wrap: Wrap) -> None:
+    """A layer that was left on the meta device has no values to send."""
+    network = nn.Sequential(layers(3, 5), nn.Linear(5, 2, device="meta"))
+    expect_refused(lambda: wrap(network), "a module on the CPU and on the meta device")
+
+
+class _Fails(Exception):
+    """What a check raises within a wrapped module."""
+
+
+class _FailsOnce(nn.Module):
+    """Raises an error in forward, or in backward, while ``where`` says so."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.before, self.after, self.where = layers(3, 5, 5), layers(5, 5, 2), where
+        self.hook: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        middle = self.before(inputs)
+        if self.where == "forward":
+            raise _Fails
+        if self.where == "backward":
+            middle.register_hook(self.fail)
+        return self.after(middle)
+
+    def fail(self, _: Tensor) -> None:
+        raise _Fails
+
+
+def _fail(model: nn.Module) -> None:
+    """A step that is expected to fail."""
+    error = error_of(lambda: backward(model, 9))
+    if error is not None and not isinstance(error, _Fails):
+        raise error
+
+
+@check
+def a_module_s_error_comes_out_as_it_is(wrap: Wrap) -> None:
+    """The loop may want to catch it: the wrapper neither hides it nor turns it into another."""
+    model = wrap(_FailsOnce("forward"))
+    found = type(error_of(lambda: model(inputs()))).__name__
+    expect(found == "_Fails", f"the module raises _Fails, and the wrapper {found}")
+
+
+@check
+def training_goes_on_after_an_error_in_forward(wrap: Wrap) -> None:
+    """A batch that fails on all ranks is skipped, and the next one is averaged."""
+    network = _FailsOnce("")
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        network.where = "forward"
+        _fail(model)
+        network.where = ""
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), expected)
+
+
+@check
+def training_goes_on_after_an_error_in_the_middle_of_backward(wrap: Wrap) -> None:
+    """Half of the gradients have been sent when backward fails on all ranks: the next step averages all of them."""
+    network = _FailsOnce("")
+    expected = average(alone(network))
+    model = wrap(network, bucket_cap_mb=EACH_ALONE)
+    for _ in range(2):
+        network.where = "backward"
+        _fail(model)
+        network.where = ""
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), expected)
+
+
+@check
+def a_forward_pass_that_is_never_followed_by_backward_does_no_harm(wrap: Wrap) -> None:
+    """A loss that is not finite is thrown away, for example, and the next batch is averaged as ever."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        loss = loss_of(model(inputs(1)))
+        expect(math.isfinite(loss.item()), "the output is not finite")
+        del loss
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), expected)
+
+
+@check
+def options_that_do_not_exist_are_refused(wrap: Wrap) -> None:
+    """A misspelled option, find_unused_parameter, is an error, and not silently without effect."""
+    options = {"find_unused_parameter": True}
+    error = expect_refused(
+        lambda: wrap(layers(3, 2), **options), "the option find_unused_parameter, which does not exist,"
+    )
+    expect(isinstance(error, TypeError), f"a misspelled option is a {type(error).__name__} instead of a TypeError")
+
+
+@check
+def a_group_and_a_mesh_together_are_refused(wrap: Wrap) -> None:
+    """process_group and device_mesh both say who averages: with two answers, neither can be meant."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    options = {"process_group": torch.distributed.group.WORLD, "device_mesh": mesh}
+    expect_refused(lambda: wrap(layers(3, 2), **options), "process_group together with device_mesh")
