@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from torch import nn
 
@@ -51,6 +51,14 @@ class Check:
     def proves(self) -> str:
         """Its docstring: why the name matters."""
         return inspect.getdoc(self.run) or ""
+
+
+@overload
+def check(run: Callable[[Wrap], None]) -> Callable[[Wrap], None]: ...
+
+
+@overload
+def check(*, at_least: int) -> Callable[[Callable[[Wrap], None]], Callable[[Wrap], None]]: ...
 
 
 def check(run: Callable[[Wrap], None] | None = None, *, at_least: int = 2) -> Any:

@@ -68,17 +68,12 @@ def write_json(folder: Path, config: object, results: Sequence[Result]) -> None:
 
 def files(folder: Path) -> str:
     """The last line of the summary."""
-    return files_line(folder, (RESULTS_FILE, *(path.name for path in logs(folder))))
-
-
-def logs(folder: Path) -> list[Path]:
-    """The files of what the ranks printed."""
-    return sorted(folder.glob("rank*-of-*.log"))
+    return files_line(folder, (RESULTS_FILE, "rank*.log"))
 
 
 def clear_logs(folder: Path) -> None:
     """Remove the logs of an earlier run."""
-    for path in logs(folder):
+    for path in folder.glob("rank*-of-*.log"):
         path.unlink()
 
 

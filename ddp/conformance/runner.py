@@ -132,6 +132,7 @@ class ChecksOnOneRank:
 
     def __init__(self, env: DistEnv, logs: Path | None) -> None:
         self._checks = {check.name: check for check in CHECKS}
+        gc.freeze()  # torch's own objects are so many that looking through them takes longer than most checks
         path = Path(os.devnull) if logs is None else logs / f"rank{env.rank}-of-{env.world_size}.log"
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):  # torch's C++ code writes to the descriptors

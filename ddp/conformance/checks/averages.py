@@ -27,6 +27,11 @@ from ddp.conformance.tools import (
 )
 
 
+def _alone_with(network: nn.Module, number: int) -> list[Tensor]:
+    """This rank's own gradients of its ``number``-th batch."""
+    return alone(network, lambda plain: backward(plain, number))
+
+
 @check
 def gradients_are_the_average_of_the_ranks(wrap: Wrap) -> None:
     """After backward, every .grad is the average of what the ranks computed alone."""
@@ -43,7 +48,7 @@ def every_step_averages(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     model = wrap(network)
     for number in range(5):
-        expected = average(alone(network, lambda plain, number=number: backward(plain, number)))
+        expected = average(_alone_with(network, number))
         model.zero_grad()
         backward(model, number)
         expect_same(gradients(network), expected, f"step {number}'s gradient")
@@ -133,7 +138,8 @@ class _Each(nn.Module):
         self.networks = networks
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.stack([one(inputs.to(one.weight.dtype)).sum().float() for one in self.networks]).sum()
+        outputs = [one(inputs.to(next(one.parameters()).dtype)) for one in self.networks]
+        return torch.stack([output.sum().float() for output in outputs]).sum()
 
 
 class _Odd(nn.Module):
@@ -145,7 +151,7 @@ class _Odd(nn.Module):
         self.layer = layers(3, 2)
         self.empty = nn.Parameter(torch.zeros(0, 3))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         return self.scale * self.layer(inputs) + self.empty.sum()
 
 
@@ -163,7 +169,7 @@ def scalar_and_empty_parameters_are_averaged_too(wrap: Wrap) -> None:
 def channels_last_weights_are_averaged(wrap: Wrap) -> None:
     """A gradient that does not lie in rows is averaged element by element, and comes back in its own order."""
     torch.manual_seed(0)
-    network = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     images = inputs(width=27).view(4, 3, 3, 3).to(memory_format=torch.channels_last)
     expected = average(alone(network, lambda plain: loss_of(plain(images)).backward()))
     model = wrap(network)
@@ -175,7 +181,7 @@ def channels_last_weights_are_averaged(wrap: Wrap) -> None:
 def gradients_have_the_strides_of_their_parameters(wrap: Wrap) -> None:
     """A channels-last weight keeps a channels-last gradient, or optimizers would walk two orders at once."""
     network = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(16, 5))
-    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = network.to(memory_format=torch.channels_last)
     model = wrap(network, gradient_as_bucket_view=True)
     for _ in range(2):
         loss_of(model(inputs(width=27).view(4, 3, 3, 3))).backward()
@@ -190,7 +196,7 @@ def gradients_zeroed_in_place_are_averaged_afresh(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     model = wrap(network)
     for number in range(3):
-        expected = average(alone(network, lambda plain, number=number: backward(plain, number)))
+        expected = average(_alone_with(network, number))
         model.zero_grad(set_to_none=False)
         backward(model, number)
         expect_same(gradients(network), expected, f"step {number}'s gradient")
@@ -200,7 +206,7 @@ def gradients_zeroed_in_place_are_averaged_afresh(wrap: Wrap) -> None:
 def gradients_add_up_over_synchronized_steps(wrap: Wrap) -> None:
     """Without zero_grad, a second average is added to the first."""
     network = layers(3, 5, 2)
-    first, second = (average(alone(network, lambda plain, n=n: backward(plain, n))) for n in range(2))
+    first, second = (average(_alone_with(network, number)) for number in range(2))
     model = wrap(network)
     backward(model, 0)
     backward(model, 1)
@@ -211,7 +217,7 @@ def gradients_add_up_over_synchronized_steps(wrap: Wrap) -> None:
 def gradients_may_be_changed_in_place_between_steps(wrap: Wrap) -> None:
     """What clipping leaves in .grad is what the next backward adds to."""
     network = layers(3, 5, 2)
-    first, second = (average(alone(network, lambda plain, n=n: backward(plain, n))) for n in range(2))
+    first, second = (average(_alone_with(network, number)) for number in range(2))
     model = wrap(network)
     backward(model, 0)
     for parameter in network.parameters():
@@ -318,7 +324,7 @@ class _Named(nn.Module):
         super().__init__()
         self.network = layers(3, 5, 2)
 
-    def forward(self, inputs: Tensor, *, factor: float = 1.0, offset: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, *, factor: float = 1.0, offset: Tensor | None = None) -> Any:
         return factor * self.network(inputs if offset is None else inputs + offset)
 
 

@@ -32,7 +32,7 @@ class _Unused(nn.Module):
         super().__init__()
         self.used, self.forgotten = layers(3, 2), layers(3, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         return self.used(inputs)
 
 
@@ -97,7 +97,7 @@ class _FailsOnce(nn.Module):
         self.before, self.after, self.where = layers(3, 5, 5), layers(5, 5, 2), where
         self.hook: Any = None
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         middle = self.before(inputs)
         if self.where == "forward":
             raise _Fails

@@ -117,7 +117,8 @@ def _done(tensor: Tensor) -> torch.futures.Future[Tensor]:
 
 def _seen(wrap: Wrap, see: Callable[[Any], Any], **options: Any) -> tuple[nn.Module, list[list[Any]]]:
     """What ``see(bucket)`` returns in a communication hook: for each of three steps, the list over the buckets."""
-    network, steps = layers(3, 5, 2), []
+    network = layers(3, 5, 2)
+    steps: list[list[Any]] = []
 
     def hook(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         steps[-1].append(see(bucket))

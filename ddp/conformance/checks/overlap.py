@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ def _recorded(model: nn.Module) -> Recorder:
     """What happens in the third backward pass; the buckets are rebuilt after the first."""
     for number in range(3):
         model.zero_grad()
-        loss = loss_of(model(inputs(number)))
-        with Recorder() as record:
+        loss, record = loss_of(model(inputs(number))), Recorder()
+        with record:
             loss.backward()
     return record
 
@@ -148,7 +149,7 @@ class _TwoWays(nn.Module):
         torch.manual_seed(0)
         self.layers, self.reverse = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), reverse
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         one, other = reversed(self.layers) if self.reverse else self.layers
         return other(one(inputs).tanh())
 

@@ -30,6 +30,8 @@ from ddp.conformance.tools import (
 class _WithBuffers(nn.Module):
     """A layer with a buffer of floats, one of integers, and a frozen parameter, filled by ``seed``."""
 
+    mean: Tensor
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.layer = layers(3, 2, seed=seed)
@@ -37,7 +39,7 @@ class _WithBuffers(nn.Module):
         self.register_buffer("count", torch.tensor(seed))
         self.frozen = nn.Parameter(torch.full((2,), float(seed)), requires_grad=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Any:
         return self.layer(inputs + self.mean) + self.frozen
 
 
@@ -140,8 +142,9 @@ def ignored_tensors_are_not_sent(wrap: Wrap) -> None:
     network = _ignoring(_WithBuffers(seed=rank), "mean", "layer.0.bias")
     model = wrap(network)
     mine = _WithBuffers(seed=rank)
-    expect_same([network.mean, network.layer[0].bias], [mine.mean, mine.layer[0].bias], "ignored tensor")
-    expect_same([network.layer[0].weight], [_WithBuffers(seed=0).layer[0].weight], "weight")
+    found, expected = dict(network.layer.named_parameters()), dict(mine.layer.named_parameters())
+    expect_same([network.mean, found["0.bias"]], [mine.mean, expected["0.bias"]], "ignored tensor")
+    expect_same([found["0.weight"]], [next(_WithBuffers(seed=0).layer.parameters())], "weight")
     del model
 
 
@@ -216,7 +219,7 @@ def equal_shapes_under_other_names_are_refused(wrap: Wrap) -> None:
 def _group_of(first: int) -> Iterator[dist.ProcessGroup]:
     """A block with this rank's group: the ranks before ``first``, or those from it on."""
     everyone = range(dist.get_world_size())
-    parts = [dist.new_group(part) for part in (everyone[:first], everyone[first:])]
+    parts: list[Any] = [dist.new_group(list(part)) for part in (everyone[:first], everyone[first:])]
     try:
         yield parts[dist.get_rank() >= first]
     finally:

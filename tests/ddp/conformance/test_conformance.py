@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -9,31 +10,40 @@ from pathlib import Path
 import pytest
 
 from ddp.conformance import __main__ as conformance
-from ddp.conformance.check import CHECKS
+from ddp.conformance.check import CHECKS, Check
 from ddp.conformance.report import summary, table
 from ddp.conformance.runner import HUNG, PASS, REFUSED, WRONG, Answer, Result, Runner, verdict
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
 WRAPPERS = "tests.ddp.conformance.wrappers"
-FIRST = CHECKS[0]  # any check that runs forward and backward
-TORCH_FAILS: set[str] = set()  # cases in which torch's DDP is wrong, or stricter than it must be
+FIRST = next(check for check in CHECKS if check.name == "gradients are the average of the ranks")
+# Cases in which torch's DDP is wrong, or stricter than it must be.
+TORCH_FAILS = {
+    "differing shapes are refused by all ranks",  # rank 0 waits for the others, which have raised an error
+    "differing dtypes are refused by all ranks",  # rank 0's bytes are read as other numbers
+    "equal shapes under other names are refused",  # names are not compared
+    "training goes on after an error in the middle of backward",  # every later step is refused
+}
 
 
 def test_torch_s_ddp_passes_what_it_should(tmp_path: Path) -> None:
-    done = run_command("ddp.conformance", "--output", str(tmp_path), timeout_s=200)
+    done = run_command("ddp.conformance", "--output", str(tmp_path), "--time-limit", "5", timeout_s=200)
     results = json.loads((tmp_path / "conformance.json").read_text())["results"]
-    assert {result["check"]: result["message"] for result in results if result["status"] != PASS}.keys() == TORCH_FAILS
-    assert done.returncode == bool(TORCH_FAILS)
+    failed = {result["check"]: result["message"] for result in results if result["status"] != PASS}
+    assert failed.keys() == TORCH_FAILS, failed
+    assert done.returncode == 1
     assert f"{len(results) - len(TORCH_FAILS)} of {len(results)} pass" in done.stdout
+    assert len(results) >= 20 * len(TORCH_FAILS)  # torch is the measure: at most 5 % are cases in which it is not
 
 
 def test_the_handwritten_ddp_passes(tmp_path: Path) -> None:
     wrapper = "ddp.by_hand:HandwrittenDistributedDataParallel"
-    done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path))
+    done = run_command("ddp.conformance", wrapper, "--only", "accumulation:", "--output", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(rf"  {FIRST.name} +pass\n", done.stdout)
-    assert f"{wrapper}: 1 of 1 pass\n" in done.stdout
+    number = sum(check.topic == "accumulation" for check in CHECKS)
+    assert len(re.findall(r"^  .* pass$", done.stdout, re.MULTILINE)) == number
+    assert f"{wrapper}: {number} of {number} pass\n" in done.stdout
 
 
 def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Path) -> None:
@@ -135,4 +145,9 @@ def test_the_list_has_every_check_and_what_it_proves(
 
 def test_names_are_not_used_twice() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    assert all(check.proves for check in CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
+def test_a_check_is_short_and_says_what_it_proves(check: Check) -> None:
+    assert check.proves
+    assert len(inspect.getsource(check.run).splitlines()) <= 30

@@ -75,7 +75,7 @@ class FirstAccumulationOnly(AverageEach):
     accumulated = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self.local = self.accumulated and not self._synchronize or getattr(self, "local", False)
+        self.local = (self.accumulated and not self._synchronize) or getattr(self, "local", False)
         self.accumulated = self.accumulated or not self._synchronize
         return super().forward(*inputs, **kwargs)
 

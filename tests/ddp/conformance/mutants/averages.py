@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp.by_hand.outputs import tensors_in
 from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP

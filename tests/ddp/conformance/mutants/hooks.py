@@ -129,7 +129,7 @@ class MultipliesAfter(_Changes):
         return hook(state, bucket).then(lambda future: _tensor(future.value()) * dist.get_world_size())
 
 
-def _tensor(result: Any) -> Tensor:
+def _tensor(result: Any) -> Any:
     return result[0] if isinstance(result, list) else result
 
 
@@ -153,7 +153,7 @@ class _ChangesBuckets(_Changes):
 class AlwaysFirst(_ChangesBuckets):
     """Each of its buckets says that it is the first."""
 
-    class bucket(_Bucket):  # noqa: N801
+    class bucket(_Bucket):
         def index(self) -> int:
             return 0
 
@@ -161,7 +161,7 @@ class AlwaysFirst(_ChangesBuckets):
 class FlatGradients(_ChangesBuckets):
     """gradients() are flat."""
 
-    class bucket(_Bucket):  # noqa: N801
+    class bucket(_Bucket):
         def gradients(self) -> list[Tensor]:
             return [gradient.flatten() for gradient in self._bucket.gradients()]
 
@@ -169,7 +169,7 @@ class FlatGradients(_ChangesBuckets):
 class CopiedGradients(_ChangesBuckets):
     """gradients() are copies."""
 
-    class bucket(_Bucket):  # noqa: N801
+    class bucket(_Bucket):
         def gradients(self) -> list[Tensor]:
             return [gradient.clone() for gradient in self._bucket.gradients()]
 
@@ -177,7 +177,7 @@ class CopiedGradients(_ChangesBuckets):
 class KeepsItsBuffer(_ChangesBuckets):
     """set_buffer does nothing."""
 
-    class bucket(_Bucket):  # noqa: N801
+    class bucket(_Bucket):
         def set_buffer(self, buffer: Tensor) -> None:
             """Not now."""
 

@@ -6,7 +6,6 @@ import copy
 import itertools
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
