@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import time
 import traceback
 import warnings
@@ -168,7 +169,7 @@ class ChecksOnOneRank:
             except Wrong as error:
                 answer[0] = Answer(WRONG, one_line(str(error)), traceback.format_exc())
             except (Exception, SystemExit) as error:
-                answer[0] = Answer(REFUSED, one_line(f"{type(error).__name__}: {error}"), traceback.format_exc())
+                answer[0] = Answer(REFUSED, reason(error), traceback.format_exc())
 
 
 def verdict(answers: dict[int, Answer], ranks: int, time_limit_s: float) -> tuple[str, str]:
@@ -197,6 +198,15 @@ def named(ranks: Sequence[int]) -> str:
     """``rank 1``, or ``ranks 0 and 1``."""
     *first, last = map(str, ranks)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line. What is most frequent, that a wrapper lacks an option or a method, is said briefly."""
+    if missing := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+        return f"no option {missing[1]}"
+    if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", str(error))):
+        return f"no attribute {missing[1]}"
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def one_line(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -51,6 +52,35 @@ def test_jobs_take_turns(two: WorkerGroup) -> None:
         three.start("total", 1.0)
         assert two.finish() == [3.0] * 2
         assert three.finish() == [6.0] * 3
+
+
+def test_a_call_with_a_time_limit_tells_which_ranks_answered() -> None:
+    with WorkerGroup(2, Service, threads=1) as ranks:
+        for value in (1.0, 2.0):
+            ranks.start("total", value)
+            assert ranks.finish_within(60, lambda _: False, 0.1) == {0: 3 * value, 1: 3 * value}
+        ranks.start("fail", 1, "sleep")
+        assert ranks.finish_within(0.5, lambda _: False, 0.1) == {}
+        assert ranks.pids == []
+        with pytest.raises(RuntimeError, match="these ranks have ended"):
+            ranks.start("where")
+
+
+def test_after_a_failure_the_others_are_not_waited_for() -> None:
+    for how, words in (("error", "rank 1 of 2 failed in fail:(.|\n)*on purpose"), ("exit", "ended with exit status 7")):
+        with WorkerGroup(2, Service, threads=1) as ranks:
+            ranks.start("fail", 1, how)
+            began = time.monotonic()
+            answers = ranks.finish_within(60, lambda _: False, 0.1)
+            assert time.monotonic() - began < 30
+            assert re.search(words, str(answers[1]))
+            assert ranks.pids == []
+    with WorkerGroup(2, Service, threads=1) as ranks:
+        ranks.start("where")
+        assert (
+            len(ranks.finish_within(60, lambda place: place[0] == 1, 5.0)) == 2
+        )  # both answered, and one is a failure
+        assert ranks.pids == []
 
 
 def test_one_call_at_a_time(two: WorkerGroup) -> None:
