@@ -7,3 +7,4 @@ from ddp.conformance.checks import overlap as overlap
 from ddp.conformance.checks import accumulation as accumulation
 from ddp.conformance.checks import hooks as hooks
 from ddp.conformance.checks import errors as errors
+from ddp.conformance.checks import unused as unused

@@ -1,0 +1,144 @@
+"""Unused parameters: with find_unused_parameters, forward passes may leave out some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.networks import Branches
+from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, loss_of
+
+
+@check
+def a_parameter_that_one_rank_leaves_out_counts_as_zeros_there(wrap: Wrap) -> None:
+    """The sum is divided by all ranks, not by those that used the parameter: the average must be that of the global batch."""
+    network = Branches(2)
+    used = (0,) if dist.get_rank() == 0 else (0, 1)
+    expected = average(alone(network, lambda n: loss_of(n(inputs(), *used)).backward()))
+    model = wrap(network, find_unused_parameters=True)
+    loss_of(model(inputs(), *used)).backward()
+    expect_same(gradients(network), expected)
+
+
+@check
+def a_parameter_that_no_rank_uses_stays_without_gradient(wrap: Wrap) -> None:
+    """Its .grad is None and not zeros: an optimizer with weight decay or momentum would change it otherwise."""
+    network = Branches()
+    model = wrap(network, find_unused_parameters=True)
+    for _ in range(3):
+        loss_of(model(inputs(), 0, 1)).backward()
+        found = [parameter.grad for parameter in network.branches[2].parameters()]
+        expect_same(found, [None, None], "gradient of the unused branch")
+        model.zero_grad()
+
+
+@check
+def each_rank_may_use_other_parameters(wrap: Wrap) -> None:
+    """What is used anywhere gets its average everywhere, also where rank 0 does not use it."""
+    network = Branches()
+    used = 1 + dist.get_rank() % 2
+    expected: list[Tensor | None] = [*average(alone(network, lambda n: loss_of(n(inputs(), used)).backward()))]
+    model = wrap(network, find_unused_parameters=True)
+    loss_of(model(inputs(), used)).backward()
+    expect_same(gradients(network), [None, None, *expected[2:]])
+
+
+@check
+def the_used_parameters_may_change_from_step_to_step(wrap: Wrap) -> None:
+    """Which parameters are used is found out again in every forward pass."""
+    network = Branches()
+    model = wrap(network, find_unused_parameters=True)
+    for step, used in enumerate([(0,), (1, 2), (0, 2), (1,)]):
+        model.zero_grad()
+        expected = average(alone(network, lambda n, u=used, s=step: loss_of(n(inputs(s), *u)).backward()))
+        loss_of(model(inputs(step), *used)).backward()
+        expect_same(gradients(network), [e if i // 2 in used else None for i, e in enumerate(expected)])
+
+
+@check
+def an_old_gradient_stays_as_it_is_where_no_rank_uses_the_parameter(wrap: Wrap) -> None:
+    """A backward pass adds nothing to it, so it must not touch it either."""
+    network = Branches(2)
+    model = wrap(network, find_unused_parameters=True)
+    loss_of(model(inputs(), 0, 1)).backward()
+    before = gradients(network)
+    loss_of(model(inputs(1), 0)).backward()
+    expect_same(gradients(network)[2:], before[2:])
+
+
+@check
+def a_parameter_that_was_used_only_under_no_sync_is_averaged_too(wrap: Wrap) -> None:
+    """Its gradient on each rank is its own until the pass that synchronizes, which must send it although it does not use it."""
+    network = Branches(2)
+
+    def both(model: Any) -> None:
+        loss_of(model(inputs(1), 0)).backward()
+
+    expected = average(alone(network, lambda n: (loss_of(n(inputs(), 1)).backward(), both(n))))
+    model = wrap(network, find_unused_parameters=True)
+    with model.no_sync():
+        loss_of(model(inputs(), 1)).backward()
+    both(model)
+    expect_same(gradients(network), expected)
+
+
+class _TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+@check
+def an_output_may_be_left_out_of_the_loss(wrap: Wrap) -> None:
+    """Its parameters are in the graph of the output, but backward never comes to them. The others must not wait for them."""
+    network = _TwoOutputs()
+    model = wrap(network, find_unused_parameters=True)
+    for step in range(3):
+        model.zero_grad()
+        used = step % 2
+        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s))[s % 2]).backward()))
+        loss_of(model(inputs(step))[used]).backward()
+        expect_same(gradients(network), [e if i // 2 == used else None for i, e in enumerate(expected)])
+
+
+@dataclass
+class _Output:
+    scores: dict[str, list[Tensor]]
+
+
+class _InContainers(Branches):
+    def forward(self, x: Tensor, *used: int) -> Any:
+        return _Output({"scores": [super().forward(x, *used)]})
+
+
+@check
+def used_parameters_are_found_behind_outputs_in_containers(wrap: Wrap) -> None:
+    """The output is a list in a dict in a dataclass; a wrapper that does not look there takes all parameters for unused."""
+    network = _InContainers(2)
+    expected = average(alone(network, lambda n: loss_of(n(inputs(), 0).scores["scores"][0]).backward()))
+    model = wrap(network, find_unused_parameters=True)
+    output = model(inputs(), 0)
+    expect(isinstance(output, _Output), f"the output is a {type(output).__name__} instead of a dataclass")
+    loss_of(output.scores["scores"][0]).backward()
+    expect_same(gradients(network), [*expected[:2], None, None])
+
+
+@check
+def unused_parameters_that_are_the_same_everywhere_need_not_be_sent(wrap: Wrap) -> None:
+    """With skip_all_reduce_unused_params, averages are right and an unused parameter keeps no gradient, step after step."""
+    network = Branches()
+    model = wrap(network, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    for step in range(3):
+        model.zero_grad()
+        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s), 0, 2)).backward()))
+        loss_of(model(inputs(step), 0, 2)).backward()
+        expect_same(gradients(network), [*expected[:2], None, None, *expected[4:]])

@@ -1,0 +1,34 @@
+"""Small networks that several topics use."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Branches(nn.Module):
+    """Linear branches, of which a forward pass adds up those that it is told: ``network(x, 0, 2)``."""
+
+    def __init__(self, number: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(3, 2) for _ in range(number)])
+
+    def forward(self, x: Tensor, *used: int) -> Tensor:
+        return torch.stack([self.branches[index](x) for index in used]).sum(0)
+
+
+class Counter(nn.Module):
+    """A linear layer, and a buffer ``count`` that every forward pass increases by ``step`` and adds to the output."""
+
+    count: Tensor
+
+    def __init__(self, start: float = 0.0, step: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.step = nn.Linear(3, 2), step
+        self.register_buffer("count", torch.tensor([start], dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.step
+        return self.layer(x) + self.count

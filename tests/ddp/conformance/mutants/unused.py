@@ -1,0 +1,109 @@
+"""Mutants for the checks of unused parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from tests.ddp.conformance.mutants.bases import AnyOptions, users
+
+
+class DividesByTheUsers(AnyOptions):
+    def _average_gradients(self) -> None:
+        numbers = users(self.used())
+        super()._average_gradients()
+        for parameter, number in zip(self.module.parameters(), numbers, strict=True):
+            assert parameter.grad is not None
+            parameter.grad *= dist.get_world_size() / max(number, 1)
+        self.keep([number > 0 for number in numbers])
+
+
+class ZerosForUnused(AnyOptions):
+    """Right but for that."""
+
+
+class FollowsRankZero(AnyOptions):
+    def _average_gradients(self) -> None:
+        flags = torch.tensor(self.used())
+        super()._average_gradients()
+        dist.broadcast(flags, src=0)
+        self.keep(flags.tolist())
+
+
+class RemembersTheFirstStep(AnyOptions):
+    receivers: list[bool] | None = None
+
+    def _average_gradients(self) -> None:
+        if self.receivers is None:
+            self.receivers = [number > 0 for number in users(self.used())]
+        super()._average_gradients()
+        self.keep(self.receivers)
+
+
+class DropsUnused(DistributedDataParallel):
+    def forward(self, *inputs: Any) -> Any:
+        output = super().forward(*inputs)
+        assert isinstance(self.module, nn.Module)
+        for index, branch in enumerate(self.module.branches):  # type: ignore[arg-type]
+            if index not in inputs[1:]:
+                branch.zero_grad()
+        return output
+
+
+class KnowsTheLastPassOnly(AnyOptions):
+    last: set[int]
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.last = set(inputs[1:])
+        return super().forward(*inputs, **kwargs)
+
+    def _average_gradients(self) -> None:
+        own = [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
+        super()._average_gradients()
+        for index, (parameter, gradient) in enumerate(zip(self.module.parameters(), own, strict=True)):
+            if index // 2 not in self.last:
+                parameter.grad = gradient
+
+
+class WaitsForEveryOutput(DistributedDataParallel):
+    def _post_forward(self, output: Any) -> Any:
+        self.reducer.prepare_for_backward(list(_find_tensors(output)))
+        return output
+
+
+class LooksIntoTuplesOnly(DistributedDataParallel):
+    def _post_forward(self, output: Any) -> Any:
+        tensors = list(output) if isinstance(output, tuple) else [output] if isinstance(output, torch.Tensor) else []
+        self.reducer.prepare_for_backward(tensors)
+        return output
+
+
+class SkipsWithoutADivision(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        if options.get("skip_all_reduce_unused_params"):
+            self.register_comm_hook(None, _sum)
+
+
+def _sum(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+MUTANTS: dict[str, Any] = {
+    "a_parameter_that_one_rank_leaves_out_counts_as_zeros_there": DividesByTheUsers,
+    "a_parameter_that_no_rank_uses_stays_without_gradient": ZerosForUnused,
+    "each_rank_may_use_other_parameters": FollowsRankZero,
+    "the_used_parameters_may_change_from_step_to_step": RemembersTheFirstStep,
+    "an_old_gradient_stays_as_it_is_where_no_rank_uses_the_parameter": DropsUnused,
+    "a_parameter_that_was_used_only_under_no_sync_is_averaged_too": KnowsTheLastPassOnly,
+    "an_output_may_be_left_out_of_the_loss": WaitsForEveryOutput,
+    "used_parameters_are_found_behind_outputs_in_containers": LooksIntoTuplesOnly,
+    "unused_parameters_that_are_the_same_everywhere_need_not_be_sent": SkipsWithoutADivision,
+}
