@@ -8,3 +8,6 @@ from ddp.conformance.checks import accumulation as accumulation
 from ddp.conformance.checks import hooks as hooks
 from ddp.conformance.checks import errors as errors
 from ddp.conformance.checks import unused as unused
+from ddp.conformance.checks import parameters as parameters
+from ddp.conformance.checks import static_graph as static_graph
+from ddp.conformance.checks import join as join

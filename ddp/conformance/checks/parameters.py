@@ -1,0 +1,219 @@
+"""Parameters of every kind: shared, frozen, sparse, of other dtypes and shapes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.tools import EACH_ALONE, alone, average, expect, expect_same, gradients, inputs, layers, loss_of
+
+
+@check
+def a_weight_of_two_layers_is_averaged_once(wrap: Wrap) -> None:
+    """A tied weight has two names, but one gradient: the sum of both uses, divided by the number of ranks once."""
+    network = layers(3, 3, 3)
+    network[2].weight = network[0].weight
+    expected = average(alone(network))
+    model = wrap(network, bucket_cap_mb=EACH_ALONE)
+    loss_of(model(inputs())).backward()
+    expect_same(gradients(network), expected)
+
+
+@check
+def a_layer_that_is_called_twice_is_averaged_with_both_uses(wrap: Wrap) -> None:
+    """Its gradient is the sum of both calls, which is there only after the second of them in the backward pass."""
+    shared = layers(3, 3)[0]
+    network = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(inputs())).backward()
+        expect_same(gradients(network), expected)
+
+
+@check
+def frozen_parameters_get_no_gradient(wrap: Wrap) -> None:
+    """A parameter that does not require gradients has none afterwards: an optimizer with weight decay would change it."""
+    network = layers(3, 4, 4, 2)
+    network[2].requires_grad_(False)
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    expect(network[2].weight.grad is None, f"a frozen weight has the gradient {network[2].weight.grad}")
+    expect(network[0].weight.grad is not None, "the layer below a frozen one has no gradient")
+
+
+@check
+def frozen_parameters_are_not_sent(wrap: Wrap) -> None:
+    """Buckets hold trained parameters only: a frozen backbone must cost neither memory nor time."""
+    network = layers(3, 4, 4, 2)
+    network[2].requires_grad_(False)
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    model = wrap(network)
+    sent = []
+
+    def count(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    count.__annotations__.clear()  # torch compares them with its own types
+    model.register_comm_hook(None, count)
+    loss_of(model(inputs())).backward()
+    expect(sum(sent) == trained, f"{sum(sent)} elements are sent instead of {trained}")
+
+
+class _Dtypes(nn.Module):
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=dtype) for dtype in self.dtypes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, dtype in zip(self.layers, self.dtypes, strict=True):
+            x = layer(x.to(dtype))
+        return x.float()
+
+
+@check
+def parameters_of_several_dtypes_are_averaged_in_their_own(wrap: Wrap) -> None:
+    """A bucket holds one dtype; each gradient has its parameter's dtype and precision (bfloat16: to 3 digits)."""
+    network = _Dtypes()
+    expected = average(alone(network))
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    found = gradients(network)
+    expect_same(found[:4], expected[:4])
+    for one, other in zip(found[4:], expected[4:], strict=True):
+        assert one is not None
+        expect(one.dtype == other.dtype, f"a gradient is {one.dtype} instead of {other.dtype}")
+        expect(torch.allclose(one, other, rtol=2e-2, atol=1e-3), f"a bfloat16 gradient is {one} instead of {other}")
+
+
+def _embed(network: nn.Module) -> None:
+    rank = dist.get_rank()
+    network(torch.tensor([rank, rank + 1, rank])).square().sum().backward()
+
+
+@check
+def sparse_gradients_are_averaged_row_by_row(wrap: Wrap) -> None:
+    """Ranks have gradients of different rows; the average has all of these rows, and is still sparse."""
+    torch.manual_seed(0)
+    network = nn.Embedding(8, 2, sparse=True)
+    dense = nn.Embedding(8, 2, _weight=network.weight.detach().clone())
+    model = wrap(network)
+    _embed(model)
+    gradient = network.weight.grad
+    assert gradient is not None
+    expect_same([gradient.to_dense()], average(alone(dense, _embed)))
+    expect(gradient.is_sparse, "the average of sparse gradients is dense")
+
+
+@check
+def sparse_and_dense_gradients_travel_side_by_side(wrap: Wrap) -> None:
+    """An embedding with sparse gradients below a linear layer: both are averaged, in every step."""
+    network = nn.Sequential(nn.Embedding(8, 3, sparse=True), layers(3, 2))
+    dense = nn.Sequential(nn.Embedding(8, 3, _weight=network[0].weight.detach().clone()), layers(3, 2))
+    expected = average(alone(dense, _embed))
+    model = wrap(network)
+    for _ in range(3):
+        model.zero_grad()
+        _embed(model)
+        expect_same([g if g is None else g.to_dense() for g in gradients(network)], expected)
+
+
+class _OwnParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.rows = nn.ParameterList([torch.ones(3), torch.ones(3)])
+        self.named = nn.ParameterDict({"shift": torch.zeros(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x * self.rows[0] * self.rows[1] + self.named["shift"]
+
+
+@check
+def parameters_outside_of_layers_are_averaged(wrap: Wrap) -> None:
+    """Parameters of the module itself and in a ParameterList or ParameterDict count as those of layers do."""
+    network = _OwnParameters()
+    expected = average(alone(network))
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    expect_same(gradients(network), expected)
+
+
+class _Shapes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(3, 0))
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scalar * (x @ self.weight) + self.empty.sum()
+
+
+@check
+def parameters_without_dimensions_or_elements_are_averaged(wrap: Wrap) -> None:
+    """A scalar has no dimension to concatenate along, and an empty parameter must not stop the others."""
+    network = _Shapes()
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(inputs())).backward()
+        expect_same(gradients(network), expected)
+
+
+@check
+def gradients_that_are_not_contiguous_are_averaged(wrap: Wrap) -> None:
+    """A flat copy of a transposed gradient is not the gradient: the average must come back to it, element by element."""
+    network = layers(3, 4, 2)
+    network[0].weight = nn.Parameter(network[0].weight.detach().t().contiguous().t())
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(inputs())).backward()
+        expect_same(gradients(network), expected)
+
+
+@check
+def complex_gradients_are_averaged(wrap: Wrap) -> None:
+    """Real and imaginary parts are both averaged."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2, dtype=torch.complex64)
+
+    def backward(module: nn.Module) -> None:
+        module(inputs().to(torch.complex64)).abs().sum().backward()
+
+    expected = average(alone(network, backward))
+    model = wrap(network)
+    backward(model)
+    expect_same([torch.view_as_real(network.weight.grad)], [torch.view_as_real(expected[0])])  # type: ignore[arg-type]
+
+
+@check
+def the_all_reduce_of_some_parameters_may_be_delayed(wrap: Wrap) -> None:
+    """Those of delay_all_reduce_named_params are averaged when another gradient is ready. (torch 2.15 does not wait for their
+    all-reduce at the end of backward, so they are given a second here.)"""
+    network = layers(3, 4, 2)
+    expected = average(alone(network))
+    delayed = [("2.weight", network[2].weight), ("2.bias", network[2].bias)]
+    model = wrap(network, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=network[0].weight)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(inputs())).backward()
+        end = time.monotonic() + 1.0
+        while not torch.allclose(network[2].weight.grad, expected[2], rtol=1e-5) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.01)
+        expect_same(gradients(network), expected)

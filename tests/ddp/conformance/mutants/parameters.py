@@ -1,0 +1,145 @@
+"""Mutants for the checks of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ddp.conformance.mutants.bases import AnyOptions
+
+
+class AveragesByName(AnyOptions):
+    def _average_gradients(self) -> None:
+        super()._average_gradients()  # the sum of the shared weight is divided once more for its second name
+        names = list(self.module.named_parameters(remove_duplicate=False))
+        for index, (_, parameter) in enumerate(names):
+            if any(parameter is other for _, other in names[:index]) and parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()
+
+
+class DividesByTheCalls(AnyOptions):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module)
+        for layer in module.modules():
+            layer.register_forward_hook(self._count)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.calls: dict[nn.Module, int] = {}
+        return super().forward(*inputs, **kwargs)
+
+    def _count(self, layer: nn.Module, *_: Any) -> None:
+        self.calls[layer] = self.calls.get(layer, 0) + 1
+
+    def _average_gradients(self) -> None:
+        super()._average_gradients()
+        for layer, calls in self.calls.items():
+            for parameter in layer.parameters(recurse=False):
+                assert parameter.grad is not None
+                parameter.grad /= calls
+
+
+class TrainsTheFrozen(AnyOptions):
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        super()._average_gradients()
+
+
+class SendsTheFrozen(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        super().__init__(module, **options | {"find_unused_parameters": bool(frozen)})
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+class SendsFloat16(AnyOptions):
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and parameter.grad.dtype == torch.float64:
+                parameter.grad.copy_(parameter.grad.half())
+        super()._average_gradients()
+
+
+class SumsTheValuesOfRows(AnyOptions):
+    """Ranks with as many rows; but which rows is not looked at."""
+
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient = gradient.coalesce() if gradient.is_sparse else gradient
+            values = gradient.values() if gradient.is_sparse else gradient
+            dist.all_reduce(values.div_(dist.get_world_size()))
+            parameter.grad = gradient
+
+
+class SendsOneKindOnly(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        names = [name for name, layer in module.named_modules() if getattr(layer, "sparse", False)]
+        dense = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in names]
+        self._set_params_and_buffers_to_ignore_for_model(module, dense if names and len(names) < len(dense) else [])
+        super().__init__(module, **options)
+
+
+class SkipsParameterLists(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        kinds = (nn.ParameterList, nn.ParameterDict)
+        lists = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, kinds))
+        ignored = [name for name, _ in module.named_parameters() if name.startswith(lists)]
+        self._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        super().__init__(module, **options)
+
+
+class LeavesOutScalars(AnyOptions):
+    def _average_gradients(self) -> None:
+        own = {p: p.grad.clone() for p in self.module.parameters() if p.dim() == 0 and p.grad is not None}
+        super()._average_gradients()
+        for parameter, gradient in own.items():
+            parameter.grad = gradient
+
+
+class AveragesFlatCopies(AnyOptions):
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad.reshape(-1))
+
+
+class AveragesTheRealPart(AnyOptions):
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            assert parameter.grad is not None
+            part: Tensor = parameter.grad.real.clone() if parameter.is_complex() else parameter.grad
+            dist.all_reduce(part.div_(dist.get_world_size()))
+            if parameter.is_complex():
+                parameter.grad.real.copy_(part)
+
+
+class NeverSendsTheDelayed(DistributedDataParallel):
+    def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
+        return grad
+
+
+MUTANTS: dict[str, Any] = {
+    "a_weight_of_two_layers_is_averaged_once": AveragesByName,
+    "a_layer_that_is_called_twice_is_averaged_with_both_uses": DividesByTheCalls,
+    "frozen_parameters_get_no_gradient": TrainsTheFrozen,
+    "frozen_parameters_are_not_sent": SendsTheFrozen,
+    "parameters_of_several_dtypes_are_averaged_in_their_own": SendsFloat16,
+    "sparse_gradients_are_averaged_row_by_row": SumsTheValuesOfRows,
+    "sparse_and_dense_gradients_travel_side_by_side": SendsOneKindOnly,
+    "parameters_outside_of_layers_are_averaged": SkipsParameterLists,
+    "parameters_without_dimensions_or_elements_are_averaged": LeavesOutScalars,
+    "gradients_that_are_not_contiguous_are_averaged": AveragesFlatCopies,
+    "complex_gradients_are_averaged": AveragesTheRealPart,
+    "the_all_reduce_of_some_parameters_may_be_delayed": NeverSendsTheDelayed,
+}
