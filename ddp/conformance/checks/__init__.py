@@ -11,3 +11,5 @@ from ddp.conformance.checks import unused as unused
 from ddp.conformance.checks import parameters as parameters
 from ddp.conformance.checks import static_graph as static_graph
 from ddp.conformance.checks import join as join
+from ddp.conformance.checks import buffers as buffers
+from ddp.conformance.checks import passes as passes

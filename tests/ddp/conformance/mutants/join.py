@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel
@@ -134,6 +135,11 @@ class LeavesTheOthersAlone(DistributedDataParallel):
         """Nothing: the others agree on what they use without this rank."""
 
 
+class ClaimsToUseAll(DistributedDataParallel):
+    def _match_unused_params_allreduce(self) -> None:
+        dist.all_reduce(torch.ones_like(self.reducer._get_local_used_map()))
+
+
 MUTANTS: dict[str, Any] = {
     "ranks_may_have_different_numbers_of_batches": DividesByTheRest,
     "the_sum_may_be_divided_by_the_ranks_that_are_left": DividesByAll,
@@ -148,5 +154,5 @@ MUTANTS: dict[str, Any] = {
     "gradients_may_be_accumulated_within_the_block": ForgetsNoSyncOfOthers,
     "buffers_come_from_a_rank_that_still_has_batches": SendsTheBuffersOfRankZero,
     "ranks_with_unused_parameters_may_join": LeavesTheOthersAlone,
-    "a_finished_rank_uses_no_parameter": DistributedDataParallel,  # torch's own, so far
+    "a_finished_rank_uses_no_parameter": ClaimsToUseAll,
 }
