@@ -13,3 +13,6 @@ from ddp.conformance.checks import static_graph as static_graph
 from ddp.conformance.checks import join as join
 from ddp.conformance.checks import buffers as buffers
 from ddp.conformance.checks import passes as passes
+from ddp.conformance.checks import copies as copies
+from ddp.conformance.checks import groups as groups
+from ddp.conformance.checks import precision as precision

@@ -1,0 +1,178 @@
+"""Copies: what is copied, saved, dropped or wrapped again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim.swa_utils import AveragedModel
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.networks import Counter
+from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of
+
+
+def _expect_averages(model: nn.Module, expected: list[torch.Tensor]) -> None:
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(inputs())).backward()
+        expect_same(gradients(model), expected)
+
+
+@check
+def a_deep_copy_trains_on(wrap: Wrap) -> None:
+    """The copy averages its own gradients, and leaves those of the original alone."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    copied = copy.deepcopy(model)
+    model.zero_grad()
+    _expect_averages(copied, expected)
+    expect_same(gradients(network), [None] * len(expected))
+
+
+@check
+def the_original_trains_on_after_a_deep_copy(wrap: Wrap) -> None:
+    """Training the copy and the original in turns mixes nothing up."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    copied = copy.deepcopy(model)
+    for one in (model, copied, model):
+        _expect_averages(one, expected)
+
+
+@check
+def a_wrapper_can_be_pickled(wrap: Wrap) -> None:
+    """On the default group, torch.save(model) and loading it give a wrapper that still averages."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = pickle.loads(pickle.dumps(wrap(network)))
+    _expect_averages(model, expected)
+
+
+@check
+def a_moving_average_of_the_wrapper_needs_no_other_rank(wrap: Wrap) -> None:
+    """AveragedModel(model) copies the wrapper; the copy is updated on every rank, and evaluated here on rank 0 alone."""
+    network = layers(3, 5, 2)
+    model = wrap(network)
+    averaged = AveragedModel(model)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(1.0)
+        averaged.update_parameters(model)  # the first update copies
+        if dist.get_rank() == 0:
+            expect_same([averaged(inputs())], [network(inputs())], "output")
+    expect_same(list(averaged.module.parameters()), list(network.parameters()), "weight")
+
+
+@check
+def a_state_dict_has_the_modules_names_behind_module(wrap: Wrap) -> None:
+    """Checkpoints of DDP models have keys like "module.0.weight", parameters and buffers alike; others rely on that."""
+    network = Counter()
+    model = wrap(network)
+    expected = [f"module.{name}" for name in network.state_dict()]
+    found = list(model.state_dict())
+    expect(found == expected, f"the keys are {found} instead of {expected}")
+
+
+@check
+def a_state_dict_can_be_loaded_between_steps(wrap: Wrap) -> None:
+    """The values are copied into the parameters that are averaged, so training goes on from the checkpoint."""
+    network, saved = layers(3, 5, 2), wrap(layers(3, 5, 2, seed=1)).state_dict()
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    model.load_state_dict(saved)
+    expect_same(list(network.parameters()), list(saved.values()), "weight")
+    _expect_averages(model, average(alone(network)))
+
+
+@check
+def distributed_checkpoints_have_the_modules_own_names(wrap: Wrap) -> None:
+    """get_model_state_dict leaves out "module.", so that a checkpoint fits a model that is not wrapped. (torch knows its own
+    class: a wrapper that does not derive from it fails this.)"""
+    network = layers(3, 5, 2)
+    found = list(get_model_state_dict(wrap(network)))
+    expect(found == list(network.state_dict()), f"the keys are {found} instead of {list(network.state_dict())}")
+
+
+@check
+def optimizer_checkpoints_have_the_modules_own_names(wrap: Wrap) -> None:
+    """get_optimizer_state_dict finds each parameter's state by the name that it has in the module."""
+    network = layers(3, 2)
+    model = wrap(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model(inputs())).backward()
+    optimizer.step()
+    found: Any = get_optimizer_state_dict(model, optimizer)
+    names = [name for name, _ in network.named_parameters()]
+    expect(list(found["state"]) == names, f"the keys are {list(found['state'])} instead of {names}")
+
+
+@check
+def a_dropped_wrapper_is_freed(wrap: Wrap) -> None:
+    """Hooks on parameters must not keep the wrapper, and with it the buckets, alive as long as the module."""
+    network = layers(3, 5, 2)
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    expect(reference() is None, "the wrapper is still alive after it was dropped")
+
+
+@check
+def a_dropped_wrapper_averages_no_more(wrap: Wrap) -> None:
+    """Its hooks are gone from the parameters: the module trains alone, here on rank 0 only."""
+    network = layers(3, 5, 2)
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    del model
+    gc.collect()
+    network.zero_grad()
+    own = alone(network)
+    if dist.get_rank() == 0:
+        loss_of(network(inputs())).backward()
+        expect_same(gradients(network), own)
+
+
+@check
+def a_module_may_be_wrapped_again(wrap: Wrap) -> None:
+    """After the first wrapper was dropped, a second one averages as if there had been none before it."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    del model
+    gc.collect()
+    _expect_averages(wrap(network), expected)
+
+
+@check
+def a_wrapper_may_stand_in_another(wrap: Wrap) -> None:
+    """Gradients of the inner module are averaged by both, which changes nothing: averages of averages."""
+    inner, head = layers(3, 4), layers(4, 2, seed=1)
+    expected = average(alone(nn.Sequential(inner, head)))
+    model = wrap(nn.Sequential(wrap(inner), head))
+    _expect_averages(model, expected)
+
+
+@check
+def an_optimizer_may_be_older_than_the_wrapper(wrap: Wrap) -> None:
+    """Wrapping keeps the parameters the same objects, so an optimizer that was built before still trains them."""
+    network = layers(3, 5, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    steps = average(alone(network))
+    expected = [p.detach() - 0.1 * step for p, step in zip(network.parameters(), steps, strict=True)]
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    optimizer.step()
+    expect_same([p.detach() for p in model.parameters()], expected, "weight")

@@ -1,0 +1,105 @@
+"""Precision: autocast, loss scaling, and models that are not float32."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.conformance.check import Wrap, check
+from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of, of_all_ranks
+
+
+def _autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(inputs())
+    expect(output.dtype == torch.bfloat16, f"under autocast the output is {output.dtype} instead of torch.bfloat16")
+    loss_of(output.float()).backward()
+
+
+@check
+def autocast_leaves_the_averages_in_float32(wrap: Wrap) -> None:
+    """Under autocast layers compute in bfloat16, but weights and gradients stay float32 and are averaged as such."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network, _autocast))
+    model = wrap(network)
+    _autocast(model)
+    expect_same(gradients(network), expected)
+
+
+@check
+def an_overflow_on_one_rank_skips_the_step_on_all(wrap: Wrap) -> None:
+    """An infinite gradient must come out of the average as such: every GradScaler then skips the step and halves its scale."""
+    network = layers(3, 5, 2)
+    before = [parameter.detach().clone() for parameter in network.parameters()]
+    model, scaler = wrap(network), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = loss_of(model(inputs())) * (float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    expect(scaler.get_scale() == 4.0, f"the scale is {scaler.get_scale():g} instead of 4")
+    expect_same([parameter.detach() for parameter in network.parameters()], before, "weight")
+
+
+@check
+def clipping_after_unscaling_is_that_of_one_process(wrap: Wrap) -> None:
+    """The norm that is clipped is that of the averages of the unscaled gradients, as if one process had the global batch."""
+    network = layers(3, 5, 2)
+    expected = average(alone(network))
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in expected]))
+    model, scaler = wrap(network), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(loss_of(model(inputs()))).backward()
+    scaler.unscale_(optimizer)
+    found = nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)
+    expect_same([found], [norm], "norm")
+    expect_same(gradients(network), [gradient / 2 for gradient in expected])
+
+
+@check
+def clipping_gives_all_ranks_the_same(wrap: Wrap) -> None:
+    """clip_grad_norm_ right after backward sees the averages on every rank, so all clip alike, bit for bit."""
+    network = layers(3, 5, 2)
+    model = wrap(network)
+    loss_of(model(inputs())).backward()
+    norms = of_all_ranks(nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
+    expect(len(set(norms)) == 1, f"the norms are {norms}")
+    everyone = of_all_ranks(gradients(network))
+    expect(all(map(torch.equal, everyone[0], everyone[dist.get_rank()])), "the clipped gradients differ")
+
+
+@check
+def float16_gradients_are_divided_before_they_are_summed(wrap: Wrap) -> None:
+    """The average of 40000 is 40000, but the sum of two is more than float16 can hold: it would be infinite."""
+    network = nn.Linear(3, 2, dtype=torch.float16)
+    model = wrap(network)
+    output = model(torch.ones(1, 3, dtype=torch.float16))
+    output.backward(torch.full_like(output, 40000.0))
+    found = network.weight.grad
+    assert found is not None
+    expect(torch.allclose(found, torch.full_like(found, 40000.0), rtol=1e-2), f"the averages are {found.tolist()}")
+
+
+@check
+def float64_gradients_keep_their_digits(wrap: Wrap) -> None:
+    """A float64 model is averaged in float64: the averages are right to 12 digits."""
+    network = layers(3, 5, 2).double()
+    expected = average(alone(network, lambda n: loss_of(n(inputs().double())).backward()))
+    model = wrap(network)
+    loss_of(model(inputs().double())).backward()
+    for found, right in zip(gradients(network), expected, strict=True):
+        assert found is not None
+        expect(found.dtype == torch.float64, f"a gradient is {found.dtype}")
+        expect(torch.allclose(found, right, rtol=1e-12), f"a gradient is off by {(found - right).abs().max():.1e}")
+
+
+@check(at_least=3)
+def all_ranks_get_the_same_bits(wrap: Wrap) -> None:
+    """Sums of bfloat16 depend on their order: if ranks add up in different orders, their weights drift apart."""
+    network = layers(3, 16, 2).bfloat16()
+    model = wrap(network)
+    loss_of(model(inputs(samples=16).bfloat16())).backward()
+    everyone = of_all_ranks(gradients(network))
+    for index, (first, mine) in enumerate(zip(everyone[0], everyone[dist.get_rank()], strict=True)):
+        expect(torch.equal(first, mine), f"gradient {index} differs from rank 0's by {(first - mine).abs().max():.1e}")

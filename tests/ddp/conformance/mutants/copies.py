@@ -1,0 +1,140 @@
+"""Mutants for the checks of copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ddp.conformance.mutants.bases import AnyOptions
+
+
+class SharesItsParameters(DistributedDataParallel):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)(self.module)
+
+
+class TakesTheHooksAlong(DistributedDataParallel):
+    """The copy gets the hooks; the original has none left."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = type(self)(copy.deepcopy(self.module, memo))
+        self._remove_autograd_hooks()
+        return copied
+
+
+class LosesItsHooks(DistributedDataParallel):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._remove_autograd_hooks()
+
+
+class AsksTheOthersToEvaluate(DistributedDataParallel):
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        return super().forward(*inputs, **kwargs)
+
+
+class SavesTheModule(DistributedDataParallel):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+class ReplacesItsParameters(DistributedDataParallel):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state = {name: tensor.detach().clone() for name, tensor in state_dict.items()}
+        return super().load_state_dict(state, strict, assign=True)
+
+
+class CallsItsModuleModel(AnyOptions):
+    """Not derived from torch's, with another name in its state_dict."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module)
+        self.model = self._modules.pop("module")
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__("model" if name == "module" else name)
+
+
+class GivesCopiesToOptimizers(DistributedDataParallel):
+    """Master weights, which are not those that the module names."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter([nn.Parameter(parameter.detach().clone()) for parameter in self.module.parameters()])
+
+
+class HoldsItself(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._seen)
+
+    def _seen(self, _: Tensor) -> None:
+        """Counts gradients, or writes a log."""
+
+
+def _average(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+
+
+class LeavesItsHooks(nn.Module):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(_average)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+class DividesAgain(DistributedDataParallel):
+    """What divides stays on the parameters, what sums is the wrapper's."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient / dist.get_world_size())
+        self.register_comm_hook(None, _sum)
+
+
+def _sum(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class SharesGradientsWithBuckets(DistributedDataParallel):
+    """Two wrappers cannot both have the gradients in their buckets."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options | {"gradient_as_bucket_view": True})
+
+
+class CopiesTheModule(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(copy.deepcopy(module), **options)
+
+
+MUTANTS: dict[str, Any] = {
+    "a_deep_copy_trains_on": SharesItsParameters,
+    "the_original_trains_on_after_a_deep_copy": TakesTheHooksAlong,
+    "a_wrapper_can_be_pickled": LosesItsHooks,
+    "a_moving_average_of_the_wrapper_needs_no_other_rank": AsksTheOthersToEvaluate,
+    "a_state_dict_has_the_modules_names_behind_module": SavesTheModule,
+    "a_state_dict_can_be_loaded_between_steps": ReplacesItsParameters,
+    "distributed_checkpoints_have_the_modules_own_names": CallsItsModuleModel,
+    "optimizer_checkpoints_have_the_modules_own_names": GivesCopiesToOptimizers,
+    "a_dropped_wrapper_is_freed": HoldsItself,
+    "a_dropped_wrapper_averages_no_more": LeavesItsHooks,
+    "a_module_may_be_wrapped_again": DividesAgain,
+    "a_wrapper_may_stand_in_another": SharesGradientsWithBuckets,
+    "an_optimizer_may_be_older_than_the_wrapper": CopiesTheModule,
+}

@@ -1,0 +1,107 @@
+"""Mutants for the checks of process groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class KnowsTheDefaultGroupOnly(DistributedDataParallel):
+    def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
+        super().__init__(module, **options)
+
+
+class CopiesFromRankZeroOfTheWorld(DistributedDataParallel):
+    def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(module, process_group=process_group, **options)
+
+
+class LooksPastTheMesh(DistributedDataParallel):
+    def __init__(self, module: nn.Module, device_mesh: Any = None, **options: Any) -> None:
+        super().__init__(module, **options)
+
+
+class DividesByTheWorld(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        factor = self.process_group.size() / dist.get_world_size()
+        if factor != 1.0:
+            self.register_comm_hook((self.process_group, factor / self.process_group.size()), _average)
+
+
+def _average(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types
+    group, factor = state
+    buffer = bucket.buffer().mul_(factor)
+    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class HasOneGroupForAll(DistributedDataParallel):
+    """A class attribute where an instance's belongs: the last wrapper's group is that of all."""
+
+    group: ClassVar[Any] = None
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        HasOneGroupForAll.group = self.process_group
+        self.register_comm_hook(None, _average_in_the_last_group)
+
+
+def _average_in_the_last_group(state, bucket):  # type: ignore[no-untyped-def]
+    group = HasOneGroupForAll.group
+    buffer = bucket.buffer().div_(group.size())
+    return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+class HasOneSwitchForAll(DistributedDataParallel):
+    synchronize: ClassVar[bool] = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        HasOneSwitchForAll.synchronize = False
+        yield
+        HasOneSwitchForAll.synchronize = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.require_backward_grad_sync = HasOneSwitchForAll.synchronize
+        return super().forward(*inputs, **kwargs)
+
+
+class IgnoresNothing(DistributedDataParallel):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        if hasattr(module, "_ddp_params_and_buffers_to_ignore"):
+            del module._ddp_params_and_buffers_to_ignore
+        super().__init__(module, **options)
+
+
+class CountsElements(DistributedDataParallel):
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        elements = sum(parameter.numel() for parameter in self.module.parameters())
+        return super()._get_ddp_logging_data() | {"total_parameter_size_bytes": elements}
+
+
+class TakesTheFirstDevice(DistributedDataParallel):
+    def __init__(self, module: nn.Module, device_ids: Any = None, **options: Any) -> None:
+        if device_ids is not None:
+            module = module.to(torch.device("cuda", device_ids[0]))
+        super().__init__(module, device_ids=device_ids, **options)
+
+
+MUTANTS: dict[str, Any] = {
+    "only_the_ranks_of_the_group_are_averaged": KnowsTheDefaultGroupOnly,
+    "a_group_begins_with_the_weights_of_its_own_first_rank": CopiesFromRankZeroOfTheWorld,
+    "a_device_mesh_is_a_group": LooksPastTheMesh,
+    "one_rank_is_a_group_too": DividesByTheWorld,
+    "two_groups_may_share_a_backward_pass": HasOneGroupForAll,
+    "two_wrappers_do_not_know_each_other": HasOneSwitchForAll,
+    "parameters_to_ignore_are_each_ranks_own": IgnoresNothing,
+    "logged_numbers_are_true": CountsElements,
+    "an_empty_list_of_devices_is_accepted": TakesTheFirstDevice,
+}
