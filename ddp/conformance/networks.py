@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+
+from ddp.conformance.tools import inputs, loss_of
 
 
 class Branches(nn.Module):
@@ -31,4 +35,14 @@ class Counter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += self.step
-        return self.layer(x) + self.count
+        output: Tensor = self.layer(x) + self.count
+        return output
+
+
+def one_pass(number: int = 0, *used: int) -> Callable[[nn.Module], None]:
+    """Forward and backward with this rank's ``number``-th batch, through those branches."""
+
+    def forward_and_backward(network: nn.Module) -> None:
+        loss_of(network(inputs(number), *used)).backward()
+
+    return forward_and_backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,7 @@ def batchnorm_goes_on_from_the_statistics_of_rank_zero(wrap: Wrap) -> None:
 @check
 def buffers_of_integers_and_flags_are_sent(wrap: Wrap) -> None:
     """Counters and masks belong to the state as much as floats; they must not be rounded on the way either."""
-    network = layers(3, 2)
+    network: Any = layers(3, 2)
     rank, large = dist.get_rank(), 2**53 + 1
     network.register_buffer("steps", torch.tensor([large if rank == 0 else rank]))
     network.register_buffer("mask", torch.tensor([rank == 0, rank != 0]))
@@ -101,7 +102,8 @@ def buffers_that_are_not_saved_are_sent_too(wrap: Wrap) -> None:
 class _Reassigning(Counter):
     def forward(self, x: Tensor) -> Tensor:
         self.count = self.count + self.step  # a new tensor
-        return self.layer(x) + self.count
+        output: Tensor = self.layer(x) + self.count
+        return output
 
 
 @check
@@ -123,7 +125,8 @@ class _Scaled(nn.Module):
         self.register_buffer("scale", torch.full((2,), 2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale  # autograd saves the buffer for the backward pass
+        output: Tensor = self.layer(x) * self.scale  # autograd saves the buffer for the backward pass
+        return output
 
 
 @check

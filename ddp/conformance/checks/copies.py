@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim.swa_utils import AveragedModel
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Counter
 from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of
 
 
@@ -75,27 +74,6 @@ def a_moving_average_of_the_wrapper_needs_no_other_rank(wrap: Wrap) -> None:
 
 
 @check
-def a_state_dict_has_the_modules_names_behind_module(wrap: Wrap) -> None:
-    """Checkpoints of DDP models have keys like "module.0.weight", parameters and buffers alike; others rely on that."""
-    network = Counter()
-    model = wrap(network)
-    expected = [f"module.{name}" for name in network.state_dict()]
-    found = list(model.state_dict())
-    expect(found == expected, f"the keys are {found} instead of {expected}")
-
-
-@check
-def a_state_dict_can_be_loaded_between_steps(wrap: Wrap) -> None:
-    """The values are copied into the parameters that are averaged, so training goes on from the checkpoint."""
-    network, saved = layers(3, 5, 2), wrap(layers(3, 5, 2, seed=1)).state_dict()
-    model = wrap(network)
-    loss_of(model(inputs())).backward()
-    model.load_state_dict(saved)
-    expect_same(list(network.parameters()), list(saved.values()), "weight")
-    _expect_averages(model, average(alone(network)))
-
-
-@check
 def distributed_checkpoints_have_the_modules_own_names(wrap: Wrap) -> None:
     """get_model_state_dict leaves out "module.", so that a checkpoint fits a model that is not wrapped. (torch knows its own
     class: a wrapper that does not derive from it fails this.)"""
@@ -145,34 +123,9 @@ def a_dropped_wrapper_averages_no_more(wrap: Wrap) -> None:
 
 
 @check
-def a_module_may_be_wrapped_again(wrap: Wrap) -> None:
-    """After the first wrapper was dropped, a second one averages as if there had been none before it."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    loss_of(model(inputs())).backward()
-    del model
-    gc.collect()
-    _expect_averages(wrap(network), expected)
-
-
-@check
 def a_wrapper_may_stand_in_another(wrap: Wrap) -> None:
     """Gradients of the inner module are averaged by both, which changes nothing: averages of averages."""
     inner, head = layers(3, 4), layers(4, 2, seed=1)
     expected = average(alone(nn.Sequential(inner, head)))
     model = wrap(nn.Sequential(wrap(inner), head))
     _expect_averages(model, expected)
-
-
-@check
-def an_optimizer_may_be_older_than_the_wrapper(wrap: Wrap) -> None:
-    """Wrapping keeps the parameters the same objects, so an optimizer that was built before still trains them."""
-    network = layers(3, 5, 2)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    steps = average(alone(network))
-    expected = [p.detach() - 0.1 * step for p, step in zip(network.parameters(), steps, strict=True)]
-    model = wrap(network)
-    loss_of(model(inputs())).backward()
-    optimizer.step()
-    expect_same([p.detach() for p in model.parameters()], expected, "weight")

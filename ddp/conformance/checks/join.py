@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Branches, Counter
+from ddp.conformance.networks import Branches, Counter, one_pass
 from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of, of_all_ranks
 
 LEARNING_RATE = 0.1
@@ -37,10 +37,12 @@ def _trained(network: nn.Module, batches: Sequence[Tensor], divide_by_all: bool 
     for step in range(max(map(len, everyone))):
         now = [batches[step] for batches in everyone if step < len(batches)]
         network.zero_grad()
-        (sum(loss_of(network(batch)) for batch in now) / (len(everyone) if divide_by_all else len(now))).backward()
+        losses = torch.stack([loss_of(network(batch)) for batch in now])
+        (losses.sum() / (len(everyone) if divide_by_all else len(now))).backward()
         with torch.no_grad():
             for parameter in network.parameters():
-                parameter -= LEARNING_RATE * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
     return list(network.parameters())
 
 
@@ -172,7 +174,7 @@ def gradients_may_be_accumulated_within_the_block(wrap: Wrap) -> None:
     network = layers(3, 4, 2)
     model = wrap(network)
     rank, first = dist.get_rank(), average(alone(network))  # the second step is that of all ranks but 0
-    own = alone(network, lambda n: [loss_of(n(inputs(number))).backward() for number in (1, 2)])
+    own = alone(network, lambda n: (loss_of(n(inputs(1))) + loss_of(n(inputs(2)))).backward())
     second = average(own if rank else [torch.zeros_like(gradient) for gradient in own])
     with model.join():
         loss_of(model(inputs())).backward()
@@ -200,13 +202,13 @@ def _two_steps(wrap: Wrap) -> tuple[list[Tensor | None], list[Tensor]]:
     network = Branches()
     model = wrap(network, find_unused_parameters=True)
     rank = dist.get_rank()
-    own = alone(network, lambda n: loss_of(n(inputs(1), 1)).backward())
+    own = alone(network, one_pass(1, 1))
     expected = average(own if rank else [torch.zeros_like(gradient) for gradient in own])
     with model.join():
-        loss_of(model(inputs(), 0, 1)).backward()
+        one_pass(0, 0, 1)(model)
         if rank:
             model.zero_grad()
-            loss_of(model(inputs(1), 1)).backward()
+            one_pass(1, 1)(model)
             last = gradients(network)
     return (last, expected) if rank else ([*expected], expected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -69,35 +70,6 @@ def frozen_parameters_are_not_sent(wrap: Wrap) -> None:
     expect(sum(sent) == trained, f"{sum(sent)} elements are sent instead of {trained}")
 
 
-class _Dtypes(nn.Module):
-    dtypes = (torch.float32, torch.float64, torch.bfloat16)
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=dtype) for dtype in self.dtypes])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, dtype in zip(self.layers, self.dtypes, strict=True):
-            x = layer(x.to(dtype))
-        return x.float()
-
-
-@check
-def parameters_of_several_dtypes_are_averaged_in_their_own(wrap: Wrap) -> None:
-    """A bucket holds one dtype; each gradient has its parameter's dtype and precision (bfloat16: to 3 digits)."""
-    network = _Dtypes()
-    expected = average(alone(network))
-    model = wrap(network)
-    loss_of(model(inputs())).backward()
-    found = gradients(network)
-    expect_same(found[:4], expected[:4])
-    for one, other in zip(found[4:], expected[4:], strict=True):
-        assert one is not None
-        expect(one.dtype == other.dtype, f"a gradient is {one.dtype} instead of {other.dtype}")
-        expect(torch.allclose(one, other, rtol=2e-2, atol=1e-3), f"a bfloat16 gradient is {one} instead of {other}")
-
-
 def _embed(network: nn.Module) -> None:
     rank = dist.get_rank()
     network(torch.tensor([rank, rank + 1, rank])).square().sum().backward()
@@ -121,7 +93,8 @@ def sparse_gradients_are_averaged_row_by_row(wrap: Wrap) -> None:
 def sparse_and_dense_gradients_travel_side_by_side(wrap: Wrap) -> None:
     """An embedding with sparse gradients below a linear layer: both are averaged, in every step."""
     network = nn.Sequential(nn.Embedding(8, 3, sparse=True), layers(3, 2))
-    dense = nn.Sequential(nn.Embedding(8, 3, _weight=network[0].weight.detach().clone()), layers(3, 2))
+    dense = copy.deepcopy(network)
+    dense[0].sparse = False  # type: ignore[assignment]
     expected = average(alone(dense, _embed))
     model = wrap(network)
     for _ in range(3):
@@ -138,7 +111,8 @@ class _OwnParameters(nn.Module):
         self.named = nn.ParameterDict({"shift": torch.zeros(3)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x * self.rows[0] * self.rows[1] + self.named["shift"]
+        output: Tensor = self.scale * x * self.rows[0] * self.rows[1] + self.named["shift"]
+        return output
 
 
 @check
@@ -149,41 +123,6 @@ def parameters_outside_of_layers_are_averaged(wrap: Wrap) -> None:
     model = wrap(network)
     loss_of(model(inputs())).backward()
     expect_same(gradients(network), expected)
-
-
-class _Shapes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scalar, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(3, 0))
-        self.weight = nn.Parameter(torch.ones(3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scalar * (x @ self.weight) + self.empty.sum()
-
-
-@check
-def parameters_without_dimensions_or_elements_are_averaged(wrap: Wrap) -> None:
-    """A scalar has no dimension to concatenate along, and an empty parameter must not stop the others."""
-    network = _Shapes()
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(inputs())).backward()
-        expect_same(gradients(network), expected)
-
-
-@check
-def gradients_that_are_not_contiguous_are_averaged(wrap: Wrap) -> None:
-    """A flat copy of a transposed gradient is not the gradient: the average must come back to it, element by element."""
-    network = layers(3, 4, 2)
-    network[0].weight = nn.Parameter(network[0].weight.detach().t().contiguous().t())
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(inputs())).backward()
-        expect_same(gradients(network), expected)
 
 
 @check
@@ -201,6 +140,10 @@ def complex_gradients_are_averaged(wrap: Wrap) -> None:
     expect_same([torch.view_as_real(network.weight.grad)], [torch.view_as_real(expected[0])])  # type: ignore[arg-type]
 
 
+def _close(found: list[Tensor | None], expected: list[Tensor]) -> bool:
+    return all(one is not None and torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @check
 def the_all_reduce_of_some_parameters_may_be_delayed(wrap: Wrap) -> None:
     """Those of delay_all_reduce_named_params are averaged when another gradient is ready. (torch 2.15 does not wait for their
@@ -213,7 +156,6 @@ def the_all_reduce_of_some_parameters_may_be_delayed(wrap: Wrap) -> None:
         model.zero_grad()
         loss_of(model(inputs())).backward()
         end = time.monotonic() + 1.0
-        while not torch.allclose(network[2].weight.grad, expected[2], rtol=1e-5) and time.monotonic() < end:
+        while not _close(gradients(network), expected) and time.monotonic() < end:
             time.sleep(0.01)
-        time.sleep(0.01)
         expect_same(gradients(network), expected)

@@ -7,15 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 from ddp.conformance.check import Wrap, check
+from ddp.conformance.networks import one_pass
 from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of
-
-
-def _one(model: nn.Module, number: int = 0) -> None:
-    loss_of(model(inputs(number))).backward()
 
 
 @check
@@ -39,7 +36,8 @@ def each_of_two_forward_passes_may_have_its_backward_pass(wrap: Wrap) -> None:
     """Forward, forward, backward, backward. torch 2.15 fails this: it averages in the first backward pass only, without a word,
     so the ranks' weights drift apart."""
     network = layers(3, 5, 2)
-    expected = average(alone(network, lambda n: (_one(n, 0), _one(n, 1))))
+    own = zip(alone(network, one_pass(0)), alone(network, one_pass(1)), strict=True)
+    expected = average([one + other for one, other in own])
     model = wrap(network)
     first, second = model(inputs(0)), model(inputs(1))
     loss_of(first).backward()
@@ -77,7 +75,7 @@ def autograd_grad_leaves_the_gradients_alone(wrap: Wrap) -> None:
     expected = average(own)
     for _ in range(2):
         model.zero_grad()
-        _one(model)
+        one_pass()(model)
         expect_same(gradients(network), expected)
 
 
@@ -112,7 +110,7 @@ def _trains_with_checkpoints(wrap: Wrap, use_reentrant: bool) -> None:
     model = wrap(network)
     for _ in range(2):
         model.zero_grad()
-        _one(model)
+        one_pass()(model)
         expect_same(gradients(network), expected)
 
 
@@ -149,7 +147,7 @@ def an_output_may_be_thrown_away(wrap: Wrap) -> None:
     for _ in range(2):
         model.zero_grad()
         model(inputs(1))
-        _one(model)
+        one_pass()(model)
         expect_same(gradients(network), expected)
 
 
@@ -196,7 +194,7 @@ def an_optimizer_may_step_within_backward(wrap: Wrap) -> None:
     expected = [p.detach() - 0.1 * step for p, step in zip(network.parameters(), steps, strict=True)]
     _apply_optimizer_in_backward(torch.optim.SGD, network.parameters(), {"lr": 0.1})
     model = wrap(network)
-    _one(model)
+    one_pass()(model)
     expect_same([p.detach() for p in network.parameters()], expected, "weight")
 
 
@@ -227,30 +225,6 @@ def hooks_of_the_wrapper_run(wrap: Wrap) -> None:
     expect_same([found], [expected], "output")
 
 
-@check
-def train_and_eval_reach_the_module(wrap: Wrap) -> None:
-    """model.eval() must switch off the module's Dropout, and train() must return the wrapper."""
-    network = nn.Sequential(layers(3, 5), nn.Dropout(0.5))
-    model = wrap(network)
-    expect(model.eval() is model and not network[1].training, "eval() did not reach the module")
-    expect(model.train() is model and network[1].training, "train() did not reach the module")
-
-
-@check
-def an_evaluation_may_come_between_forward_and_backward(wrap: Wrap) -> None:
-    """A pass without gradients (a target network, a metric) must not call off the average that is to come."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        loss = loss_of(model(inputs()))
-        with torch.no_grad():
-            model(inputs(1))
-        loss.backward()
-        expect_same(gradients(network), expected)
-
-
 class _Named(NamedTuple):
     scores: Tensor
     name: str
@@ -261,16 +235,16 @@ class _NamesItsOutput(nn.Module):
         super().__init__()
         self.layers = layers(3, 2)
 
-    def forward(self, x: Tensor, *, name: str) -> dict[str, Any]:
-        return {"named": _Named(self.layers(x), name), "none": None}
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"named": _Named(self.layers(x), "digits"), "none": None}
 
 
 @check
-def outputs_keep_their_types_and_keywords_arrive(wrap: Wrap) -> None:
+def outputs_keep_their_types(wrap: Wrap) -> None:
     """A NamedTuple in a dict comes back as such, with what is no tensor, also when outputs are searched for tensors."""
     network = _NamesItsOutput()
     model = wrap(network, find_unused_parameters=True)
-    output = model(inputs(), name="digits")
+    output = model(inputs())
     expect(set(output) == {"named", "none"} and output["none"] is None, f"the output is {output}")
     expect(isinstance(output["named"], _Named), f"the NamedTuple is a {type(output['named']).__name__}")
     expect(output["named"].name == "digits", f"the name is {output['named'].name!r}")

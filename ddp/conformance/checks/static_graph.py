@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Branches
-from ddp.conformance.tools import EACH_ALONE, alone, average, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.networks import Branches, one_pass
+from ddp.conformance.tools import EACH_ALONE, alone, average, expect_same, gradients, layers
 
 
 @check
@@ -20,7 +20,7 @@ def the_first_step_of_a_static_graph_is_averaged_too(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     expected = average(alone(network))
     model = wrap(network, static_graph=True)
-    loss_of(model(inputs())).backward()
+    one_pass()(model)
     expect_same(gradients(network), expected)
 
 
@@ -31,9 +31,9 @@ def a_static_graph_trains_as_a_dynamic_one(wrap: Wrap) -> None:
     model = wrap(static, static_graph=True, bucket_cap_mb=EACH_ALONE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        expected = average(alone(dynamic, lambda n, s=step: loss_of(n(inputs(s))).backward()))
+        expected = average(alone(dynamic, one_pass(step)))
         optimizer.zero_grad()
-        loss_of(model(inputs(step))).backward()
+        one_pass(step)(model)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_sub_(list(dynamic.parameters()), expected, alpha=0.1)
@@ -47,8 +47,8 @@ def a_static_graph_may_have_unused_parameters(wrap: Wrap) -> None:
     model = wrap(network, static_graph=True)
     for step in range(3):
         model.zero_grad()
-        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s), 0, 2)).backward()))
-        loss_of(model(inputs(step), 0, 2)).backward()
+        expected = average(alone(network, one_pass(step, 0, 2)))
+        one_pass(step, 0, 2)(model)
         expect_same(gradients(network), [*expected[:2], None, None, *expected[4:]])
 
 
@@ -60,8 +60,8 @@ def ranks_may_have_different_static_graphs(wrap: Wrap) -> None:
     model = wrap(network, static_graph=True)
     for step in range(3):
         model.zero_grad()
-        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s), *used)).backward()))
-        loss_of(model(inputs(step), *used)).backward()
+        expected = average(alone(network, one_pass(step, *used)))
+        one_pass(step, *used)(model)
         expect_same(gradients(network), [*expected[:4], None, None])
 
 
@@ -86,8 +86,8 @@ def a_layer_of_two_checkpoints_is_averaged_with_both_uses(wrap: Wrap) -> None:
     model = wrap(network, static_graph=True)
     for step in range(3):
         model.zero_grad()
-        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s))).backward()))
-        loss_of(model(inputs(step))).backward()
+        expected = average(alone(network, one_pass(step)))
+        one_pass(step)(model)
         expect_same(gradients(network), expected)
 
 
@@ -99,13 +99,9 @@ def a_graph_may_be_declared_static_after_wrapping(wrap: Wrap) -> None:
     model._set_static_graph()
     for step in range(3):
         model.zero_grad()
-        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s), 1)).backward()))
-        loss_of(model(inputs(step), 1)).backward()
+        expected = average(alone(network, one_pass(step, 1)))
+        one_pass(step, 1)(model)
         expect_same(gradients(network), [None, None, *expected[2:]])
-
-
-def _one(model: nn.Module, number: int) -> None:
-    loss_of(model(inputs(number))).backward()
 
 
 @check
@@ -113,15 +109,15 @@ def a_static_graph_accumulates_after_its_first_step(wrap: Wrap) -> None:
     """A pass under no_sync stays on its rank also when the graph is known; the next pass averages the sums."""
     network = layers(3, 5, 2)
     model = wrap(network, static_graph=True)
-    _one(model, 0)
+    one_pass(0)(model)
     for step in (1, 3):
         model.zero_grad()
-        own = alone(network, lambda n, s=step: _one(n, s))
-        both = average(alone(network, lambda n, s=step: (_one(n, s), _one(n, s + 1))))
+        own = alone(network, one_pass(step))
+        both = average([one + other for one, other in zip(own, alone(network, one_pass(step + 1)), strict=True)])
         with model.no_sync():
-            _one(model, step)
+            one_pass(step)(model)
         expect_same(gradients(network), own, "gradient under no_sync")
-        _one(model, step + 1)
+        one_pass(step + 1)(model)
         expect_same(gradients(network), both)
 
 
@@ -129,9 +125,10 @@ def a_static_graph_accumulates_after_its_first_step(wrap: Wrap) -> None:
 def a_static_graph_may_begin_under_no_sync(wrap: Wrap) -> None:
     """The first pass that synchronizes is the one to record, not the first of all. torch 2.15 fails this: an INTERNAL ASSERT."""
     network = layers(3, 5, 2)
-    both = average(alone(network, lambda n: (_one(n, 0), _one(n, 1))))
+    own = zip(alone(network, one_pass(0)), alone(network, one_pass(1)), strict=True)
+    both = average([one + other for one, other in own])
     model = wrap(network, static_graph=True)
     with model.no_sync():
-        _one(model, 0)
-    _one(model, 1)
+        one_pass(0)(model)
+    one_pass(1)(model)
     expect_same(gradients(network), both)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Branches
+from ddp.conformance.networks import Branches, one_pass
 from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, loss_of
 
 
@@ -19,9 +20,9 @@ def a_parameter_that_one_rank_leaves_out_counts_as_zeros_there(wrap: Wrap) -> No
     """The sum is divided by all ranks, not by those that used the parameter: the average must be that of the global batch."""
     network = Branches(2)
     used = (0,) if dist.get_rank() == 0 else (0, 1)
-    expected = average(alone(network, lambda n: loss_of(n(inputs(), *used)).backward()))
+    expected = average(alone(network, one_pass(0, *used)))
     model = wrap(network, find_unused_parameters=True)
-    loss_of(model(inputs(), *used)).backward()
+    one_pass(0, *used)(model)
     expect_same(gradients(network), expected)
 
 
@@ -31,7 +32,7 @@ def a_parameter_that_no_rank_uses_stays_without_gradient(wrap: Wrap) -> None:
     network = Branches()
     model = wrap(network, find_unused_parameters=True)
     for _ in range(3):
-        loss_of(model(inputs(), 0, 1)).backward()
+        one_pass(0, 0, 1)(model)
         found = [parameter.grad for parameter in network.branches[2].parameters()]
         expect_same(found, [None, None], "gradient of the unused branch")
         model.zero_grad()
@@ -42,9 +43,9 @@ def each_rank_may_use_other_parameters(wrap: Wrap) -> None:
     """What is used anywhere gets its average everywhere, also where rank 0 does not use it."""
     network = Branches()
     used = 1 + dist.get_rank() % 2
-    expected: list[Tensor | None] = [*average(alone(network, lambda n: loss_of(n(inputs(), used)).backward()))]
+    expected: list[Tensor | None] = [*average(alone(network, one_pass(0, used)))]
     model = wrap(network, find_unused_parameters=True)
-    loss_of(model(inputs(), used)).backward()
+    one_pass(0, used)(model)
     expect_same(gradients(network), [None, None, *expected[2:]])
 
 
@@ -55,8 +56,8 @@ def the_used_parameters_may_change_from_step_to_step(wrap: Wrap) -> None:
     model = wrap(network, find_unused_parameters=True)
     for step, used in enumerate([(0,), (1, 2), (0, 2), (1,)]):
         model.zero_grad()
-        expected = average(alone(network, lambda n, u=used, s=step: loss_of(n(inputs(s), *u)).backward()))
-        loss_of(model(inputs(step), *used)).backward()
+        expected = average(alone(network, one_pass(step, *used)))
+        one_pass(step, *used)(model)
         expect_same(gradients(network), [e if i // 2 in used else None for i, e in enumerate(expected)])
 
 
@@ -65,9 +66,9 @@ def an_old_gradient_stays_as_it_is_where_no_rank_uses_the_parameter(wrap: Wrap) 
     """A backward pass adds nothing to it, so it must not touch it either."""
     network = Branches(2)
     model = wrap(network, find_unused_parameters=True)
-    loss_of(model(inputs(), 0, 1)).backward()
+    one_pass(0, 0, 1)(model)
     before = gradients(network)
-    loss_of(model(inputs(1), 0)).backward()
+    one_pass(1, 0)(model)
     expect_same(gradients(network)[2:], before[2:])
 
 
@@ -76,14 +77,11 @@ def a_parameter_that_was_used_only_under_no_sync_is_averaged_too(wrap: Wrap) -> 
     """Its gradient on each rank is its own until the pass that synchronizes, which must send it although it does not use it."""
     network = Branches(2)
 
-    def both(model: Any) -> None:
-        loss_of(model(inputs(1), 0)).backward()
-
-    expected = average(alone(network, lambda n: (loss_of(n(inputs(), 1)).backward(), both(n))))
+    expected = average([*alone(network, one_pass(1, 0))[:2], *alone(network, one_pass(0, 1))[2:]])
     model = wrap(network, find_unused_parameters=True)
     with model.no_sync():
-        loss_of(model(inputs(), 1)).backward()
-    both(model)
+        one_pass(0, 1)(model)
+    one_pass(1, 0)(model)
     expect_same(gradients(network), expected)
 
 
@@ -97,6 +95,10 @@ class _TwoOutputs(nn.Module):
         return self.first(x), self.second(x)
 
 
+def _use_one_output(model: nn.Module, step: int) -> None:
+    loss_of(model(inputs(step))[step % 2]).backward()
+
+
 @check
 def an_output_may_be_left_out_of_the_loss(wrap: Wrap) -> None:
     """Its parameters are in the graph of the output, but backward never comes to them. The others must not wait for them."""
@@ -104,10 +106,9 @@ def an_output_may_be_left_out_of_the_loss(wrap: Wrap) -> None:
     model = wrap(network, find_unused_parameters=True)
     for step in range(3):
         model.zero_grad()
-        used = step % 2
-        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s))[s % 2]).backward()))
-        loss_of(model(inputs(step))[used]).backward()
-        expect_same(gradients(network), [e if i // 2 == used else None for i, e in enumerate(expected)])
+        expected = average(alone(network, functools.partial(_use_one_output, step=step)))
+        _use_one_output(model, step)
+        expect_same(gradients(network), [e if i // 2 == step % 2 else None for i, e in enumerate(expected)])
 
 
 @dataclass
@@ -139,6 +140,6 @@ def unused_parameters_that_are_the_same_everywhere_need_not_be_sent(wrap: Wrap) 
     model = wrap(network, find_unused_parameters=True, skip_all_reduce_unused_params=True)
     for step in range(3):
         model.zero_grad()
-        expected = average(alone(network, lambda n, s=step: loss_of(n(inputs(s), 0, 2)).backward()))
-        loss_of(model(inputs(step), 0, 2)).backward()
+        expected = average(alone(network, one_pass(step, 0, 2)))
+        one_pass(step, 0, 2)(model)
         expect_same(gradients(network), [*expected[:2], None, None, *expected[4:]])

@@ -1,5 +1,6 @@
 """Mutants for the checks of forward and backward passes."""
 
+# mypy: disable-error-code="no-untyped-call, no-any-return"
 from __future__ import annotations
 
 import copy
@@ -121,7 +122,11 @@ class ForwardCallsOffBackward(AnyOptions):
         return output
 
     def _check(self, number: int) -> None:
-        Variable._execution_engine.queue_callback(lambda: number == self.number and self._average_gradients())
+        def end() -> None:
+            if number == self.number:
+                self._average_gradients()
+
+        Variable._execution_engine.queue_callback(end)
 
 
 class WaitsForEveryBackward(AnyOptions):
@@ -172,22 +177,6 @@ class CallsForwardDirectly(DistributedDataParallel):
         return self.forward(*inputs, **kwargs)
 
 
-class SwitchesItselfOnly(DistributedDataParallel):
-    def train(self, mode: bool = True) -> Any:
-        self.training = mode
-        return self
-
-
-class EvaluationCallsOffBackward(AnyOptions):
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._wanted = torch.is_grad_enabled()
-        return super().forward(*inputs, **kwargs)
-
-    def _average_gradients(self) -> None:
-        if self._wanted:
-            super()._average_gradients()
-
-
 class MakesPlainTuples(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         output = super().forward(*inputs, **kwargs)
@@ -209,7 +198,5 @@ MUTANTS: dict[str, Any] = {
     "an_optimizer_may_step_within_backward": DoesNotKnowTheOptimizer,
     "functional_call_puts_in_other_weights": KeepsItsOwnWeights,
     "hooks_of_the_wrapper_run": CallsForwardDirectly,
-    "train_and_eval_reach_the_module": SwitchesItselfOnly,
-    "an_evaluation_may_come_between_forward_and_backward": EvaluationCallsOffBackward,
-    "outputs_keep_their_types_and_keywords_arrive": MakesPlainTuples,
+    "outputs_keep_their_types": MakesPlainTuples,
 }

@@ -22,6 +22,7 @@ class SumsInBfloat16(AnyOptions):
 class RepairsGradients(AnyOptions):
     def _average_gradients(self) -> None:
         for parameter in self.module.parameters():
+            assert parameter.grad is not None
             torch.nan_to_num_(parameter.grad, posinf=0.0, neginf=0.0)
         super()._average_gradients()
 
@@ -43,41 +44,9 @@ class GivesRankZeroTheAverages(AnyOptions):
                 parameter.grad = gradient
 
 
-class DividesAfterwards(AnyOptions):
-    def _average_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
-class SendsFloat32(AnyOptions):
-    def _average_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            assert parameter.grad is not None
-            sent = parameter.grad.float() / dist.get_world_size()
-            dist.all_reduce(sent)
-            parameter.grad.copy_(sent)
-
-
-class AddsItsOwnFirst(AnyOptions):
-    """Each rank gathers all gradients, and adds the others' to its own."""
-
-    def _average_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            assert parameter.grad is not None
-            everyone = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, parameter.grad.div_(len(everyone)))
-            for shift in range(1, len(everyone)):
-                parameter.grad += everyone[(dist.get_rank() + shift) % len(everyone)]
-
-
 MUTANTS: dict[str, Any] = {
     "autocast_leaves_the_averages_in_float32": SumsInBfloat16,
     "an_overflow_on_one_rank_skips_the_step_on_all": RepairsGradients,
     "clipping_after_unscaling_is_that_of_one_process": Sums,
     "clipping_gives_all_ranks_the_same": GivesRankZeroTheAverages,
-    "float16_gradients_are_divided_before_they_are_summed": DividesAfterwards,
-    "float64_gradients_keep_their_digits": SendsFloat32,
-    "all_ranks_get_the_same_bits": AddsItsOwnFirst,
 }
