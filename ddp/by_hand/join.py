@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from ddp.by_hand.reducer import Reducer
 from ddp.by_hand.replicas import broadcast, replicated
@@ -116,6 +116,8 @@ class _JoinedRank(JoinHook):
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
         tensors = replicated(model.module, buffers=model.broadcast_buffers)
         broadcast(list(tensors.values()), source, model.process_group)
+        # From here on, forward passes announce themselves to nobody: a rank may evaluate alone. (torch's go on to.)
+        model._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 def _contribute_zeros(reducer: Reducer) -> None:
