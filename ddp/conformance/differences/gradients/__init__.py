@@ -1,0 +1,1 @@
+"""Gradients that are wrong, without a word"""
