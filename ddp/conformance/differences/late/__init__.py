@@ -1,0 +1,1 @@
+"""Said too late"""

@@ -1,0 +1,1 @@
+"""Refused, though it can be done"""
