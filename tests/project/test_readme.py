@@ -12,7 +12,11 @@ from tests.support.launch import REPOSITORY
 
 READMES = [
     REPOSITORY / "README.md",
-    *(readme for depth in ("*", "tests/*", "ddp/*") for readme in sorted(REPOSITORY.glob(f"{depth}/README.md"))),
+    *(
+        readme
+        for depth in ("*", "tests/*", "ddp/*", "ddp/conformance/*")
+        for readme in sorted(REPOSITORY.glob(f"{depth}/README.md"))
+    ),
 ]
 QUOTES = [
     (readme, file, code)

@@ -1,0 +1,60 @@
+"""The page of differences: each case prints what is quoted, with torch's DDP and with ours, and the page is of the code that runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from ddp.conformance import differences
+from ddp.conformance.differences.page import cases, page
+from ddp.conformance.differences.program import compare
+from tests.support.launch import run_ranks, run_torchrun
+
+PAGE = Path(differences.__file__).with_name("README.md").read_text()
+# What the page says that each case prints.
+QUOTED = {
+    path.replace("/", "."): block.splitlines()
+    for path, block in re.findall(r"^\[(\S+)\.py\]\(.*?^```text\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+}
+OF_BUILDS_FOR_CUDA = ("refused.mixed_precision", "refused.optimizer_in_backward")
+
+
+def run_all() -> dict[str, list[str]]:
+    torch.set_num_threads(1)
+    store, rank, _ = next(rendezvous("env://"))
+    return {name: compare(module.case, store, rank) for name, module in cases().items()}
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, list[str]]:
+    """What all cases print now; by fresh ranks, as torch's errors leave things behind."""
+    found: dict[str, list[str]] = run_ranks(run_all, 2, fresh=True)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_case_prints_what_the_page_quotes(name: str, printed: dict[str, list[str]]) -> None:
+    if name in OF_BUILDS_FOR_CUDA and torch.version.cuda is None:
+        pytest.skip("the quoted error is of a torch that was built for CUDA")
+    assert printed[name] == QUOTED[name]
+
+
+def test_torch_and_ours_differ_in_every_case() -> None:
+    for name, lines in QUOTED.items():
+        torchs, ours = ([line[5:] for line in lines if line.startswith(which)] for which in ("torch", "ours "))
+        assert torchs != ours, name
+
+
+def test_the_page_shows_the_code_that_runs() -> None:
+    assert page(QUOTED) == PAGE  # else: torchrun --nproc_per_node=2 -m ddp.conformance.differences
+
+
+def test_a_case_runs_as_the_page_says() -> None:
+    command = "ddp.conformance.differences.gradients.two_backwards"
+    assert command in PAGE
+    found = run_torchrun(2, command)
+    assert found.stdout.splitlines() == QUOTED["gradients.two_backwards"], found.stderr
