@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-import textwrap
+import re
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -43,7 +43,14 @@ def page(outputs: Mapping[str, list[str]]) -> str:
 def entry(name: str, module: ModuleType, output: list[str]) -> str:
     """One case."""
     title, _, text = (inspect.getdoc(module) or "").partition("\n")
-    body = textwrap.dedent(inspect.getsource(module.case).partition("\n")[2]).rstrip()
-    link = f"[{name.replace('.', '/')}.py]({name.replace('.', '/')}.py)"
-    shown = "\n".join(["```python", body, "```", "", "```text", *output, "```"])
-    return f"### {title}\n\n{link}\n{text}\n\n{shown}"
+    path = f"{name.replace('.', '/')}.py"
+    shown = "\n".join(["```python", program(module), "```", "", "```text", *output, "```"])
+    return f"### {title}\n\n[{path}]({path})\n{text}\n\n{shown}"
+
+
+def program(module: ModuleType) -> str:
+    """A case's code without its imports."""
+    source = inspect.getsource(module)
+    start = re.search(r"^(@|class |def )", source, re.MULTILINE)
+    assert start is not None
+    return re.sub(r"  # type: ignore.*", "", source[start.start() :].partition("\n\n\nif __name__")[0])
