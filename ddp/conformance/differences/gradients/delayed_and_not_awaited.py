@@ -25,12 +25,14 @@ def case(DDP: Any) -> Iterator[str]:
         delay_all_reduce_named_params=[("a.weight", network.a.weight)],
         param_to_hook_all_reduce=first.weight,
     )
+    dist.barrier()
     hidden = first(x())
-    hidden.register_hook(lambda _: time.sleep(0.3 * dist.get_rank()))
+    hidden.register_hook(lambda _: time.sleep(0.5 * dist.get_rank()))
     model(hidden).backward()
-    yield f"when backward is over: {grad(network.a.weight)}"
-    time.sleep(0.6)
-    yield f"later: {grad(network.a.weight)}"
+    now = grad(network.a.weight)
+    time.sleep(1)
+    if dist.get_rank() == 0:
+        yield f"when backward is over: {now}, a second later: {grad(network.a.weight)}"
 
 
 if __name__ == "__main__":

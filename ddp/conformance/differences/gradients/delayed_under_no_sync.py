@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 from ddp.conformance.differences.program import TwoLines, grad, main, x
 
 
@@ -24,6 +26,7 @@ def case(DDP: Any) -> Iterator[str]:
     )
     with model.no_sync():
         model(x()).backward()
+    dist.barrier()
     time.sleep(0.3)  # torch's does not wait
     yield f"a: {grad(network.a.weight)}, b: {grad(network.b.weight)}"
 
