@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
     without = [name for name, missing in zip(names, remaining, strict=True) if missing > 0]
     return RuntimeError(
         f"backward gave no gradient to {len(without)} of {len(names)} parameters: {_first(without)}. This rank's loss does not "
-        "depend on them: pass find_unused_parameters=True, or freeze them before wrapping"
+        "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
     )
 
 
 def ready_twice(name: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradient of {name} became ready twice in one backward pass: do several checkpoints use it? pass "
-        "static_graph=True, or checkpoint with use_reentrant=False"
+        f"the gradient of {name} became ready more often than expected in one backward pass: do several checkpoints use it? "
+        "checkpoint with use_reentrant=False, or pass static_graph=True if every backward pass uses it as often"
     )
 
 
@@ -35,6 +35,16 @@ def require_same_dtypes(names: Sequence[str], parameters: Sequence[Tensor], dtyp
         raise RuntimeError(
             f"{len(changed)} parameters have another dtype than when they were wrapped: {_first(changed)}. Their gradients "
             "are not averaged any more: convert the module first, then wrap it"
+        )
+
+
+def require_same_parameters(names: Sequence[str], wrapped: Sequence[Tensor], now: Mapping[str, Tensor]) -> None:
+    """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
+    changed = [name for name, parameter in zip(names, wrapped, strict=True) if now.get(name) is not parameter]
+    if changed:
+        raise RuntimeError(
+            f"{len(changed)} parameters were replaced after wrapping: {_first(changed)}. Their gradients are not averaged any "
+            "more: change values in place (load_state_dict without assign), or wrap the module again"
         )
 
 

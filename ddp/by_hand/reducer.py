@@ -46,7 +46,7 @@ class Reducer:
         self.expecting = False  # whether a backward pass that synchronizes is running or follows
         self.divisor = self._divisor_now = float(group.size())  # of the next backward pass, and of the running one
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
-        self._names, self.parameters = list(parameters), list(parameters.values())
+        self.names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self._as_view, self._find_unused = as_view, find_unused and not static_graph
         self._ids, self._dtypes = set(map(id, self.parameters)), [parameter.dtype for parameter in self.parameters]
@@ -96,7 +96,7 @@ class Reducer:
         if self._uses is None or self._remaining[index] > 0:
             return
         if self._remaining[index] < 0:
-            raise errors.ready_twice(self._names[index])
+            raise errors.ready_twice(self.names[index])
         bucket = self._bucket_of[index]
         if not bucket.small:
             bucket.copy_in(index, self._divisor_now)  # at once: the next gradient can then reuse its memory
@@ -138,12 +138,12 @@ class Reducer:
         self._running = False
         none_ready = self._remaining == (self._uses or [0] * len(self._remaining))
         if none_ready and (not self._find_unused or self._depends):
-            errors.require_same_dtypes(self._names, self.parameters, self._dtypes)
+            errors.require_same_dtypes(self.names, self.parameters, self._dtypes)
             return  # this was torch.autograd.grad, which leaves .grad unchanged
         if not self._find_unused and max(self._remaining) > 0:
             self.wait()
             self.expecting = False
-            raise errors.unused(self._names, self._remaining)
+            raise errors.unused(self.names, self._remaining)
         while len(self.sent) < len(self.buckets):
             self._send()
         self.wait()

@@ -15,13 +15,15 @@ from ddp.by_hand.reducer import Reducer
 class DropInReducer(Reducer):
     """A reducer to which other parts of a wrapper can be attached.
 
-    ``after_backward`` are called at the end of each backward pass that synchronized. ``moments`` are of the latest one, in
-    nanoseconds: the begin of backward, the first all-reduce, the end of backward's own computation, and the end of all.
+    ``after_backward`` are called at the end of each backward pass that synchronized, ``after_none`` at the end of one that gave no
+    parameter a gradient. ``moments`` are of the latest one, in nanoseconds: the begin of backward, the first all-reduce, the end
+    of backward's own computation, and the end of all.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.after_backward: list[Callable[[], None]] = []
+        self.after_none: list[Callable[[], None]] = []
         self.skip_unused = False  # whether buckets without any gradient are not sent
         self.others_ready = False  # whether a gradient that is in no bucket became ready in this pass
         self.moments: dict[str, int] = {}
@@ -56,6 +58,9 @@ class DropInReducer(Reducer):
             for call in self.after_backward:
                 call()
             self.moments["end"] = time.perf_counter_ns()
+        else:
+            for call in self.after_none:
+                call()
 
 
 class _Skipped:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ddp.by_hand.drop_in.reducer import DropInReducer
@@ -54,10 +54,14 @@ class SparseAverage:
     @torch.no_grad()
     def _average(self) -> None:
         for parameter in self._parameters:
-            gradient = (
-                torch.zeros_like(parameter, layout=torch.sparse_coo) if parameter.grad is None else parameter.grad
-            )
+            gradient = _no_rows_of(parameter) if parameter.grad is None else parameter.grad
             total = gradient / self._reducer.divisor
             dist.all_reduce(total, group=self._group)
             if parameter.grad is not None or total._nnz():  # else no rank has used it
                 parameter.grad = total
+
+
+def _no_rows_of(parameter: Tensor) -> Tensor:
+    """A sparse gradient without any row, of the form that an embedding's has: gloo sums tensors of one form alone."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)

@@ -38,6 +38,7 @@ from ddp.by_hand.drop_in.requirements import (
     require_wrappable,
 )
 from ddp.by_hand.drop_in.sparse import SparseAverage, sparse_parameters
+from ddp.by_hand.errors import require_same_parameters
 from ddp.by_hand.replicas import broadcast, replicated, require_same_modules, trained_parameters
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
@@ -88,6 +89,11 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
     ) -> None:
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("pass delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither")
+        delayed = dict(delay_all_reduce_named_params or ())
+        if any(parameter is param_to_hook_all_reduce for parameter in delayed.values()):
+            raise ValueError(
+                "param_to_hook_all_reduce is delayed itself: name a parameter whose gradient is ready after theirs"
+            )
         if lazy_bucket_allocation:
             raise NotImplementedError("lazy_bucket_allocation: buckets live as long as this wrapper; pass False")
         if check_reduction:
@@ -100,7 +106,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
         self._limits = [int(size * MIB) for size in bucket_cap_mb_list or ()]
-        self._delayed_parameters = dict(delay_all_reduce_named_params or ())
+        self._delayed_parameters = delayed
         self._trigger = (param_to_hook_all_reduce,)  # in a tuple, as it is no parameter of this module
         self._delayed: DelayedAverage | None = None
         self._sparse: SparseAverage | None = None
@@ -119,7 +125,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         )
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
-            super().register_comm_hook(None, averaged_in(mixed_precision, self.process_group))
+            self._average_in(mixed_precision)
 
     # Construction
 
@@ -149,6 +155,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             weakref.finalize(self, self._delayed.remove)
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
         self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
+        self.reducer.after_none.append(lambda: DistributedDataParallel._after_none(self_or_none()))
 
     def _rebuild_reducer(self) -> None:
         self._remove_autograd_hooks()
@@ -215,6 +222,12 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             in_backward.step(wrapper._fused or ())
             wrapper._times.backward_ended(wrapper.reducer)
 
+    @staticmethod
+    def _after_none(wrapper: DistributedDataParallel | None) -> None:
+        if wrapper is not None:
+            parameters = dict(wrapper.module.named_parameters())
+            require_same_parameters(wrapper.reducer.names, wrapper.reducer.parameters, parameters)
+
     def _check_reducer_finalized(self) -> None:
         """:raises RuntimeError: if the latest backward pass was not completed"""
         if self.reducer._running:
@@ -244,10 +257,16 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
     # Hooks
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """See torch's; annotations are checked as there."""
+        """See torch's."""
         if callable(hook):
             require_annotations(hook)
+        if self._sparse is not None:
+            raise NotImplementedError("a communication hook sees buckets alone, and sparse gradients are in none")
         super().register_comm_hook(state, hook)
+
+    def _average_in(self, precision: MixedPrecision) -> None:
+        if self._sparse is None:
+            super().register_comm_hook(None, averaged_in(precision, self.process_group))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """One of ``torch.distributed.BuiltinCommHookType``."""
@@ -288,6 +307,8 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self.process_group = dist.distributed_c10d._get_default_group()
         self._sparse, self._delayed, self._times = None, None, StepTimes()
         self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
+        if self.mixed_precision is not None:
+            self._average_in(self.mixed_precision)
 
     # Numbers
 

@@ -57,7 +57,9 @@ def grad(parameter: Tensor) -> str:
 
 def hang_for_two_seconds() -> None:
     """From here on, gloo gives up after two seconds."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    # Its names since torch 2.15, and before.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=2))
 
 
 def main(case: Case) -> None:
