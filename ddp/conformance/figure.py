@@ -32,7 +32,7 @@ class FigureConfig:
     """Settings of ``ddp.conformance.figure``."""
 
     runs: tuple[str, ...] = option(
-        ("runs/conformance",), "folders that ddp.conformance has written, from left to right"
+        ("runs/conformance",), "folders that ddp.conformance has written, or their JSON files, from left to right"
     )
     output: Path = option(Path("conformance.png"), "the picture")
 
@@ -40,7 +40,8 @@ class FigureConfig:
 @command
 def main() -> None:
     config = parse(FigureConfig, "ddp.conformance.figure", __doc__, sys.argv[1:])
-    plot(config.output, [read(Path(folder) / "conformance.json") for folder in config.runs])
+    paths = [Path(run) / "conformance.json" if Path(run).is_dir() else Path(run) for run in config.runs]
+    plot(config.output, [read(path) for path in paths])
     print(config.output)
 
 
@@ -99,7 +100,7 @@ def plot(path: Path, runs: list[dict[str, Any]]) -> None:
         Line2D([], [], color=color, marker=marker, linestyle="none", label=word, markersize=7, markeredgewidth=1.6)
         for color, marker, word in MARKS.values()
     ]
-    figure.legend(handles=handles, loc="lower center", ncols=len(MARKS), frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(MARKS), frameon=False)
     figure.savefig(path, dpi=130)
 
 

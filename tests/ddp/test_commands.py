@@ -219,6 +219,7 @@ def test_it_works_from_any_folder(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "runs") == ["glyphs-fashion-cnn"]
 
 
+@pytest.mark.examples
 def test_the_overhead_benchmark_reports_ratios(tmp_path: Path) -> None:
     arguments = (
         "overhead",

@@ -321,6 +321,7 @@ def test_clipping_sees_unscaled_gradients() -> None:
     assert norms["fp16"][1] == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_low_precision_follows_fp32() -> None:
     config = {"epochs": 2, "train_samples": 1440, "test_samples": 10}
     expected, *others = (run_ranks(train_epochs, 2, small(**config, precision=p))[0] for p in ("fp32", "bf16", "fp16"))

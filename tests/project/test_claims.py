@@ -35,7 +35,7 @@ def test_a_claim_has_its_tests(claim: str, names: str, tier: str) -> None:
 
 def test_every_readme_has_its_table() -> None:
     chapters = re.split(r"^### (.+)$", TABLES, flags=re.MULTILINE)
-    folders = ("ddp", "ddp/sharded", "dataparallel", "dataloading")
+    folders = ("ddp", "ddp/conformance", "ddp/sharded", "dataparallel", "dataloading")
     assert chapters[1::2] == ["README.md", *(f"{name}/README.md" for name in folders)]
     assert all(chapter.count("::") >= 10 for chapter in chapters[2::2])
     assert sum("::" in line for line in TABLES.splitlines()) == len(ROWS) > 80  # each row was understood

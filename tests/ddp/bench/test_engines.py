@@ -36,6 +36,7 @@ STEPS = 4  # PowerSGD begins with the third
 SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)
 
 
+@pytest.mark.examples
 def test_every_variant_is_measured(tmp_path: Path) -> None:
     done = run_command(
         "ddp.bench", "engines", *SMALL, "--builds", "1", "--no-variations", "--output", str(tmp_path), timeout_s=280

@@ -481,7 +481,8 @@ def shared_by_checkpoints() -> None:
         network = SharedByCheckpoints(use_reentrant=True)
         model = HandwrittenDistributedDataParallel(network)
         with pytest.raises(
-            RuntimeError, match=r"the gradient of block\.0\.(weight|bias) became ready more often than expected.*static_graph=True"
+            RuntimeError,
+            match=r"the gradient of block\.0\.(weight|bias) became ready more often than expected.*static_graph=True",
         ):
             sum_of(0)(model)
 

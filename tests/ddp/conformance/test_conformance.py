@@ -31,6 +31,7 @@ TORCH_FAILS = {
 }
 
 
+@pytest.mark.slow
 def test_torch_s_ddp_passes_what_it_should(tmp_path: Path) -> None:
     done = run_command("ddp.conformance", "--output", str(tmp_path), "--time-limit", "5", timeout_s=200)
     results = json.loads((tmp_path / "conformance.json").read_text())["results"]
@@ -41,15 +42,17 @@ def test_torch_s_ddp_passes_what_it_should(tmp_path: Path) -> None:
     assert len(results) >= 20 * len(TORCH_FAILS)  # torch is the measure: at most 5 % are cases in which it is not
 
 
-def test_the_handwritten_ddp_passes(tmp_path: Path) -> None:
-    wrapper = "ddp.by_hand:HandwrittenDistributedDataParallel"
-    done = run_command("ddp.conformance", wrapper, "--only", "accumulation:", "--output", str(tmp_path))
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_ours_passes_all_checks(tmp_path: Path, ranks: int) -> None:
+    wrapper = "ddp.by_hand:DistributedDataParallel"
+    done = run_command("ddp.conformance", wrapper, "--ranks", str(ranks), "--output", str(tmp_path), timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    number = sum(check.topic == "accumulation" for check in CHECKS)
+    number = sum(check.at_least <= ranks for check in CHECKS)
     assert len(re.findall(r"^  .* pass$", done.stdout, re.MULTILINE)) == number
     assert f"{wrapper}: {number} of {number} pass\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Path) -> None:
     wrapper = f"{WRAPPERS}:RefusesOnRank1"
     done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path), "--ranks", "2,3")
@@ -155,3 +158,30 @@ def test_names_are_not_used_twice() -> None:
 def test_a_check_is_short_and_says_what_it_proves(check: Check) -> None:
     assert check.proves
     assert len(inspect.getsource(check.run).splitlines()) <= 30
+
+
+def test_the_readme_s_table_is_of_the_results() -> None:
+    folder = Path(conformance.__file__).parent
+    readme = (folder / "README.md").read_text()
+    for name in ("torch", "ours", "naive"):
+        found = summary(
+            [Result(**result) for result in json.loads((folder / f"results/{name}.json").read_text())["results"]]
+        )
+        numbers = re.match(
+            r"(\d+ of \d+) pass(?:: )?(?:(\d+) wrong)?(?:, )?(?:(\d+) refused)?(?:, )?(?:(\d+) hung)?", found
+        )
+        assert numbers is not None
+        assert " | ".join(number or "0" for number in numbers.groups()) in readme, found
+
+
+def test_a_picture_of_runs(tmp_path: Path) -> None:
+    results = Path(conformance.__file__).parent / "results"
+    picture = tmp_path / "all.png"
+    runs = ",".join(str(results / f"{name}.json") for name in ("torch", "naive"))
+    assert run_command("ddp.conformance.figure", "--runs", runs, "--output", str(picture)).returncode == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    refused = run_command("ddp.conformance.figure", "--runs", str(tmp_path / "nothing"))
+    assert refused.returncode == 2
+    assert "nothing is not of ddp.conformance (IsADirectoryError): run it first" in refused.stderr or (
+        "nothing is not of ddp.conformance (FileNotFoundError): run it first" in refused.stderr
+    )

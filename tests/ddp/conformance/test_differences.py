@@ -14,6 +14,8 @@ from ddp.conformance.differences.page import cases, page
 from ddp.conformance.differences.program import compare
 from tests.support.launch import run_ranks, run_torchrun
 
+pytestmark = pytest.mark.examples
+
 PAGE = Path(differences.__file__).with_name("README.md").read_text()
 # What the page says that each case prints.
 QUOTED = {
