@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.training.models import HEAD_WIDTH
 from common.training.randomness import derive_seed
+
+HEAD_WIDTH = 64  # of its attention, as in GPT-2
 
 
 class Block(nn.Module):

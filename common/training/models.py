@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from common.cli import is_function_name
 from common.errors import UsageError
+from common.training.gpt import HEAD_WIDTH, TextModel
 
 MODELS = ("fashion-cnn", "mlp", "resnet18")  # of images
 TEXT_MODEL = "gpt"
-HEAD_WIDTH = 64  # of its attention, as in GPT-2
 # Minimum samples of a forward pass in training, where it is more than one. The last feature maps of resnet18 have one pixel for
 # images of up to 32x32, and BatchNorm finds no variance in a single value.
 LEAST_SAMPLES = {"resnet18": 2}
@@ -110,8 +110,6 @@ def build_model(
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
     if name == TEXT_MODEL:
-        from common.training.gpt import TextModel
-
         size = size or GPTSize()
         with torch.device("meta" if size.on_meta else "cpu"):
             return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row

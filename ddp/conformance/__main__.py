@@ -62,7 +62,7 @@ def main() -> None:
     results = run(wrapper, checks, config)
     with results_in(config.output):
         write_json(config.output, {"wrapper": wrapper, **asdict(config)}, results)
-    columns = shutil.get_terminal_size((180, 24)).columns
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000  # a file gets whole messages
     text = f"{table(results, columns)}\n\n{wrapper}: {summary(results)}\n{files(config.output)}"
     print_results(text)
     if any(result.status != PASS for result in results):

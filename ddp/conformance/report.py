@@ -17,22 +17,21 @@ RESULTS_FILE = "conformance.json"
 
 
 def table(results: Sequence[Result], columns: int = 140) -> str:
-    """One line for each check: its name, its status at each number of ranks, and why it does not pass.
+    """One line for each check: its status at each number of ranks, its name, and why it does not pass.
 
     :param results: sorted by check
     :param columns: the width into which the lines must fit
     """
     numbers = sorted({result.ranks for result in results})
-    width = 2 + max(len(result.check) for result in results)
+    heads = "".join(f"{f'{n} ranks':>9}" for n in numbers)
     lines = []
     for topic, of_topic in itertools.groupby(results, lambda result: result.topic):
-        heads = "".join(f"{f'{n} ranks':>9}" for n in numbers)
-        lines += ["", f"{topic:<{width}}{heads}"]
+        lines += ["", f"{heads}  {topic.upper().replace('_', ' ')}"]
         for check, of_check in itertools.groupby(of_topic, lambda result: result.check):
             by_number = {result.ranks: result for result in of_check}
             statuses = "".join(f"{by_number[n].status if n in by_number else '-':>9}" for n in numbers)
             message = next((r.message for r in by_number.values() if r.status != PASS), "")
-            lines.append(_fitted(f"  {check:<{width - 2}}{statuses}  {message}".rstrip(), columns))
+            lines.append(_fitted(f"{statuses}  {check}" + f": {message}" * bool(message), columns))
     return "\n".join(lines[1:])
 
 
