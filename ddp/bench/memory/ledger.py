@@ -90,7 +90,7 @@ class LedgerWorker:
         in_passes = {"activations": activations.nbytes}
         if self._stage == 0:
             reducer: Any = model.reducer
-            in_passes["buckets"] = bytes_of(reducer._memory.values())
+            in_passes["buckets"] = bytes_of(reducer.memory.values())
         if gathered is not None:
             in_passes |= {"largest unit": gathered.largest, "gathered": gathered.most}
         if self._stage:
