@@ -57,9 +57,9 @@ class Bucket:
 
     def __init__(self, parameters: dict[int, nn.Parameter], buffer: Tensor, as_view: bool) -> None:
         self.parameters, self.buffer, self._as_view = parameters, buffer, as_view
-        # Gradients that become ready in every backward pass, and those of them that are missing in this one.
-        self.expected = self.missing = 0
+        self.missing = 0  # gradients that will become ready in the running backward pass
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
+        # Whether all are copied together when the last is ready, not each when it is.
         self.small = buffer.numel() < SMALL * len(parameters)
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
         self.views = {i: shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}

@@ -6,6 +6,8 @@ are sent in the same order on every rank: collectives are matched by their order
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -57,43 +59,50 @@ class Reducer:
         self.memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
         # The order in which gradients become ready in the first backward pass; None afterwards.
         self._order: list[int] | None = []
-        # How often each gradient becomes ready in a backward pass; None before the first pass of a static graph.
-        self._uses: list[int] | None = None if static_graph else [1 for _ in indices]
+        # How often each gradient becomes ready in a backward pass. The first pass of a static graph counts.
+        self._counting, self._uses = static_graph, [0 if static_graph else 1 for _ in indices]
         # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
         self._receivers = None if static_graph or find_unused else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
-        # In the running backward pass: whether it began from an output that depends on any parameter, how often each gradient
-        # will still become ready, and the all-reduces of sent buckets.
+        # In the running backward pass: whether it began from an output that depends on any parameter (if not, and unused ones are
+        # to be found, this rank has to send zeros), how often each gradient will still become ready, and the sent all-reduces.
         self._running = self._depends = False
         self._remaining, self.sent = list[int](), list[Pending]()
+        # Its number, and a reference to its end that is dead when an exception ended it.
+        self._task, self._end = -1, weakref.ref(self._finish)
 
     def begin(self, *outputs: Node | None) -> None:
-        """A backward pass that synchronizes begins. Autograd will call :meth:`_finish` when all of it is over.
+        """A backward pass that synchronizes begins, or goes on. Autograd will call :meth:`_finish` when all of it is over.
 
-        :param outputs: nodes of the graph, from which it begins
+        :param outputs: nodes of the graph from which it begins, if it is known
         """
+        self._leave_interrupted()
         if not self._running:
             self._running, self.expecting, self._depends = True, True, False
-            self._remaining, self.sent = list(self._uses or [0] * len(self.parameters)), []
+            self._remaining, self.sent = list(self._uses), []
             self._divisor_now = 1 if self.hook else self.divisor  # communication hooks divide by themselves
             for bucket in self.buckets:
-                bucket.missing, bucket.to_copy = bucket.expected, set(bucket.parameters)
-            Variable._execution_engine.queue_callback(self._finish)
+                bucket.missing, bucket.to_copy = sum(self._uses[i] for i in bucket.parameters), set(bucket.parameters)
+            end = functools.partial(self._finish)  # autograd alone holds it, and drops it after an exception
+            self._task, self._end = torch._C._current_graph_task_id(), weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
         if self._find_unused and not self._depends:
             self._depends = depend_on(outputs, self._ids)
 
     def ready(self, index: int, *_: object) -> None:
         """The gradient of parameter ``index`` is in ``.grad``, or there is none.
 
-        :raises RuntimeError: if it became ready before in this pass, or is sparse
+        :raises RuntimeError: if it became ready before in this pass, or after its end, or is sparse
         """
         if not self.expecting:
+            if 0 <= torch._C._current_graph_task_id() < self._task:  # a pass around the one that has been averaged
+                raise errors.ready_too_late(self.names[index])
             return
         self.begin()
         if self._order is not None:
             self._order.append(index)
         self._remaining[index] -= 1
-        if self._uses is None or self._remaining[index] > 0:
+        if self._counting or self._remaining[index] > 0:
             return
         if self._remaining[index] < 0:
             raise errors.ready_twice(self.names[index])
@@ -110,11 +119,14 @@ class Reducer:
 
         :param synchronize: whether the backward pass that follows averages the gradients
         """
+        self._leave_interrupted()
         in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing runs forward within backward
-        if self._running and not in_backward:  # an exception ended that pass, so that autograd did not call _finish
-            self.wait()
-            self._running = False
         self.expecting = synchronize or (in_backward and self.expecting)
+
+    def _leave_interrupted(self) -> None:
+        if self._running and self._end() is None:
+            self._running = False  # first: to wait may raise what ended the pass
+            self.wait()
 
     def _send(self) -> None:
         bucket = self.buckets[len(self.sent)]
@@ -136,10 +148,9 @@ class Reducer:
     def _finish(self) -> None:
         """Backward is over: send the remaining buckets, wait for all, and make the averages the gradients."""
         self._running = False
-        none_ready = self._remaining == (self._uses or [0] * len(self._remaining))
-        if none_ready and (not self._find_unused or self._depends):
+        if self._remaining == self._uses and (not self._find_unused or self._depends):
             errors.require_same_dtypes(self.names, self.parameters, self._dtypes)
-            return  # this was torch.autograd.grad, which leaves .grad unchanged
+            return  # no gradient became ready: this was torch.autograd.grad, which leaves .grad unchanged
         if not self._find_unused and max(self._remaining) > 0:
             self.wait()
             self.expecting = False
@@ -147,8 +158,8 @@ class Reducer:
         while len(self.sent) < len(self.buckets):
             self._send()
         self.wait()
-        if self._uses is None:
-            self._uses = [-remaining for remaining in self._remaining]
+        if self._counting:
+            self._counting, self._uses = False, [-remaining for remaining in self._remaining]
         receivers = self.agree_on_receivers([p.grad is not None for p in self.parameters])
         self.rebuild_buckets()
         for bucket in self.buckets:
@@ -157,7 +168,7 @@ class Reducer:
 
     def agree_on_receivers(self, used: list[bool]) -> set[int]:
         """The parameters that have a gradient on any rank. The others keep ``.grad`` None, as in torch's DDP."""
-        if self._receivers:
+        if self._receivers is not None:
             return self._receivers
         flags = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
@@ -192,7 +203,5 @@ class Reducer:
             kind = (parameters[0].dtype, parameters[0].device)
             size = sum(parameter.numel() for parameter in parameters)
             buffer, free[kind] = free[kind][:size], free[kind][size:]
-            bucket = Bucket({indices[parameter]: parameter for parameter in parameters}, buffer, self._as_view)
-            bucket.expected = sum(self._uses[index] > 0 for index in bucket.parameters) if self._uses else 0
-            self.buckets.append(bucket)
+            self.buckets.append(Bucket({indices[p]: p for p in parameters}, buffer, self._as_view))
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.parameters}
