@@ -59,8 +59,7 @@ class Bucket:
         self.parameters, self.buffer, self._as_view = parameters, buffer, as_view
         self.missing = 0  # gradients that will become ready in the running backward pass
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
-        # Whether all are copied together when the last is ready, not each when it is.
-        self.small = buffer.numel() < SMALL * len(parameters)
+        self.small = buffer.numel() < SMALL * len(parameters)  # then all are copied together, when the last is ready
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
         self.views = {i: shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
 

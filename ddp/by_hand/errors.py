@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
@@ -17,10 +18,23 @@ def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
     )
 
 
-def ready_twice(name: str) -> RuntimeError:
+def ready_twice(name: str, static_graph: bool) -> RuntimeError:
+    remedy = (
+        "static_graph=True promises that every backward pass uses it as often as the first one: leave that out"
+        if static_graph
+        else "checkpoint with use_reentrant=False, or pass static_graph=True if every backward pass uses it as often"
+    )
     return RuntimeError(
         f"the gradient of {name} became ready more often than expected in one backward pass: do several checkpoints use it? "
-        "checkpoint with use_reentrant=False, or pass static_graph=True if every backward pass uses it as often"
+        + remedy
+    )
+
+
+def ready_too_late(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {name} became ready after the gradients were averaged: the backward pass of a checkpoint, within the "
+        "whole one, was taken for all of it. Checkpoint with use_reentrant=False, or return the output in tuples, lists, dicts "
+        "or dataclasses, where it is found"
     )
 
 
@@ -38,14 +52,21 @@ def require_same_dtypes(names: Sequence[str], parameters: Sequence[Tensor], dtyp
         )
 
 
-def require_same_parameters(names: Sequence[str], wrapped: Sequence[Tensor], now: Mapping[str, Tensor]) -> None:
+def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) -> None:
     """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
-    changed = [name for name, parameter in zip(names, wrapped, strict=True) if now.get(name) is not parameter]
+    changed = [name for name, parameter in wrapped.items() if _attribute(module, name) is not parameter]
     if changed:
         raise RuntimeError(
             f"{len(changed)} parameters were replaced after wrapping: {_first(changed)}. Their gradients are not averaged any "
             "more: change values in place (load_state_dict without assign), or wrap the module again"
         )
+
+
+def _attribute(module: nn.Module, name: str) -> object:
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        return None
 
 
 def _first(names: Sequence[str]) -> str:

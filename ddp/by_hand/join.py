@@ -44,7 +44,7 @@ class JoinableDDP(Joinable):
         :param enable: whether the block does anything
         :param throw_on_early_termination: raise on all ranks when the first one has no batch left
         """
-        return Join(
+        return _JoinBlock(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
@@ -96,6 +96,17 @@ class JoinableDDP(Joinable):
         return int(largest)
 
 
+class _JoinBlock(Join):
+    """torch's, after which forward passes announce nothing any more, also if it ends with an error. (After torch's own they do.)"""
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            for joinable in self._joinables:
+                joinable._join_config = _JoinConfig.construct_disabled_join_config()
+
+
 class _JoinedRank(JoinHook):
     """What a rank does after its last batch."""
 
@@ -116,7 +127,7 @@ class _JoinedRank(JoinHook):
         source = model._largest(model.process_group.rank() if is_last_joiner else -1)
         tensors = replicated(model.module, buffers=model.broadcast_buffers)
         broadcast(list(tensors.values()), source, model.process_group)
-        # From here on, forward passes announce themselves to nobody: a rank may evaluate alone. (torch's go on to.)
+        # A rank may evaluate alone from here on, also after ``Join([model, optimizer])``.
         model._join_config = _JoinConfig.construct_disabled_join_config()
 
 

@@ -30,9 +30,7 @@ class Reducer:
     :param group: the ranks that train together
     :param all_reduce: sums a bucket
     :param limits: see :func:`ddp.by_hand.buckets.assign_buckets`
-    :param as_view: whether gradients are views into their bucket
-    :param find_unused: whether backward passes may leave out parameters
-    :param static_graph: whether all backward passes use the parameters as the first one does
+    :param as_view, find_unused, static_graph: the wrapper's gradient_as_bucket_view, find_unused_parameters and static_graph
     """
 
     def __init__(
@@ -49,8 +47,8 @@ class Reducer:
         self.divisor = self._divisor_now = float(group.size())  # of the next backward pass, and of the running one
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self._group, self._all_reduce, self._limits = group, all_reduce, limits
-        self._as_view, self._find_unused = as_view, find_unused and not static_graph
+        self._group, self._all_reduce, self._limits, self._static_graph = group, all_reduce, limits, static_graph
+        self._as_view, self._find_unused = as_view, find_unused and not static_graph and bool(parameters)
         self._ids, self._dtypes = set(map(id, self.parameters)), [parameter.dtype for parameter in self.parameters]
         indices = range(len(self.parameters))
         sizes: Counter[Kind] = Counter()
@@ -62,20 +60,16 @@ class Reducer:
         # How often each gradient becomes ready in a backward pass. The first pass of a static graph counts.
         self._counting, self._uses = static_graph, [0 if static_graph else 1 for _ in indices]
         # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
-        self._receivers = None if static_graph or find_unused else set(indices)
+        self._receivers = None if static_graph or self._find_unused else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
-        # In the running backward pass: whether it began from an output that depends on any parameter (if not, and unused ones are
-        # to be found, this rank has to send zeros), how often each gradient will still become ready, and the sent all-reduces.
+        # Of the running backward pass: whether it began from an output that depends on any parameter, how often each gradient will
+        # still become ready, the sent all-reduces, its number, and a reference to its end that dies with it in an exception.
         self._running = self._depends = False
         self._remaining, self.sent = list[int](), list[Pending]()
-        # Its number, and a reference to its end that is dead when an exception ended it.
         self._task, self._end = -1, weakref.ref(self._finish)
 
     def begin(self, *outputs: Node | None) -> None:
-        """A backward pass that synchronizes begins, or goes on. Autograd will call :meth:`_finish` when all of it is over.
-
-        :param outputs: nodes of the graph from which it begins, if it is known
-        """
+        """A backward pass that synchronizes begins from ``outputs``, or goes on. Autograd calls :meth:`_finish` when it is over."""
         self._leave_interrupted()
         if not self._running:
             self._running, self.expecting, self._depends = True, True, False
@@ -105,7 +99,7 @@ class Reducer:
         if self._counting or self._remaining[index] > 0:
             return
         if self._remaining[index] < 0:
-            raise errors.ready_twice(self.names[index])
+            raise errors.ready_twice(self.names[index], self._static_graph)
         bucket = self._bucket_of[index]
         if not bucket.small:
             bucket.copy_in(index, self._divisor_now)  # at once: the next gradient can then reuse its memory
@@ -115,10 +109,7 @@ class Reducer:
             self._send()
 
     def prepare_for_backward(self, synchronize: bool) -> None:
-        """A forward pass is over.
-
-        :param synchronize: whether the backward pass that follows averages the gradients
-        """
+        """A forward pass is over. ``synchronize`` says whether the backward pass that follows averages the gradients."""
         self._leave_interrupted()
         in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing runs forward within backward
         self.expecting = synchronize or (in_backward and self.expecting)
@@ -189,11 +180,10 @@ class Reducer:
         before = {index: view for bucket in self.buckets for index, view in bucket.views.items()}
         averages = {index: view.clone() for index, view in before.items()}
         self._build_buckets(order.tolist())
-        for bucket in self.buckets:
-            for (index, parameter), view in zip(bucket.parameters.items(), bucket.views.values(), strict=True):
-                view.copy_(averages[index])
-                if parameter.grad is before[index]:
-                    parameter.grad = view
+        for index, average in averages.items():
+            view, parameter = self._bucket_of[index].views[index].copy_(average), self.parameters[index]
+            if parameter.grad is before[index]:
+                parameter.grad = view
 
     def _build_buckets(self, order: Iterable[int]) -> None:
         indices = {self.parameters[index]: index for index in order}

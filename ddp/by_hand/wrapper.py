@@ -70,7 +70,7 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         self.broadcast_buffers, self.gradient_as_bucket_view = broadcast_buffers, gradient_as_bucket_view
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True  # what no_sync turns off
-        self.require_forward_param_sync = True  # False after a pass without gradients: the buffers are still equal
+        self.require_forward_param_sync = True  # False after a forward pass that does not synchronize
         settings: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
         settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
         self.make_replicas_equal(settings | {"all_reduce": type(all_reduce).__name__})
@@ -98,8 +98,10 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._nodes = [get_gradient_edge(parameter).node for parameter in trained.values()]
         self._hooks = [n.register_hook(functools.partial(self.reducer.ready, i)) for i, n in enumerate(self._nodes)]
-        for hook in self._hooks:
-            weakref.finalize(self, hook.remove)  # the parameters may outlive this wrapper
+        reducer = self.reducer
+        self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
+        for hook in self._hooks:  # are removed with this wrapper and the outputs that still lead to a backward pass
+            weakref.finalize(self.begin_backward, hook.remove)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward. It is decided here whether the backward pass from the output will synchronize."""
@@ -131,4 +133,4 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.reducer.begin(torch._C._current_autograd_node()))
+                tensor.register_hook(self.begin_backward)
