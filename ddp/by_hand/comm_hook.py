@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.by_hand.buckets import Bucket
+from ddp.by_hand.buckets import Bucket, shaped
 from ddp.by_hand.reducer import Reducer
 
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
@@ -39,8 +39,8 @@ class HookableDDP:
 class GradBucket:
     """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
 
-    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes of the
-    ``parameters()``. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for the last one.
+    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes and
+    strides of the ``parameters()``. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for the last one.
     """
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
@@ -55,7 +55,7 @@ class GradBucket:
     def gradients(self) -> list[Tensor]:
         parameters = self.parameters()
         pieces = self.buffer().split([parameter.numel() for parameter in parameters])
-        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, parameters, strict=True)]
+        return [shaped(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
 class HookedAverage:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from ddp.by_hand.drop_in.reducer import DropInReducer
 
@@ -35,11 +34,14 @@ class DelayedAverage:
         self._buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         pieces = self._buffer.split([p.numel() for p in parameters])
         self._views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self.remove = trigger.register_hook(self._average).remove
+        self._work: dist.Work | None = None
+        self.hooks = [trigger.register_hook(self._average)]
+        reducer.after_backward.append(self._wait)
 
     @torch.no_grad()
     def prepare(self) -> None:
         """After a forward pass: let autograd add the gradients up where they are averaged."""
+        self._wait()  # an exception may have ended the backward pass before
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()
@@ -49,10 +51,12 @@ class DelayedAverage:
     def _average(self, _: Tensor) -> None:
         if not self._reducer.expecting:
             return
+        self._reducer.begin()  # it ends this pass, also if none of its own gradients becomes ready
+        self._reducer.others_ready = True
         self._buffer.div_(self._reducer.divisor)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
-        Variable._execution_engine.queue_callback(self._wait)
 
     def _wait(self) -> None:
-        assert self._work is not None
-        self._work.wait()
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()

@@ -40,7 +40,7 @@ def call_in(precision: MixedPrecision, module: nn.Module, inputs: Any, kwargs: A
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     parameters = {name: cast(p) for name, p in replicated(module, buffers=False).items()}
-    return functional_call(module, parameters, *tree_map_only(Tensor, cast, (inputs, kwargs)), tie_weights=False)
+    return functional_call(module, parameters, *tree_map_only(Tensor, cast, (inputs, kwargs)))
 
 
 def averaged_in(precision: MixedPrecision, group: dist.ProcessGroup) -> Callable[..., torch.futures.Future[Tensor]]:

@@ -38,13 +38,8 @@ class SparseAverage:
     ) -> None:
         self._parameters, self._group, self._reducer = list(parameters.values()), group, reducer
         self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
-        self._hooks = [node.register_hook(self._ready) for node in self._nodes]
+        self.hooks = [node.register_hook(self._ready) for node in self._nodes]
         reducer.after_backward.append(self._average)
-
-    def remove(self) -> None:
-        """Stop: the parameters may outlive their wrapper."""
-        for hook in self._hooks:
-            hook.remove()
 
     def _ready(self, *_: object) -> None:
         if self._reducer.expecting:

@@ -148,11 +148,13 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self.reducer.skip_unused = self.skip_all_reduce_unused_params
         if sparse:
             self._sparse = SparseAverage(sparse, self.process_group, self.reducer)
-            weakref.finalize(self, self._sparse.remove)
-        if self._trigger[0] is not None:
+        if self._trigger[0] is not None and self._delayed_parameters:
             parameters = list(self._delayed_parameters.values())
             self._delayed = DelayedAverage(parameters, self._trigger[0], self.process_group, self.reducer)
-            weakref.finalize(self, self._delayed.remove)
+        for part in (self._sparse, self._delayed):
+            for hook in part.hooks if part is not None else ():
+                self._hooks.append(hook)
+                weakref.finalize(self.begin_backward, hook.remove)
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
         self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
         self.reducer.after_none.append(lambda: DistributedDataParallel._after_none(self_or_none()))
@@ -161,15 +163,15 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self._remove_autograd_hooks()
         hook = self.reducer.hook
         self.build_reducer(trained_parameters(self.module), self._all_reduce)
-        self.reducer.hook = hook
+        if self.mixed_precision is None:
+            self.reducer.hook = hook
+        else:
+            self._average_in(self.mixed_precision)
 
     def _remove_autograd_hooks(self) -> None:
         """From now on, backward passes average nothing."""
         for hook in self._hooks:
             hook.remove()
-        for part in (self._sparse, self._delayed):
-            if part is not None:
-                part.remove()
 
     def _set_static_graph(self) -> None:
         """As ``static_graph=True``; before the first forward pass."""
@@ -218,6 +220,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
     @staticmethod
     def _after_backward(wrapper: DistributedDataParallel | None) -> None:
         if wrapper is not None:
+            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
             wrapper.await_buffers()
             in_backward.step(wrapper._fused or ())
             wrapper._times.backward_ended(wrapper.reducer)
@@ -225,8 +228,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
     @staticmethod
     def _after_none(wrapper: DistributedDataParallel | None) -> None:
         if wrapper is not None:
-            parameters = dict(wrapper.module.named_parameters())
-            require_same_parameters(wrapper.reducer.names, wrapper.reducer.parameters, parameters)
+            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
 
     def _check_reducer_finalized(self) -> None:
         """:raises RuntimeError: if the latest backward pass was not completed"""
@@ -290,6 +292,11 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             raise NotImplementedError(
                 "join: a rank that has joined contributes zeros to buckets alone; sparse and delayed gradients are in none"
             )
+        if self.skip_all_reduce_unused_params:
+            raise NotImplementedError(
+                "join: a rank that has joined contributes zeros to all buckets, since it does not know which ones the others "
+                "skip: pass skip_all_reduce_unused_params=False"
+            )
         return super().join_hook(**settings)
 
     # Copies
@@ -299,13 +306,14 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             raise RuntimeError(
                 "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
             )
-        parts = ("process_group", "reducer", "_all_reduce", "_nodes", "_hooks", "_sparse", "_delayed", "_times")
+        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_nodes", "_hooks"}
+        parts |= {"_sparse", "_delayed", "_times", "_fused"}
         return {name: value for name, value in self.__dict__.items() if name not in parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = dist.distributed_c10d._get_default_group()
-        self._sparse, self._delayed, self._times = None, None, StepTimes()
+        self._sparse, self._delayed, self._fused, self._times = None, None, None, StepTimes()
         self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
         if self.mixed_precision is not None:
             self._average_in(self.mixed_precision)
