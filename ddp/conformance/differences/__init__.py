@@ -17,6 +17,7 @@ Functions without `Reducer::` are those of `torch/nn/parallel/distributed.py` as
 `torch/csrc/distributed/c10d/reducer.cpp` were read in an older version; 2.15.0 was run. Issues and pull requests are those of
 pytorch/pytorch; where none is named, we found none.
 
-The other way round, ours refuses what torch's can do, each with an error that says so: `join` with sparse or delayed gradients,
-`lazy_bucket_allocation`, `require_manual_backward_finalization`, parameters that are DTensors, and compiled autograd.
+The other way round, ours refuses what torch's can do, each with an error that says so: `join` with sparse or delayed gradients
+or with `skip_all_reduce_unused_params`, `lazy_bucket_allocation`, `require_manual_backward_finalization`, parameters that are
+DTensors, and compiled autograd.
 """
