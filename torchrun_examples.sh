@@ -78,6 +78,8 @@ example all-reduces 'all-reduce by each algorithm, from 4 B to 100 MiB: time, ba
     'python -m ddp.bench allreduce OPTIONS'
 example engines 'the DDP written by hand against torch, on four models; bucket sizes, overlap, hooks' - \
     'python -m ddp.bench engines OPTIONS'
+example costs 'what each part of a DDP costs: hooks, copies, sums and waiting, by torch and by hand' - \
+    'python -m ddp.bench costs OPTIONS'
 example sharding 'ZeRO-1, 2 and 3 by hand against replicas and fully_shard, by the time of a step' - \
     'python -m ddp.bench sharding OPTIONS'
 example memory 'what a rank holds and sends at each stage of sharding, beside the formulas' - \

@@ -30,6 +30,7 @@ MEASURING = (
     "strategies",
     "all-reduces",
     "engines",
+    "costs",
     "sharding",
     "memory",
     "fits",

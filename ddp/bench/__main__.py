@@ -5,6 +5,7 @@
     python -m ddp.bench strategies                     # one process, many devices, many processes: why two is not twice
     python -m ddp.bench allreduce                      # all-reduce algorithms from 4 B to 100 MiB, and their bounds
     python -m ddp.bench engines                        # the hand-written DDP against torch's, on four models
+    python -m ddp.bench costs                          # where each millisecond goes that a DDP adds to a step
     python -m ddp.bench sharding                       # ZeRO-1, 2, 3 by hand against replicas and fully_shard
     python -m ddp.bench memory                         # what a rank holds and sends at each stage, and the formulas
     torchrun --nproc_per_node=2 -m ddp.bench safety    # the cost of checkpoints, flags and the watchdog
@@ -21,7 +22,7 @@ import sys
 from common.cli import command
 from common.errors import UsageError
 
-BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "sharding", "memory", "safety")
+BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "costs", "sharding", "memory", "safety")
 
 
 @command

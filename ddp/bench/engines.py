@@ -154,16 +154,16 @@ def measure(config: EnginesConfig) -> tuple[list[DDPVariantsMeasurement], list[D
     compared, varied = [], []
     with Progress(DistEnv.alone(CPU), "bench", total) as progress:
         for model in config.models:
-            taken = _take_turns(config, model, DDP_VARIANTS, functools.partial(progress.advance, 1, model))
+            taken = take_turns(config, model, DDP_VARIANTS, functools.partial(progress.advance, 1, model))
             reference = min((PLAIN, VIEWS), key=lambda name: statistics.median(taken[0][name]))
             compared.append(DDPVariantsMeasurement(model, *taken, reference))
         for subject, variants in subjects.items():
-            taken = _take_turns(config, config.model, variants, functools.partial(progress.advance, 1, subject))
+            taken = take_turns(config, config.model, variants, functools.partial(progress.advance, 1, subject))
             varied.append(DDPVariantsMeasurement(subject, *taken, VIEWS))
     return compared, varied
 
 
-def _take_turns(
+def take_turns(
     config: EnginesConfig, model: str, variants: Mapping[str, DDPVariant], after_round: Callable[[], None]
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Build all variants of one model, and let them take turns.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
 NETWORKS = (*MODELS, DEEP)
 ONE_BUCKET_MIB = 10**6  # a bucket that holds all gradients of any model
 AT_THE_END = "all-reduce at the end"
+NO_SUM = "no sum"
 
 
 def build_network(name: str) -> nn.Module:
@@ -44,6 +45,7 @@ class DDPVariant:
     :param bucket_mib: size limit of a bucket in MiB; None for the wrapper's default
     :param hook: a communication hook of :data:`HOOKS`
     :param all_reduce: of :data:`ddp.all_reduce.ALL_REDUCES`; for the hand-written wrapper
+    :param copies: whether gradients are copied into the buckets; if not, what is sent is of no use
     """
 
     wrapper: str
@@ -51,6 +53,7 @@ class DDPVariant:
     bucket_mib: int | None = None
     hook: str | None = None
     all_reduce: str = "backend"
+    copies: bool = True
 
     def wrap(self, network: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
         """Wrap a network. A collective: every rank calls it with the same model.
@@ -73,7 +76,7 @@ class DDPVariant:
         elif self.wrapper == "handwritten":
             all_reduce = build_all_reduce(self.all_reduce)
             close = all_reduce.close
-            model = HandwrittenDistributedDataParallel(
+            model = (HandwrittenDistributedDataParallel if self.copies else _without_copies())(
                 network,
                 gradient_as_bucket_view=self.views,
                 bucket_cap_mb=self.bucket_mib,
@@ -87,8 +90,26 @@ class DDPVariant:
         return model, close
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     pass
+
+
+def _without_copies() -> type[Any]:
+    """The hand-written wrapper, whose buckets stay as they are."""
+    from ddp.by_hand.reducer import Reducer
+    from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+
+    class HooksAlone(Reducer):
+        def _build_buckets(self, order: Iterable[int]) -> None:
+            super()._build_buckets(order)
+            for bucket in self.buckets:
+                for copies in ("copy_in", "fill", "finalize"):
+                    setattr(bucket, copies, _nothing)
+
+    class WithoutCopies(HandwrittenDistributedDataParallel):
+        reducer_type = HooksAlone
+
+    return WithoutCopies
 
 
 PLAIN, VIEWS, FLOOR = "torch DDP", "torch DDP, views", "no synchronization"
@@ -144,6 +165,13 @@ def variations() -> dict[str, dict[str, DDPVariant]]:
     return found
 
 
+def _no_sum(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    """A communication hook that sums nothing."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 class _AtTheEnd:
     """A communication hook without overlap: it holds every bucket until the last is complete, then sums all of them."""
 
@@ -166,6 +194,7 @@ class _AtTheEnd:
 # Each entry makes the arguments of register_comm_hook, with a state of its own for each model.
 HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     "all-reduce": lambda: (None, allreduce_hook),
+    NO_SUM: lambda: (None, _no_sum),
     AT_THE_END: lambda: (None, _AtTheEnd()),
     "bf16": lambda: (None, bf16_compress_hook),
     "PowerSGD": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),

@@ -30,6 +30,7 @@ print(*(name for name in {heavy!r} if name in sys.modules))
                 ("ddp.bench",),
                 ("ddp.bench", "allreduce"),
                 ("ddp.bench", "engines"),
+                ("ddp.bench", "costs"),
                 ("ddp.bench", "sharding"),
                 ("ddp.bench", "memory"),
                 ("ddp.timeline",),
