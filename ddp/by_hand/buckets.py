@@ -18,7 +18,7 @@ from ddp.by_hand import errors
 MIB = 2**20
 DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # bytes; the first bucket is small, so that communication begins early
 
-# Mean elements per gradient, below which one call per gradient takes longer than two passes over all of them.
+# Mean elements per gradient on the CPU, below which one call per gradient takes longer than two passes over all of them.
 SMALL = 16_384
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -59,7 +59,8 @@ class Bucket:
         self.parameters, self.buffer, self._as_view = parameters, buffer, as_view
         self.missing = 0  # gradients that will become ready in the running backward pass
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
-        self.small = buffer.numel() < SMALL * len(parameters)  # then all are copied together, when the last is ready
+        # Whether all are copied in one call, when the last is ready. On a GPU, each call would be a kernel to launch.
+        self.together = buffer.device.type != "cpu" or buffer.numel() < SMALL * len(parameters)
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
         self.views = {i: shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
 
@@ -87,10 +88,10 @@ class Bucket:
 
     @torch.no_grad()
     def fill(self, divisor: float) -> None:
-        """Copy all gradients that are not in the buffer yet; all in one call if they are new and small."""
+        """Copy all gradients that are not in the buffer yet; all in one call if they are new."""
         gradients, views = [parameter.grad for parameter in self.parameters.values()], list(self.views.values())
         new = (g is not None and g is not view and not g.is_sparse for g, view in zip(gradients, views, strict=True))
-        if self.small and all(new):
+        if self.together and all(new):
             torch._foreach_copy_(views, cast("list[Tensor]", gradients))
             self.buffer.mul_(1 / divisor)
             if self._as_view:

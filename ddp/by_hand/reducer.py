@@ -101,7 +101,7 @@ class Reducer:
         if self._remaining[index] < 0:
             raise errors.ready_twice(self.names[index], self._static_graph)
         bucket = self._bucket_of[index]
-        if not bucket.small:
+        if not bucket.together:
             bucket.copy_in(index, self._divisor_now)  # at once: the next gradient can then reuse its memory
         bucket.missing -= 1
         # Collectives are matched by their order, so a complete bucket waits for those before it.

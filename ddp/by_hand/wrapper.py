@@ -93,12 +93,11 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         """Tell the reducer of every gradient that is ready."""
-        options = (self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
-        self.reducer = self.reducer_type(trained, self.process_group, all_reduce, self.bucket_limits, *options)
+        options = (self.bucket_limits, self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
+        reducer = self.reducer = self.reducer_type(trained, self.process_group, all_reduce, *options)
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._nodes = [get_gradient_edge(parameter).node for parameter in trained.values()]
         self._hooks = [n.register_hook(functools.partial(self.reducer.ready, i)) for i, n in enumerate(self._nodes)]
-        reducer = self.reducer
         self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
         for hook in self._hooks:  # are removed with this wrapper and the outputs that still lead to a backward pass
             weakref.finalize(self.begin_backward, hook.remove)

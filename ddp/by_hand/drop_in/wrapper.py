@@ -50,7 +50,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
     :param dim: not used, as in torch's
     :param broadcast_buffers: not deprecated here; ``forward_sync_buffers`` takes precedence
     :param lazy_bucket_allocation: refused: buckets live as long as the wrapper
-    :param batched_grad_copy: of no effect: small gradients are always copied together
+    :param batched_grad_copy: of no effect: small gradients are always copied together, and on GPUs all of a bucket
     :param delay_all_reduce_named_params: their all-reduce is awaited by the end of backward, and left out under ``no_sync``
     :param mixed_precision: works on a CPU too
     :param all_reduce: sums the buckets; the group's own backend when None. (Not in torch's.)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from ddp.by_hand.buckets import Bucket, assign_buckets
+from ddp.conformance.recorder import Recorder
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -132,3 +134,19 @@ def test_a_gradient_that_lives_in_its_bucket_is_divided_there() -> None:
     assert bucket.buffer.tolist() == [2, 3, 4]
     fill(bucket, 4)
     assert bucket.buffer.tolist() == [0.5, 0.75, 1]
+
+
+@pytest.mark.parametrize(("device", "together"), [("cpu", False), ("meta", True)])
+def test_large_gradients_are_copied_one_by_one_on_a_cpu_and_in_one_call_elsewhere(device: str, together: bool) -> None:
+    parameters = [nn.Parameter(torch.zeros(40_000, device=device)) for _ in range(2)]
+    bucket = Bucket(dict(enumerate(parameters)), torch.zeros(80_000, device=device), as_view=True)
+    assert bucket.together == together
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with Recorder() as record:
+        fill(bucket, 2)
+    assert ("aten._foreach_copy_" in record.operators) == together
+    assert (record.operators.count("aten.mul") == 2) == (not together)
+    assert [parameter.grad is view for parameter, view in zip(parameters, bucket.views.values(), strict=True)] == [
+        True
+    ] * 2
