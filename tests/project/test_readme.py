@@ -21,7 +21,7 @@ READMES = [
 QUOTES = [
     (readme, file, code)
     for readme in READMES
-    for file, code in re.findall(r"^- `(\S+\.py)`: `(.+)`$", readme.read_text(), re.MULTILINE)
+    for file, code in re.findall(r"^ *- `(\S+\.py)`: `(.+)`$", readme.read_text(), re.MULTILINE)
 ]
 
 
