@@ -75,28 +75,38 @@ class DeviceThreads:
     def _started(self) -> ThreadPoolExecutor:
         with _starting:
             if self._pool is None or self._owner != os.getpid():  # threads do not survive a fork
-                self._pool, self._owner = _start(len(self.devices), self.devices[0].type == "cpu"), os.getpid()
+                self._pool, self._owner = _start(self.devices), os.getpid()
             return self._pool
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DeviceThreads, (self.devices,)
 
 
-def _start(count: int, divide_cores: bool) -> ThreadPoolExecutor:
+def _start(devices: Sequence[torch.device]) -> ThreadPoolExecutor:
+    count = len(devices)
     share, all_there = share_of_threads(count), threading.Barrier(count)
 
-    def prepare() -> None:
-        if divide_cores:
-            torch.get_num_threads()  # the first call adopts the process's number; after the next line, it would undo that
-            torch.set_num_threads(share)
-        all_there.wait()
+    def prepare(device: torch.device) -> None:
+        try:
+            if device.type == "cpu":
+                torch.get_num_threads()  # the first call adopts the process's number; after the next line, it would undo that
+                torch.set_num_threads(share)
+            else:
+                # A thread has no CUDA context before its first kernel. A matrix product that comes first finds none, and
+                # warns: getCurrentCUDABlasHandle in torch's aten/src/ATen/cuda/CublasHandlePool.cpp.
+                torch.zeros(1, device=device)
+        finally:
+            all_there.wait()
 
     pool = ThreadPoolExecutor(count, "replica")
     with ThreadPoolExecutor(1) as fresh:
         # Each thread keeps its own number, but the last one set is what new threads begin with.
         number = fresh.submit(torch.get_num_threads).result()
-        wait([pool.submit(prepare) for _ in range(count)])
+        prepared = [pool.submit(prepare, device) for device in devices]
+        wait(prepared)
         fresh.submit(torch.set_num_threads, number).result()
+    for one in prepared:
+        one.result()  # raises what a device does not allow
     return pool
 
 

@@ -16,10 +16,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import hypothesis
 import psutil
 import pytest
-import torch
 
 from tests.support.ranks import close_pool, pool_pids
 from tests.support.user_errors import user_error as user_error
+
+pytest_plugins = ["tests.support.gpus"]
 
 TESTS = Path(__file__).parent
 
@@ -90,11 +91,6 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: rank.get(item.path.relative_to(TESTS).as_posix(), len(rank)))  # stable
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
 @pytest.hookimpl(optionalhook=True)

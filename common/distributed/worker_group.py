@@ -89,7 +89,7 @@ class WorkerGroup:
                     group = (device, backend, timeout_s, threads)
                     process = _context.Process(
                         target=_rank,
-                        args=(theirs, environment, group, build, arguments),
+                        args=(theirs, {**os.environ, **environment}, group, build, arguments),
                         name=f"{name}-{rank}",
                         daemon=True,
                     )
@@ -282,12 +282,18 @@ def _ctrl_c_afterwards() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def take_environment(environment: dict[str, str]) -> None:
+    """In a forked process: take this environment in the place of the fork server's, which may be older than the main process's."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def _rank(pipe: Connection, environment: dict[str, str], group: Any, build: Callable[..., Any], arguments: Any) -> None:
     """The main function of a rank. Its answers are (a UsageError's message, any other error's traceback, the result)."""
     # A terminal sends SIGINT to all processes; the main process ends the ranks.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_main_process, daemon=True).start()
-    os.environ.update(environment)
+    take_environment(environment)
     stop_request.logger.setLevel(logging.ERROR)  # the main process logs a stop
     # The pipe is closed before the group is left: the main process sees that before the other ranks report an error.
     with _reported(pipe), process_group(*group) as env, pipe, _reported(pipe):

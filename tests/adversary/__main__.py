@@ -10,6 +10,7 @@ attempt that does not come out as told is printed with what came out.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections import Counter
@@ -23,6 +24,7 @@ from tests.adversary.attempt import Attempt, Outcome, Verdict, judge
 from tests.adversary.classes import CLASSES, table
 from tests.adversary.run import is_missing, run
 from tests.adversary.scenes import finished_run
+from tests.support.gpus import NO_GPUS
 
 TABLE = Path(__file__).with_name("table.json")
 AT_A_TIME = 2
@@ -32,6 +34,7 @@ def main() -> None:
     # A shell that starts this in the background has it ignore Ctrl-C, nohup the closing of a terminal; what it starts must not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
+    os.environ.update(NO_GPUS)  # the attempts mean the CPU
     names = sys.argv[1:] or list(CLASSES)
     finished_run()  # before two attempts want it at once
     results = {name: _count(name, CLASSES[name][1]) for name in names}

@@ -27,7 +27,8 @@ from tests.adversary.around import NEED_MOUNTS, can_mount
 from tests.adversary.attempt import Attempt, Outcome
 from tests.adversary.scenes import finished_run, photos
 from tests.support.commands import load_command
-from tests.support.ranks import FORK_SERVER, NO_GPUS, kill_tree
+from tests.support.gpus import NO_GPUS
+from tests.support.ranks import FORK_SERVER, kill_tree
 
 POLL_S = 0.02
 

@@ -78,6 +78,32 @@ def test_all_calls_end_before_an_error_is_raised() -> None:
     assert ended
 
 
+def test_each_gpu_s_thread_launches_a_kernel_before_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a matrix product would find no CUDA context in its thread."""
+    ready: dict[int, torch.device] = {}
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: ready.setdefault(threading.get_ident(), device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    gpus = [torch.device("cuda", number) for number in range(3)]
+    meeting = threading.Barrier(3)
+
+    def call() -> bool:
+        meeting.wait(timeout=20)
+        return threading.get_ident() in ready
+
+    assert DeviceThreads(gpus).run([call] * 3) == [True] * 3
+    assert sorted(device.index for device in ready.values()) == [0, 1, 2]
+
+
+def test_a_device_that_cannot_be_used_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int, device: torch.device) -> None:
+        if device.index == 1:
+            raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        DeviceThreads([torch.device("cuda", number) for number in range(2)]).run([lambda: None] * 2)
+
+
 # Cores
 
 

@@ -374,6 +374,6 @@ def test_it_learns_with(settings: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpu_learns(precision: str, tmp_path: Path) -> None:
-    run_ranks(run_job, 1, small(epochs=2, lr=None, precision=precision, run_dir=tmp_path / "run"), gpus=True)
+    run_ranks(run_job, 1, small(epochs=2, lr=None, precision=precision, run_dir=tmp_path / "run"), fresh=True)
     losses = [record["loss"] for record in final_state(tmp_path / "run")[1] if record["kind"] == "epoch"]
     assert losses[1] < losses[0]

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 
 from tests.support.ranks import FORK_SERVER as FORK_SERVER
-from tests.support.ranks import NO_GPUS as NO_GPUS
 from tests.support.ranks import kill as kill
 from tests.support.ranks import kill_tree as kill_tree
 from tests.support.ranks import run_forked as run_forked
@@ -84,10 +83,10 @@ def start_program(
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without GPUs, and without what a surrounding job may have set."""
+    """This process's environment without what a surrounding job may have set."""
     from common.distributed.process_group import TORCHRUN_VARIABLES
 
-    return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES} | NO_GPUS
+    return {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
 
 
 def error_lines(stderr: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Real ranks for tests: processes with a process group of their own.
 
-They are forked from a server process that has imported torch but never used it. They find each other as torchrun's workers
-do, through a store that this process holds. Most tests share one pool of ranks, which stay and are given one function after
-another. A test that kills a rank, or changes its process for good, takes fresh ones. Whatever happens, nothing that a test
-starts outlives the tests.
+They are forked from a server process that has imported torch but never used it, and take the environment of the test: they see
+GPUs if it does. They find each other as torchrun's workers do, through a store that this process holds. Most tests share one
+pool of ranks, which stay and are given one function after another. A test that kills a rank, or changes its process for good,
+takes fresh ones. Whatever happens, nothing that a test starts outlives the tests.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from common.distributed.worker_group import rendezvous
+from common.distributed.worker_group import rendezvous, take_environment
 from tests.support.commands import load_command
 from tests.support.process_state import ProcessState
-
-NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}  # the tests of gloo mean the CPU, also where there is one GPU for two ranks
 
 FORK_SERVER = multiprocessing.get_context("forkserver")
 SUPPORT = ("process_state", "drawn_glyphs")
@@ -56,24 +54,22 @@ def run_ranks(
     world_size: int,
     *arguments: Any,
     timeout_s: float = 120.0,
-    gpus: bool = False,
     fresh: bool = False,
 ) -> list[Any]:
     """Call ``function(*arguments)`` on every rank of a job, and return what each returned, in rank order.
 
     :param function: importable by name; it makes its process group itself, as a command does, and destroys it
-    :param gpus: whether the ranks may see the machine's GPUs; these ranks are fresh ones
     :param fresh: start ranks for this call alone. Needed by a function that changes its process for good: one that patches
-        without undoing it, or starts threads that stay
+        without undoing it, starts threads that stay, or uses a GPU
     :raises AssertionError: with the rank's traceback if one failed, naming the ranks that did not end in time, or saying what
         the function left behind in a rank of the pool
     """
-    if fresh or gpus:
+    if fresh:
         with _fresh(world_size) as ranks:
-            return _run(ranks, function, arguments, range(world_size), timeout_s, {} if gpus else NO_GPUS, fresh=True)
+            return _run(ranks, function, arguments, range(world_size), timeout_s, fresh=True)
     _pool.extend(_start() for _ in range(len(_pool), world_size))
     try:
-        return _run(_pool[:world_size], function, arguments, range(world_size), timeout_s, NO_GPUS)
+        return _run(_pool[:world_size], function, arguments, range(world_size), timeout_s)
     except BaseException:
         close_pool()
         raise
@@ -89,7 +85,7 @@ def run_with_victim(
     """
     survivors = [rank for rank in range(world_size) if rank != victim]
     with _fresh(world_size) as ranks:
-        results = _run(ranks, function, (victim, *arguments), survivors, timeout_s, NO_GPUS, fresh=True)
+        results = _run(ranks, function, (victim, *arguments), survivors, timeout_s, fresh=True)
     return dict(zip(survivors, results, strict=True))
 
 
@@ -104,7 +100,7 @@ def run_forked(
     with _fresh(world_size or 1) as ranks:
         given = (module, list(map(str, arguments)))
         awaited = range(len(ranks))
-        return _run(ranks, _main, given, awaited, timeout_s, NO_GPUS, fresh=True, alone=world_size == 0)
+        return _run(ranks, _main, given, awaited, timeout_s, fresh=True, alone=world_size == 0)
 
 
 def _main(module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -177,7 +173,6 @@ def _run(
     arguments: tuple[Any, ...],
     awaited: Iterable[int],
     timeout_s: float,
-    variables: dict[str, str],
     fresh: bool = False,
     alone: bool = False,
 ) -> list[Any]:
@@ -185,7 +180,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         environments: list[dict[str, str]] = [{}] if alone else stack.enter_context(rendezvous(len(ranks)))
         for rank, environment in zip(ranks, environments, strict=True):
-            rank.pipe.send_bytes(pickle.dumps((fresh, environment | variables, os.getcwd(), function, arguments)))
+            rank.pipe.send_bytes(pickle.dumps((fresh, {**os.environ, **environment}, os.getcwd(), function, arguments)))
         return list(_collect(ranks, awaited, timeout_s).values())
 
 
@@ -223,7 +218,7 @@ def _serve(pipe: Connection) -> None:
         try:
             fresh, environment, folder, function, arguments = pickle.loads(message)
             before = ProcessState()
-            os.environ.update(environment)
+            take_environment(environment)
             os.chdir(folder)
             result = pickle.dumps(function(*arguments))
             if not fresh:

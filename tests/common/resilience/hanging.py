@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.distributed.process_group import process_group
 from common.distributed.rank_logging import rank_logging
+from common.distributed.worker_group import take_environment
 from common.resilience import watchdog as watchdog_module
 from common.resilience.watchdog import Watchdog
-from tests.support.launch import FORK_SERVER, NO_GPUS, kill
+from tests.support.launch import FORK_SERVER, kill
 
 HANG_STEP = 5
 GROUP_TIMEOUT_S = 600.0  # longer than any test: gloo must not report an error before the watchdog
@@ -39,7 +40,9 @@ class Job:
     ) -> None:
         self.folder = folder
         self.processes = [
-            FORK_SERVER.Process(target=_rank, args=(environment | NO_GPUS, folder, timeout_s, victim, how, patient))
+            FORK_SERVER.Process(
+                target=_rank, args=({**os.environ, **environment}, folder, timeout_s, victim, how, patient)
+            )
             for environment in environments
         ]
         for process in self.processes:
@@ -86,7 +89,7 @@ def hanging_job(
 
 
 def _rank(environment: dict[str, str], folder: Path, timeout_s: float, victim: int, how: str, patient: bool) -> None:
-    os.environ.update(environment)
+    take_environment(environment)
     with (
         _patience() if patient else contextlib.nullcontext(),
         process_group("cpu", timeout_s=GROUP_TIMEOUT_S, threads=1) as env,

@@ -103,7 +103,6 @@ def test_settings_of_different_tasks_are_not_compared() -> None:
     assert tasks([plain, affine[0], late, affine[1]]) == [[plain], affine, [late]]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_pinned_memory_needs_a_gpu() -> None:
     with pytest.raises(UsageError, match="--pin-memory yes needs a GPU"):
         config("--pin-memory", "yes")

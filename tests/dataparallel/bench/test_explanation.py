@@ -84,8 +84,7 @@ def test_what_is_said_of_cpu_threads() -> None:
     ):
         assert words in text
     assert re.search(r"the steps, of the measured time +100 % +100 %", text)
-    if not torch.cuda.is_available():
-        assert "'nn.DataParallel' passes its input through" in text
+    assert "'nn.DataParallel' passes its input through" in text
 
 
 def test_what_is_said_of_gpus() -> None:

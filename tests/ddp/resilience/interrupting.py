@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from common.distributed.worker_group import rendezvous
+from common.distributed.worker_group import rendezvous, take_environment
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.train import main
 from tests.ddp.jobs import without_figures
-from tests.support.launch import FORK_SERVER, NO_GPUS, kill
+from tests.support.launch import FORK_SERVER, kill
 
 # 60 steps, each with a record; dropout and BatchNorm, so that a rank has something of its own to lose.
 FLAGS = (
@@ -40,7 +40,7 @@ class Run:
         self.output = folder.with_suffix(".output")
         command = ["ddp.train", *FLAGS, "--run-dir", str(folder), *flags]
         self.processes = [
-            FORK_SERVER.Process(target=_rank, args=(environment | NO_GPUS, command, self.output, plant))
+            FORK_SERVER.Process(target=_rank, args=({**os.environ, **environment}, command, self.output, plant))
             for environment in environments
         ]
         for process in self.processes:
@@ -144,7 +144,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def _rank(environment: dict[str, str], command: list[str], output: Path, plant: Plant | None) -> None:
-    os.environ.update(environment)
+    take_environment(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
