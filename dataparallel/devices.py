@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from common.errors import UsageError
+from common.gpu.devices import count_gpus
 from common.reporting.machine import usable_cores
 
 MOST_CPU_DEVICES = 4  # of "auto": enough to see how it scales
@@ -25,7 +26,7 @@ def parse_devices(text: str) -> tuple[torch.device, ...]:
     :raises UsageError: for a missing device, or devices of two kinds
     """
     if text == "auto":
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = count_gpus()
         if gpus > 1:
             return tuple(torch.device("cuda", number) for number in range(gpus))
         return (torch.device("cpu"),) * min(MOST_CPU_DEVICES, max(2, usable_cores()))
@@ -59,7 +60,7 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
         raise ValueError("no devices: give at least one")
     if len({device.type for device in found}) > 1:
         raise ValueError("some are CPU and some CUDA devices: give devices of one kind")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus() if found[0].type == "cuda" else 0
     missing = [device for device in found if device.type == "cuda" and device.index >= gpus]
     if missing:
         raise ValueError(f"{missing[0]} is not there: this machine has {gpus or 'no'} usable GPU{'s' * (gpus != 1)}")

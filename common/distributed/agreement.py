@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import socket
 import time
@@ -21,12 +22,15 @@ from torch.distributed.distributed_c10d import Store
 
 from common.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.01
 OTHERS_S = 2.0  # after a difference is found, for ranks that have not come yet: they are named too
 READ_S = 3.0  # for the others to read the verdict: rank 0 may serve the store, and leaves after an error
 MOST_DIFFERENCES = 4
 MOST_RANKS = 8
 UNKNOWN = ""  # a fact that this rank cannot tell: no difference
+GPU, GPU_KIND = "the GPU", "the kind of GPU"  # facts that may differ; the first must, where it is known
 
 Facts = Mapping[str, str]
 
@@ -46,10 +50,10 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
     """Wait until all ranks have called this, and compare their facts.
 
     :param store: in which no key is an earlier start's
-    :param facts: by name, what must be the same on all ranks
+    :param facts: by name, what must be the same on all ranks, and the rank's GPU, which must be another on each
     :param timeout: how long to wait for the other ranks
-    :raises RanksDiffer: on every rank, naming the facts that differ, the ranks and their values; or when two processes were
-        given the same rank. A rank that comes when the others have begun without it raises it alone
+    :raises RanksDiffer: on every rank, naming the facts that differ, the ranks and their values; or when two ranks have the same
+        GPU, or two processes were given the same rank. A rank that comes when the others have begun without it raises it alone
     :raises torch.distributed.DistStoreError: when not all ranks come in time, or rank 0 does not
     """
     facts = {"WORLD_SIZE": str(world_size), **facts}
@@ -61,6 +65,8 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
         store.set("verdict", verdict or "")
         if verdict:
             _wait_for([f"read/{other}" for other in everyone if other > 0], store, time.monotonic() + READ_S)
+        elif remark := different_gpus(everyone):
+            logger.warning(remark)
     else:
         if _wait_for(["verdict"], store, deadline):
             raise dist.DistStoreError("rank 0 did not come")
@@ -76,22 +82,45 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
 def differences(everyone: Mapping[int, Facts]) -> list[str]:
     """A text for each fact that differs between these ranks: its name, the values, and the ranks that have them."""
     found = []
-    for name in dict.fromkeys(name for facts in everyone.values() for name in facts):
-        ranks_with: dict[str, list[int]] = {}
-        for rank, facts in sorted(everyone.items()):
-            if facts.get(name) != UNKNOWN:
-                ranks_with.setdefault(facts.get(name, "missing"), []).append(rank)
+    for name in dict.fromkeys(name for facts in everyone.values() for name in facts if name not in (GPU, GPU_KIND)):
+        ranks_with = _ranks_by_value(everyone, name, absent="missing")
         if len(ranks_with) > 1:
             first, *others = (f"{value} on {_listed(ranks)}" for value, ranks in ranks_with.items())
             found.append(f"{name} is {first}, but {' and '.join(others)}")
     return found
 
 
+def shared_gpu(everyone: Mapping[int, Facts]) -> str | None:
+    """A line that names the first GPU that two ranks or more were given; None if there is none."""
+    ranks_with = _ranks_by_value(everyone, GPU)
+    for gpu, ranks in ranks_with.items():
+        if len(ranks) > 1:
+            of_host = f" of {gpu.rpartition(' of ')[2]}"
+            count = sum(other.endswith(of_host) for other in ranks_with)
+            return (
+                f"{_listed(ranks)} have the same GPU, {gpu}, and NCCL needs one for each: start with --nproc_per_node={count}, show "
+                "each rank its own by CUDA_VISIBLE_DEVICES, or let them share it with --device cuda --backend gloo"
+            )
+    return None
+
+
+def different_gpus(everyone: Mapping[int, Facts]) -> str | None:
+    """A line about GPUs of several kinds; None if they are of one."""
+    kinds = _ranks_by_value(everyone, GPU_KIND)
+    if len(kinds) < 2:
+        return None
+    listed = ", ".join(f"{kind} on {_listed(ranks)}" for kind, ranks in kinds.items())
+    return (
+        f"GPUs of different kinds: {listed}: they may round the norm of the same gradients differently, so with --clip-norm the "
+        "ranks' weights may diverge in the last bit: use GPUs of one kind, or watch them with --check-replicas-every"
+    )
+
+
 def describe(everyone: Mapping[int, Facts]) -> str | None:
     """All that differs between the facts of these ranks, as one line; None if nothing does."""
     found = differences(everyone)
     if not found:
-        return None
+        return shared_gpu(everyone)
     more = len(found) - MOST_DIFFERENCES
     listed = "; ".join(found[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     return f"the ranks were started differently: {listed}: give all the same flags, versions and environment"
@@ -134,6 +163,15 @@ def _require_one_process(store: Store, rank: int) -> None:
         taken = f"RANK={rank} was given to two processes, {first} and {me}: give each rank to one"
         store.set("taken", taken)
         raise RanksDiffer(taken, seen_by_all=False)
+
+
+def _ranks_by_value(everyone: Mapping[int, Facts], name: str, absent: str = UNKNOWN) -> dict[str, list[int]]:
+    """The ranks with each value of a fact, but for those that cannot tell it."""
+    found: dict[str, list[int]] = {}
+    for rank, facts in sorted(everyone.items()):
+        if facts.get(name, absent) != UNKNOWN:
+            found.setdefault(facts.get(name, absent), []).append(rank)
+    return found
 
 
 def _facts_of(store: Store, rank: int) -> Facts:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from common.distributed.launchers import TORCHRUN_VARIABLES
 from common.errors import UsageError
+from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
 from common.reporting.machine import usable_cores
 
 NO_GROUP = "none"
@@ -52,8 +53,15 @@ class DistEnv:
 
     @property
     def share_of_cores(self) -> int:
-        """CPU threads for this rank when the node's ranks share its usable cores."""
-        return max(1, usable_cores() // self.local_world_size)
+        """CPU threads for this rank when the node's ranks share its usable cores.
+
+        A launcher may have bound each rank to some of them (``torchrun --numa-binding``, srun), which all ranks together do not
+        share. Then its own process, the parent of this one, has them all.
+        """
+        mine = usable_cores()
+        with contextlib.suppress(OSError):
+            return max(1, min(mine, max(mine, usable_cores(os.getppid())) // self.local_world_size))
+        return max(1, mine // self.local_world_size)
 
     @property
     def nccl_device(self) -> torch.device | None:
@@ -126,7 +134,7 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
     :param device: one of :data:`common.distributed.DEVICES`
     :param backend: one of :data:`common.distributed.BACKENDS`
     :param environment: this process's environment when None
-    :raises UsageError: when only some of torchrun's variables are set, NCCL without CUDA, or more ranks than GPUs
+    :raises UsageError: when only some of torchrun's variables are set, or CUDA is asked for where there is none
     """
     environment = os.environ if environment is None else environment
     given = [name for name in TORCHRUN_VARIABLES if name in environment]
@@ -155,40 +163,27 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
             f"WORLD_SIZE={numbers['WORLD_SIZE']}: let torchrun set both"
         )
 
-    local_rank, local_world_size = numbers["LOCAL_RANK"], numbers["LOCAL_WORLD_SIZE"]
-    if _sees_its_own_gpu_only(environment, local_world_size):
-        chosen = _choose_device(device, backend, 0, 1)
-    else:
-        chosen = _choose_device(device, backend, local_rank, local_world_size)
+    chosen = _choose_device(device, backend, numbers["LOCAL_RANK"])
     return DistEnv(
         rank=numbers["RANK"],
-        local_rank=local_rank,
+        local_rank=numbers["LOCAL_RANK"],
         world_size=numbers["WORLD_SIZE"],
-        local_world_size=local_world_size,
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
         device=chosen,
         backend=("nccl" if chosen.type == "cuda" else "gloo") if backend == "auto" else backend,
         host=socket.gethostname(),
     )
 
 
-def _sees_its_own_gpu_only(environment: Mapping[str, str], local_world_size: int) -> bool:
-    """Whether SLURM has given this node a GPU for each rank, and shows each rank its own (``--gpus-per-task=1``)."""
-    gpus_of_node = environment.get("SLURM_GPUS_ON_NODE", "")
-    return gpus_of_node.isdecimal() and int(gpus_of_node) >= local_world_size and torch.cuda.device_count() == 1
-
-
-def _choose_device(device: str, backend: str, local_rank: int, local_world_size: int) -> torch.device:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and (backend == "gloo" or gpus == 0)):
-        if backend == "nccl":
-            found = "no CUDA device is usable here" if gpus == 0 else "--device cpu was asked for"
-            raise UsageError(f"--backend nccl needs CUDA, but {found}: use --backend gloo")
+def _choose_device(device: str, backend: str, local_rank: int) -> torch.device:
+    if device == "cpu" and backend == "nccl":
+        raise UsageError("--backend nccl needs CUDA, but --device cpu was asked for: use --backend gloo")
+    if device == "cpu" or (device == "auto" and backend == "gloo"):
         return torch.device("cpu")
-    if gpus == 0:
-        raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
-    if local_world_size > gpus:
-        raise UsageError(
-            f"{local_world_size} ranks on this node, but {gpus} GPU{'s' * (gpus > 1)}: "
-            f"start with --nproc_per_node={gpus}, or train with --device cpu"
-        )
-    return torch.device("cuda", local_rank)
+    if gpus := count_gpus():
+        return gpu_of(local_rank, gpus)
+    if backend == "nccl":
+        raise UsageError(f"--backend nccl needs CUDA, but {why_no_gpu()}, or use --backend gloo")
+    if device == "cuda":
+        raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
+    return torch.device("cpu")

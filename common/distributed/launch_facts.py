@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from common.cli import settings_of
-from common.distributed.agreement import UNKNOWN
+from common.distributed.agreement import GPU, GPU_KIND, UNKNOWN
 from common.distributed.dist_env import DistEnv
+from common.gpu.devices import identity_of, kind_of
 
 PACKAGES = ("common", "ddp", "dataloading", "dataparallel")
 # Variables that change what is computed, or whether the ranks' collectives fit together.
@@ -46,7 +47,14 @@ def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
         "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
         **{name: os.environ.get(name, "not set") for name in VARIABLES},
         **{name: os.environ.get(name, UNKNOWN) for name in JOBS},
+        **(gpu_facts(env) if env.device.type == "cuda" else {}),
     }
+
+
+def gpu_facts(env: DistEnv) -> dict[str, str]:
+    """What a rank has for itself. Under gloo, ranks may share a GPU."""
+    gpu = f"{identity_of(env.device)} of {env.host}" if env.backend == "nccl" else UNKNOWN
+    return {GPU: gpu, GPU_KIND: kind_of(env.device)}
 
 
 def software() -> dict[str, str]:

@@ -101,6 +101,7 @@ def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         _require_one_agent_per_node(environment)
+        _number_virtual_local_ranks(environment)
         _warn_of_a_node_rank_without_effect(environment)
         return
     _complete_azure(environment)
@@ -155,6 +156,19 @@ def _require_one_agent_per_node(environment: Environment) -> None:
             f"srun started {agents} torchrun agents on this node, and each starts all its ranks: give srun "
             "--ntasks-per-node=1, or leave torchrun out"
         )
+
+
+def _number_virtual_local_ranks(environment: MutableMapping[str, str]) -> None:
+    """``torchrun --virtual-local-rank`` calls every rank of a node LOCAL_RANK 0, and shows each one GPU. Here the ranks of a node keep
+    their numbers, by which one of them downloads or prints for all. (Where nodes have different numbers of ranks, torchrun's stays.)"""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    numbers = [environment.get(name, "") for name in names]
+    if environment.get("LOCAL_RANK") != "0" or not all(number.isdecimal() for number in numbers):
+        return
+    rank, world_size, ranks_here, node, nodes = map(int, numbers)
+    sees_one = environment.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and environment.get("CUDA_VISIBLE_DEVICES")
+    if sees_one and world_size == nodes * ranks_here and rank // ranks_here == node:
+        environment["LOCAL_RANK"] = str(rank % ranks_here)
 
 
 def _warn_of_a_node_rank_without_effect(environment: Environment) -> None:

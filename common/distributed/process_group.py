@@ -48,7 +48,7 @@ def process_group(
     :param threads: CPU threads for compute, per rank; 0 shares the usable cores among the node's ranks
     :param settings: the command's, which must be the same on all ranks; see common/distributed/launch_facts.py
     :raises UsageError: when only some of torchrun's variables are set, for a port in use, ranks that do not come in time or
-        were started differently, NCCL without CUDA, or more ranks than GPUs
+        were started differently, NCCL without CUDA, or two of its ranks on one GPU
     """
     env = find_dist_env(device, backend)
     if env.device.type == "cuda":
@@ -99,7 +99,8 @@ def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
 
 def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """The store in which the ranks find each other's addresses, at MASTER_ADDR and MASTER_PORT. There they also compare what
-    they were started with. From here on, gloo and NCCL offer the interface that leads there.
+    they were started with. From here on, gloo and NCCL offer the interface that leads there, and "nccl" is the implementation
+    that overlaps (common/gpu/nccl.py).
 
     :param timeout_s: seconds to wait for the other ranks
     :param settings: the command's dataclass; None if it has none
@@ -118,6 +119,10 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
 
 def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """:func:`rendezvous_store`, before the ranks compare anything."""
+    if env.backend == "nccl":
+        from common.gpu.nccl import choose_implementation  # only on GPUs
+
+        choose_implementation()
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:
         from common.distributed.interface import offer_interface

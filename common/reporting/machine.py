@@ -13,12 +13,15 @@ from pathlib import Path
 PACKAGES = ("torch", "torchvision", "pillow", "numpy", "matplotlib")
 
 
-def usable_cores() -> int:
-    """The number of cores that this process may use: those of its affinity mask, limited by the cgroup's CPU quota.
+def usable_cores(pid: int = 0) -> int:
+    """The number of cores that a process may use: those of its affinity mask, limited by this process's cgroup's CPU quota.
 
     ``os.cpu_count()`` counts all cores of the machine, most of which a container or a batch job may not use.
+
+    :param pid: this process when 0
+    :raises OSError: when there is no such process
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(pid)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(affinity, int(quota) if quota else affinity))
 
@@ -52,15 +55,17 @@ def describe_machine() -> dict[str, object]:
     """Describe the machine, the versions and the command, for the JSON of every result."""
     import torch
 
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+    from common.gpu.devices import count_gpus, kind_of
+    from common.gpu.software import gpu_software
+
+    gpus = [kind_of(torch.device("cuda", number)) for number in range(count_gpus())]
     return {
         "host": platform.node(),
         "system": platform.platform(),
         "processor": _processor_name(),
         "usable_cores": usable_cores(),
         "gpus": gpus,
+        **({"gpu_software": gpu_software()} if gpus else {}),
         "python": platform.python_version(),
         **{package: metadata.version(package) for package in PACKAGES},
         "git_commit": git_commit(),

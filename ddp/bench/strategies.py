@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from common.cli import option, parse
 from common.data.datasets import ImageData
 from common.distributed.process_group import DEVICES, DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
+from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_stacked, plot_strategies
 from common.reporting.machine import usable_cores
@@ -65,11 +64,11 @@ class StrategiesConfig:
     output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figures")
 
     def __post_init__(self) -> None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = 0 if self.device == "cpu" else count_gpus()
         if self.device == "auto":
             object.__setattr__(self, "device", "cuda" if gpus > 1 else "cpu")
         if self.device == "cuda" and gpus == 0:
-            raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
+            raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
         if self.processes is None:
             most = gpus if self.device == "cuda" else max(2, usable_cores())
             object.__setattr__(self, "processes", tuple(range(1, min(most, MOST_PROCESSES) + 1)))

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
-from common.distributed.agreement import differences
+from common.distributed.agreement import differences, different_gpus, shared_gpu
 from common.distributed.interface import addresses_by_interface, interface_towards
-from common.distributed.launch_facts import software
+from common.distributed.launch_facts import gpu_facts, software
 from common.distributed.launchers import launcher_name
 from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
 from common.distributed.rank_logging import rank_logging
@@ -109,6 +109,7 @@ def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
         "cores": str(env.share_of_cores * env.local_world_size),
         **software(),
         "started by": launcher_name(),
+        **(gpu_facts(env) if env.device.type == "cuda" else {}),
     }
 
 
@@ -165,6 +166,7 @@ def what_is_wrong(everyone: Mapping[int, Facts], world_size: int) -> list[str]:
         )
     same = {rank: {k: v for k, v in facts.items() if k not in OWN} for rank, facts in everyone.items()}
     found += differences(same)
+    found += [line for line in (shared_gpu(everyone), different_gpus(everyone)) if line is not None]
     for rank, facts in everyone.items():
         if abs(float(facts["clock"].split()[0])) > MOST_CLOCK_S:
             found.append(f"the clock of {facts['host']} (rank {rank}) differs by {facts['clock']} from that of rank 0")

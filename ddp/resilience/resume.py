@@ -21,6 +21,7 @@ from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
+from common.gpu.nccl import implementation
 from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import has_config, holds_run, prepare, require_writable
@@ -111,6 +112,7 @@ def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str
         "config": config.as_json(),
         "world_size": env.world_size,
         "backend": env.backend,
+        "process_group": implementation(env.device),
         "device": str(env.device),
         "dataset_fingerprint": data.fingerprint,
         "machine": describe_machine(),

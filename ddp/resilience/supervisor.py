@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from common.data.datasets import Batch
 from common.distributed.rank_logging import Progress
+from common.gpu.report import log_gpu
 from common.reporting.run_directory import require_lock
 from common.resilience import early_signals
 from common.resilience.loader_errors import loader_errors
@@ -58,6 +59,8 @@ class Supervisor:
             f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
             f"{job.sampler.micro_batch_size} samples, {config.precision}, {env.backend}"
         )
+        if env.device.type == "cuda":
+            log_gpu(env.device)
         with env.fail_together():
             after = (job.step, job.epoch) if self._resumed else None
             job.metrics = MetricsWriter(

@@ -9,6 +9,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from common.cli import flag_of, parse, settings_of
 from common.distributed import agreement
-from common.distributed.agreement import Facts, RanksDiffer, describe, require_agreement
+from common.distributed.agreement import GPU, GPU_KIND, UNKNOWN, Facts, RanksDiffer, describe, require_agreement
 from common.distributed.dist_env import DistEnv
 from common.distributed.launch_facts import launch_facts, source_digest
 from common.distributed.process_group import TORCHRUN_VARIABLES, process_group
@@ -108,6 +109,49 @@ def test_many_differences_and_many_ranks_are_still_one_line() -> None:
     assert "--flag-0 is False on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more, but True on ranks 20, " in told
     assert "--flag-3" in told and "--flag-4" not in told and "and 5 more: give all" in told
     assert describe({0: {"a": "1"}, 1: {}}) is not None  # a fact that a rank lacks
+
+
+def gpus(*places: str, kinds: str = "") -> list[tuple[int, int, Facts]]:
+    """Ranks with GPUs."""
+    world_size = len(places)
+    return [
+        (rank, world_size, {GPU: place, GPU_KIND: kinds[rank : rank + 1] or "A"}) for rank, place in enumerate(places)
+    ]
+
+
+def test_two_ranks_of_nccl_with_one_gpu_are_refused_on_all_ranks() -> None:
+    ranks = gpus("H100 GPU-1 of a", "H100 GPU-2 of a", "H100 GPU-1 of a", "H100 GPU-1 of b")
+    assert (
+        meet(ranks, late_s=0.2)
+        == [
+            "ranks 0 and 2 have the same GPU, H100 GPU-1 of a, and NCCL needs one for each: start with --nproc_per_node=2, show "
+            "each rank its own by CUDA_VISIBLE_DEVICES, or let them share it with --device cuda --backend gloo"
+        ]
+        * 4
+    )
+    assert meet(gpus("GPU-1 of a", "GPU-2 of a", "GPU-1 of b")) == [None] * 3
+    assert meet(gpus(UNKNOWN, UNKNOWN)) == [None] * 2  # of gloo
+
+
+def test_gpus_of_different_kinds_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert meet(gpus("1", "2", "3", kinds="ABA")) == [None] * 3
+    (line,) = caplog.messages
+    assert line.startswith("GPUs of different kinds: A on ranks 0 and 2, B on rank 1: ")
+    assert "with --clip-norm the ranks' weights may diverge in the last bit" in line
+    caplog.clear()
+    assert meet(gpus("1", "2")) == [None] * 2
+    assert not caplog.messages
+
+
+def test_a_rank_tells_its_gpu_if_no_other_may_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that each see one GPU call it cuda:0; its own name tells whether it is the same."""
+    properties = SimpleNamespace(name="NVIDIA H100", uuid="5f6c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    env = DistEnv(1, 1, 2, 2, torch.device("cuda", 0), "nccl", "node7")
+    facts = launch_facts(env, None)
+    assert (facts[GPU], facts[GPU_KIND]) == ("NVIDIA H100 GPU-5f6c of node7", "NVIDIA H100")
+    assert launch_facts(dataclasses.replace(env, backend="gloo"), None)[GPU] == UNKNOWN
+    assert GPU not in launch_facts(DistEnv.alone(torch.device("cpu")), None)
 
 
 def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

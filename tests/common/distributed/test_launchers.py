@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
 import pytest
@@ -142,13 +141,51 @@ def test_hosts_of_any_cluster(numbers: list[int]) -> None:
     assert expand_hosts("n[" + ",".join(f"{number:03d}" for number in numbers) + "]") == [f"n{n:03d}" for n in numbers]
 
 
-def test_a_rank_that_sees_one_gpu_of_several_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+VIRTUAL = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3", **MEETING}
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_rank"),
+    [
+        # RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE
+        (("0", "4", "2", "0", "2"), "0"),
+        (("1", "4", "2", "0", "2"), "1"),
+        (("2", "4", "2", "1", "2"), "0"),
+        (("3", "4", "2", "1", "2"), "1"),
+        (("3", "5", "2", "1", "2"), "0"),  # nodes with three ranks and two: torchrun's own number
+    ],
+)
+def test_ranks_with_a_virtual_local_rank_keep_their_numbers(environment: tuple[str, ...], local_rank: str) -> None:
+    """All are LOCAL_RANK 0 then, but one of a node downloads and prints for it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    given = VIRTUAL | dict(zip(names, environment, strict=True))
+    assert adopted(given) == given | {"LOCAL_RANK": local_rank}
+    for all_visible in ({"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": ""}):
+        assert adopted(given | all_visible) == given | all_visible
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "devices"),
+    [
+        (TORCHRUN, 8, [0, 1]),  # all see all
+        (
+            TORCHRUN | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1"},
+            1,
+            [0, 0],
+        ),  # by a wrapper
+        (FOURTH_OF_FOUR | {"SLURM_GPUS_ON_NODE": "2"}, 1, [0, 0]),  # srun --gpus-per-task=1
+        (
+            FOURTH_OF_FOUR | {"SLURM_GPUS_ON_NODE": "4"},
+            2,
+            [0, 1],
+        ),  # srun --gpus-per-task=2: two others than its neighbor's
+    ],
+)
+def test_a_rank_takes_a_gpu_of_those_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], gpus: int, devices: list[int]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    env = find_dist_env(environment=FOURTH_OF_FOUR | {"SLURM_GPUS_ON_NODE": "2"})
-    assert (env.device, env.local_rank, env.local_world_size) == (torch.device("cuda", 0), 1, 2)
-    for gpus in ({}, {"SLURM_GPUS_ON_NODE": "1"}):
-        with pytest.raises(
-            UsageError, match=re.escape("2 ranks on this node, but 1 GPU: start with --nproc_per_node=1")
-        ):
-            find_dist_env(environment=FOURTH_OF_FOUR | gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for number, device in enumerate(devices):
+        env = find_dist_env(environment=adopted(environment | {"RANK": str(2 + number), "LOCAL_RANK": str(number)}))
+        assert (env.device, env.local_rank, env.local_world_size) == (torch.device("cuda", device), number, 2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.distributed import dist_env
 from common.distributed.process_group import TORCHRUN_VARIABLES, DistEnv, find_dist_env, process_group, stop_signals
 from common.errors import UsageError
 from common.resilience.stop_request import exit_status
@@ -54,32 +55,78 @@ def test_nonsense_in_the_variables_is_refused(change: dict[str, str], message: s
         find_dist_env("cpu", environment=TORCHRUN | change)
 
 
+NONE_USABLE = r"no CUDA device is usable here \(Found no NVIDIA driver on your system\): check nvidia-smi"
+
+
 @pytest.mark.parametrize(
     ("gpus", "device", "backend", "outcome"),
     [
         (0, "auto", "auto", ("cpu", "gloo")),
-        (0, "cpu", "nccl", "--backend nccl needs CUDA, but no CUDA device is usable here"),
-        (0, "auto", "nccl", "--backend nccl needs CUDA, but no CUDA device is usable here"),
-        (0, "cuda", "auto", "--device cuda, but no CUDA device is usable here"),
-        (1, "auto", "auto", "2 ranks on this node, but 1 GPU: start with --nproc_per_node=1"),
+        (0, "cpu", "nccl", "--backend nccl needs CUDA, but --device cpu was asked for: use --backend gloo"),
+        (0, "auto", "nccl", f"--backend nccl needs CUDA, but {NONE_USABLE}, or use --backend gloo"),
+        (0, "cuda", "auto", f"--device cuda, but {NONE_USABLE}, or use --device cpu"),
+        (
+            1,
+            "auto",
+            "auto",
+            ("cuda:0", "nccl"),
+        ),  # shown to this rank alone; or shared, which the ranks find when they meet
+        (1, "cuda", "gloo", ("cuda:0", "gloo")),  # shared or not
         (1, "cpu", "nccl", "--backend nccl needs CUDA, but --device cpu was asked for"),
         (1, "auto", "gloo", ("cpu", "gloo")),
         (2, "auto", "auto", ("cuda:1", "nccl")),
         (2, "cuda", "gloo", ("cuda:1", "gloo")),
         (2, "cpu", "auto", ("cpu", "gloo")),
+        (8, "auto", "auto", ("cuda:1", "nccl")),
     ],
 )
 def test_device_and_backend(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, backend: str, outcome: str | tuple[str, str]
 ) -> None:
+    """Of a node's second rank of two, to which so many GPUs are shown."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "init", no_driver)
     if isinstance(outcome, str):
         with pytest.raises(UsageError, match=outcome):
             find_dist_env(device, backend, TORCHRUN)
     else:
         env = find_dist_env(device, backend, TORCHRUN)
         assert (str(env.device), env.backend) == outcome
+
+
+def no_driver() -> None:
+    raise RuntimeError(
+        "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
+        "http://www.nvidia.com/Download/index.aspx"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "launcher_s", "ranks_here", "threads"),
+    [
+        (64, 64, 8, 8),  # bound to nothing: shared by all
+        (32, 64, 8, 8),  # bound to a half of the node with three others (torchrun --numa-binding=node)
+        (8, 64, 8, 8),  # bound to cores of its own (--numa-binding=exclusive, srun --cpus-per-task)
+        (4, 64, 8, 4),
+        (2, 1, 2, 1),  # the parent is no launcher
+        (2, None, 2, 1),  # it is not there
+        (1, 1, 4, 1),
+    ],
+)
+def test_a_rank_s_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, own: int, launcher_s: int | None, ranks_here: int, threads: int
+) -> None:
+    """Whatever the launcher has bound it to."""
+
+    def usable_cores(pid: int = 0) -> int:
+        if pid and launcher_s is None:
+            raise ProcessLookupError
+        return launcher_s if pid and launcher_s else own
+
+    monkeypatch.setattr(dist_env, "usable_cores", usable_cores)
+    environment = TORCHRUN | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": str(ranks_here)}
+    assert find_dist_env("cpu", environment=environment).share_of_cores == threads
 
 
 def test_a_group_of_one_needs_no_port_and_leaves_nothing() -> None:

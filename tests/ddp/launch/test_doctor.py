@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from common.distributed.agreement import GPU, GPU_KIND
 from ddp.launch.doctor import Facts, first_ranks, what_is_wrong
 from tests.support.launch import free_port, run_command
 
@@ -32,6 +33,13 @@ def test_versions_that_differ_are_named() -> None:
     everyone = {0: FACTS, 1: {**FACTS, "host": "host2", "the version of torch": "1.13.1"}}
     assert what_is_wrong(everyone, 2) == ["the version of torch is 2.14.1 on rank 0, but 1.13.1 on rank 1"]
     assert what_is_wrong({0: FACTS, 1: {**FACTS, "pid": "2", "clock": "-59.0 s"}}, 2) == []
+
+
+def test_a_gpu_that_two_ranks_would_share_is_named() -> None:
+    gpu = {GPU: "H100 GPU-1 of host1", GPU_KIND: "H100"}
+    (line,) = what_is_wrong({0: {**FACTS, **gpu}, 1: {**FACTS, **gpu}}, 2)
+    assert line.startswith("ranks 0 and 1 have the same GPU, H100 GPU-1 of host1, and NCCL needs one for each: ")
+    assert what_is_wrong({0: {**FACTS, **gpu}, 1: {**FACTS, **gpu, GPU: "H100 GPU-2 of host1"}}, 2) == []
 
 
 def test_hosts_are_measured_and_on_one_host_its_ranks() -> None:

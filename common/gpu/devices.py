@@ -1,0 +1,59 @@
+"""The GPUs that this process can use, which one a rank takes, and why there may be none."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def count_gpus() -> int:
+    """How many GPUs this process can use. A driver that is there but cannot be used is one line, and not torch's warning."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if told:  # torch does so once per process, and only where there is a driver
+        logger.warning(why_no_gpu())
+    return count
+
+
+def why_no_gpu() -> str:
+    """The reason for which no GPU is usable in this process, in torch's words, and what to check."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the second from a build without CUDA
+        reason = str(error).strip().splitlines()[0].split(". ")[0].rstrip(".")
+    else:
+        reason = "CUDA shows none"
+    cure = "check nvidia-smi"
+    if "driver on your system is too old" in reason:
+        cure = f"update the driver, or install a torch that is built for an older CUDA than {torch.version.cuda}"
+    return f"no CUDA device is usable here ({reason}): {cure}"
+
+
+def gpu_of(local_rank: int, gpus: int) -> torch.device:
+    """The GPU that a rank takes.
+
+    Usually all ranks of a node see all its GPUs, and each takes the one of its number. A launcher may show each rank its own
+    instead (``torchrun --virtual-local-rank``, a ``CUDA_VISIBLE_DEVICES`` for each task): then there are fewer than ranks, and the
+    rank's number goes around them. Ranks that meet on one GPU in this way are found when they compare their facts
+    (common/distributed/launch_facts.py).
+
+    :param local_rank: among the ranks of this node, from 0
+    :param gpus: those that this process can use, 1 or more
+    """
+    return torch.device("cuda", local_rank % gpus)
+
+
+def kind_of(device: torch.device) -> str:
+    """The name of a GPU's model, as ``NVIDIA H100 80GB HBM3``."""
+    return str(torch.cuda.get_device_properties(device).name)
+
+
+def identity_of(device: torch.device) -> str:
+    """A GPU's own name, which no other has, whatever its number in this process."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} GPU-{properties.uuid}"

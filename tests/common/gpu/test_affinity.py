@@ -1,0 +1,58 @@
+"""common/gpu/affinity.py: the cores beside a GPU, and who is told to bind ranks to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.gpu import affinity
+from common.gpu.affinity import advice, cores_beside, parse_cores
+
+GPU = torch.device("cuda", 0)
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_cores_in_the_kernel_s_short_form(cores: set[int]) -> None:
+    starts = sorted(core for core in cores if core - 1 not in cores)
+    ends = sorted(core for core in cores if core + 1 not in cores)
+    short = ",".join(
+        f"{first}-{last}" if last > first else f"{first}" for first, last in zip(starts, ends, strict=True)
+    )
+    assert parse_cores(f"{short}\n") == cores
+
+
+@pytest.mark.parametrize(
+    ("local", "usable", "words"),
+    [
+        ("0-3", {0, 1}, None),  # bound
+        ("0-3", {0, 1, 2, 3}, None),
+        ("0-3", set(range(8)), "4 of the 8 cores that this rank may use are far from its GPU"),
+        ("0-3", {6, 7}, "2 of the 2 cores that this rank may use are far from its GPU"),
+        (None, set(range(8)), None),  # the kernel does not tell, as in some virtual machines
+    ],
+)
+def test_a_rank_whose_cores_are_far_from_its_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, local: str | None, usable: set[int], words: str | None
+) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(affinity, "PCI", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable)
+    if local is not None:
+        (tmp_path / "0000:dc:00.0").mkdir()
+        (tmp_path / "0000:dc:00.0" / "local_cpulist").write_text(f"{local}\n")
+    line = advice(GPU)
+    assert (
+        line is None if words is None else line is not None and line.startswith(words) and "--numa-binding=node" in line
+    )
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_has_cores_beside_it() -> None:
+    assert cores_beside(GPU) <= set(range(os.cpu_count() or 1))

@@ -1,0 +1,72 @@
+"""common/gpu/software.py and report.py: the versions and variables of a GPU's run, in its log and in the JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.gpu import report, software
+from common.gpu.software import gpu_software
+from common.reporting.machine import describe_machine
+
+H100 = SimpleNamespace(name="NVIDIA H100", uuid="1", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text("580.95.05\n")
+    monkeypatch.setattr(software, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth1")
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_versions_and_variables_are_in_the_json() -> None:
+    described = json.loads(json.dumps(describe_machine()))
+    assert described["gpus"] == ["NVIDIA H100"]
+    found = described["gpu_software"]
+    assert {name: found[name] for name in ("driver", "cuda", "cudnn", "nccl")} == {
+        "driver": "580.95.05", "cuda": "13.2", "cudnn": "9.26.0", "nccl": "2.30.7"
+    }  # fmt: skip
+    assert found["variables"].items() >= {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth1"}.items()
+    assert "PATH" not in found["variables"]
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize(("number", "dotted"), [(8902, "8.9.2"), (92600, "9.26.0"), (None, None)])
+def test_versions_of_cudnn(monkeypatch: pytest.MonkeyPatch, number: int | None, dotted: str | None) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    assert gpu_software()["cudnn"] == dotted
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize("runs", ["ProcessGroupNCCL", "ProcessGroupNCCL2"])
+def test_the_log_begins_with_them(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: str) -> None:
+    monkeypatch.setattr(report, "implementation", lambda device: runs)
+    caplog.set_level("INFO")
+    report.log_gpu(torch.device("cuda", 0))
+    first, *others = caplog.messages
+    assert first.startswith(f"NVIDIA H100: {runs}, driver 580.95.05, cuda 13.2, cudnn 9.26.0, nccl 2.30.7; ")
+    assert "NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME==eth1" in first
+    assert [line.partition(" all-reduces")[0] for line in others] == (
+        ["ProcessGroupNCCL2 does not overlap DDP's"] if runs == "ProcessGroupNCCL2" else []
+    )
+
+
+def test_a_machine_without_gpus_has_no_such_versions() -> None:
+    assert "gpu_software" not in describe_machine()
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_has_versions() -> None:
+    assert all(gpu_software()[name] for name in ("driver", "cuda", "cudnn", "nccl"))
