@@ -10,8 +10,9 @@ Until the slowest rank is ready, the wait is *imbalance*; after that it is expos
 while gradients were still computed do not appear: that is DDP's overlap. (On the CPU, overlap is not free: gloo's threads
 run on the same cores, and their time appears in *compute*.)
 
-Data parallelism in one process communicates by copying: scatter, replicate, gather and reduce. On CPU devices that counts as
-*communication*. On GPUs it cannot be separated from *compute* without a synchronization between the steps
+What holds up the backward pass before ``ready`` is no *compute* either. One implementation of NCCL makes it wait for each bucket
+(common/gpu/nccl.py). Data parallelism in one process communicates by copying: scatter, replicate, gather and reduce. Both count as
+*communication*, the second on CPU devices alone: on GPUs it cannot be separated from *compute* without a synchronization between the steps
 (dataparallel.bench does that).
 """
 
@@ -27,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
@@ -46,7 +46,7 @@ PARTS = ("input", "compute", "imbalance", "communication", "update")
 class Stamps:
     """A step's moments on one rank, in seconds of ``time.perf_counter``, which all processes of a machine share.
 
-    ``input`` and ``copying`` (between the devices of one process) are durations.
+    ``input`` and ``stalled`` are durations; in the second, computing waited for copies or all-reduces before ``ready``.
     """
 
     began: float
@@ -54,7 +54,7 @@ class Stamps:
     ready: float = 0.0
     reduced: float = 0.0
     ended: float = 0.0
-    copying: float = 0.0
+    stalled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class StepParts:
         for step in zip(*ranks, strict=True):
             all_ready = max(stamps.ready for stamps in step)
             for stamps in step:
-                computed = stamps.ready - stamps.began - stamps.input - stamps.copying
-                waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready + stamps.copying
+                computed = stamps.ready - stamps.began - stamps.input - stamps.stalled
+                waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready + stamps.stalled
                 parts.append((stamps.input, computed, waited, exposed, stamps.ended - stamps.reduced))
         return cls(*(statistics.fmean(values) for values in zip(*parts, strict=True)))
 
@@ -115,6 +115,7 @@ class Runner:
         self._job = job = build_job(config, env, data, wrap=wrappers[wrapper])
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of the backward pass's stream
         if wrapper == "ddp":
             # (torch wants the class itself in a hook's annotations, or none.)
             job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))
@@ -136,7 +137,9 @@ class Runner:
             self._stamps.ended = time.perf_counter()
             if self._stopwatch is not None:
                 seconds = self._stopwatch.take()
-                self._stamps.copying = sum(seconds[step] for step in COPYING)
+                self._stamps.stalled = sum(seconds[step] for step in COPYING)
+            self._stamps.stalled += sum(began.elapsed_time(ended) for began, ended in self._stalls) / 1e3
+            self._stalls.clear()
             taken.append(self._stamps)
         return taken
 
@@ -147,15 +150,24 @@ class Runner:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
     def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """DDP's default communication hook. It also records the moment at which the last bucket is ready."""
+        """DDP's default communication hook. It also records the moment at which the last bucket is ready, and on a GPU, how long
+        the backward pass waits for each of the others."""
+        device = self._env.device
         if bucket.is_last():
-            if self._env.device.type == "cuda":
+            if device.type == "cuda":
                 # Wait for the backward kernels, not for the all-reduces, which have a stream of their own.
-                torch.cuda.current_stream(self._env.device).synchronize()
+                torch.cuda.current_stream(device).synchronize()
             self._stamps.ready = time.perf_counter()
-        group = dist.group.WORLD
-        assert group is not None
-        return allreduce_hook(group, bucket)
+        summed = dist.all_reduce(bucket.buffer().div_(self._env.world_size), async_op=True)
+        if device.type == "cpu" or bucket.is_last():
+            future = summed.get_future()
+        else:
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record(torch.cuda.current_stream(device))
+            future = summed.get_future()  # here ProcessGroupNCCL2 makes the stream wait for the all-reduce
+            ended.record(torch.cuda.current_stream(device))
+            self._stalls.append((began, ended))
+        return future.then(lambda summed: summed.value()[0])
 
     def _before_update(self, *_: Any) -> None:
         self._synchronize()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.distributed.process_group import process_group
 from common.distributed.worker_group import WorkerGroup
 from common.training.recipes import load_dataset
 from ddp.bench.step_parts import Runner, Stamps, StepParts
 from ddp.config import TrainConfig
 from tests.ddp.jobs import small
+from tests.support.launch import run_ranks
 
 DURATION = st.floats(0, 10)
 
@@ -39,6 +48,67 @@ def test_a_late_rank_is_imbalance_and_not_communication() -> None:
     assert StepParts.of([[on_time], [late]]) == StepParts(
         input=1.0, compute=5.0, imbalance=2.0, communication=1.0, update=1.0
     )
+
+
+def test_what_holds_up_the_backward_pass_is_communication_and_not_compute() -> None:
+    held_up = Stamps(0.0, 1.0, 8.0, 9.0, 10.0, stalled=3.0)
+    assert StepParts.of([[held_up]]) == StepParts(input=1.0, compute=4.0, imbalance=0.0, communication=4.0, update=1.0)
+
+
+SEEN: list[str] = []
+
+
+class Event:
+    """A CUDA event. Between any two of them, the stream is held up for 250 ms."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        SEEN.append("event")
+
+    def elapsed_time(self, other: Event) -> float:
+        return 250.0
+
+
+class AllReduce:
+    """One that was begun."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        SEEN.append("future")
+        return self._work.get_future()
+
+
+def step_on_a_gpu() -> tuple[list[str], float]:
+    """What a step calls, and for how long it was held up, as if the rank had a GPU."""
+    with process_group() as env, contextlib.ExitStack() as patches:
+        config: TrainConfig = small(epochs=10**6)
+        runner = Runner(env, config, load_dataset(config), "ddp", 1)
+        runner.run(2)  # after which the buckets stay
+        all_reduce: Any = dist.all_reduce
+        gpu = dataclasses.replace(env, device=torch.device("cuda", 0))
+        for owner, name, replacement in (
+            (torch.cuda, "Event", Event),
+            (torch.cuda, "current_stream", mock.Mock()),
+            (torch.cuda, "synchronize", mock.Mock()),
+            (dist, "all_reduce", lambda tensor, async_op: AllReduce(all_reduce(tensor, async_op=async_op))),
+            (runner, "_env", gpu),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, replacement))
+        (stamps,) = runner.run(1)
+        return SEEN, stamps.stalled
+
+
+def test_the_wait_for_a_future_is_measured_but_for_the_last_bucket_s() -> None:
+    """Whose wait comes after everything is computed."""
+    for seen, stalled in run_ranks(step_on_a_gpu, 2, fresh=True):
+        buckets = seen.count("future")
+        assert buckets > 1
+        assert seen == ["event", "future", "event"] * (buckets - 1) + ["future"]
+        assert stalled == 0.25 * (buckets - 1)
 
 
 @pytest.mark.parametrize(
