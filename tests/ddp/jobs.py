@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.distributed.process_group import process_group
+from common.distributed.process_group import DistEnv, process_group
 from common.reporting import report
 from common.training.evaluation import evaluate
 from common.training.metrics import read_metrics
@@ -48,9 +48,14 @@ def parameters_of(job: Job) -> Arrays:
     return {name: value.detach().cpu().numpy().copy() for name, value in job.network.state_dict().items()}
 
 
+def group_of(config: TrainConfig) -> contextlib.AbstractContextManager[DistEnv]:
+    """The process group in which ``ddp.train`` with these settings would train."""
+    return process_group(config.device, config.backend, threads=config.threads)
+
+
 def train_epochs(config: TrainConfig) -> Outcome:
     """Train without a run directory."""
-    with process_group(threads=config.threads) as env:
+    with group_of(config) as env:
         job = build_job(config, env, load_data(config, env))
         losses = []
         for _ in range(config.epochs):
@@ -62,7 +67,7 @@ def train_epochs(config: TrainConfig) -> Outcome:
 
 def run_job(config: TrainConfig) -> None:
     """The whole of ``ddp.train``, but for its figures."""
-    with without_figures(), process_group() as env:
+    with without_figures(), group_of(config) as env:
         train(config, env)
 
 

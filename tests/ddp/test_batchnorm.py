@@ -35,7 +35,7 @@ def run(layer: nn.Module, x: Tensor, grad_y: Tensor) -> Result:
         **{f"grad_{name}": parameter.grad for name, parameter in layer.named_parameters()},
         **dict(layer.named_buffers()),
     }  # fmt: skip
-    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
 def layer_with(affine: bool, momentum: float | None) -> nn.BatchNorm2d:
@@ -47,23 +47,32 @@ def layer_with(affine: bool, momentum: float | None) -> nn.BatchNorm2d:
     return layer
 
 
-def synchronized(shares: list[int], affine: bool, momentum: float | None) -> Result:
+def synchronized(shares: list[int], affine: bool, momentum: float | None, device: str) -> Result:
     """This rank's part of the batch through the synchronized layer."""
-    with process_group() as env:
+    with process_group(device, "gloo") as env:
         x, grad_y = inputs((sum(shares), CHANNELS, 4, 3))
-        layer = convert_sync_batchnorm(layer_with(affine, momentum), env.device)
-        assert isinstance(layer, SyncBatchNorm)
+        layer = convert_sync_batchnorm(layer_with(affine, momentum), env.device).to(env.device)
+        assert isinstance(layer, SyncBatchNorm if device == "cpu" else nn.SyncBatchNorm)
         mine = slice(sum(shares[: env.rank]), sum(shares[: env.rank + 1]))
-        return run(layer, x[mine], grad_y[mine])
+        return run(layer, x[mine].to(env.device), grad_y[mine].to(env.device))
 
 
 @pytest.mark.parametrize(
-    ("shares", "affine", "momentum"),
-    [([6], True, 0.1), ([3, 3], True, 0.1), ([1, 4], False, 0.3), ([2, 1, 4], True, None)],
+    ("shares", "affine", "momentum", "device"),
+    [
+        ([6], True, 0.1, "cpu"),
+        ([3, 3], True, 0.1, "cpu"),
+        ([1, 4], False, 0.3, "cpu"),
+        ([2, 1, 4], True, None, "cpu"),
+        pytest.param([3, 3], True, 0.1, "cuda", marks=pytest.mark.gpu),  # torch's own, on one GPU
+        pytest.param([1, 4], False, 0.3, "cuda", marks=pytest.mark.gpu),
+    ],
 )
-def test_it_equals_batchnorm_over_the_whole_batch(shares: list[int], affine: bool, momentum: float | None) -> None:
+def test_it_equals_batchnorm_over_the_whole_batch(
+    shares: list[int], affine: bool, momentum: float | None, device: str
+) -> None:
     expected = run(layer_with(affine, momentum), *inputs((sum(shares), CHANNELS, 4, 3)))
-    ranks = run_ranks(synchronized, len(shares), shares, affine, momentum)
+    ranks = run_ranks(synchronized, len(shares), shares, affine, momentum, device, fresh=device == "cuda")
     for name in ("y", "grad_x", "evaluated"):
         whole = np.concatenate([rank[name] for rank in ranks])
         np.testing.assert_allclose(whole, expected[name], rtol=1e-4, atol=1e-4)

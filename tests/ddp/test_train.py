@@ -27,6 +27,7 @@ from tests.ddp.jobs import (
     assert_close,
     assert_identical,
     final_state,
+    group_of,
     run_job,
     small,
     train_epochs,
@@ -112,6 +113,20 @@ def test_the_hand_written_ddp_trains_to_the_same_bits() -> None:
         outcome, _ = run_ranks(train_epochs, 2, config)
         assert_identical(outcome.parameters, expected.parameters)
         assert outcome.losses == expected.losses
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrapper"),
+    [
+        ("torch", "DistributedDataParallel"),
+        ("naive", "NaiveDistributedDataParallel"),
+        ("handwritten", "HandwrittenDistributedDataParallel"),
+    ],
+)
+def test_a_job_of_one_has_the_ddp_that_was_asked_for(strategy: str, wrapper: str) -> None:
+    with process_group() as env:
+        config = small(model="mlp", strategy=strategy)
+        assert type(build_job(config, env, load_data(config, env)).model).__name__ == wrapper
 
 
 def different_models(models: tuple[str, str]) -> str:
@@ -293,10 +308,10 @@ def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(poisoned_step: int) -
         assert all(np.isfinite(value).all() for value in parameters.values())
 
 
-def norm_that_clipping_sees(precision: str, clip_norm: float) -> tuple[float, float]:
+def norm_that_clipping_sees(config: TrainConfig) -> tuple[float, float]:
     """The gradients' norm as clipping is given it, and after the step's clipping."""
-    with process_group() as env:
-        job, batches = start(small(precision=precision, clip_norm=clip_norm), env)
+    with group_of(config) as env:
+        job, batches = start(config, env)
         norms = []
         clip = torch.nn.utils.clip_grad_norm_
 
@@ -315,7 +330,8 @@ def norm_that_clipping_sees(precision: str, clip_norm: float) -> tuple[float, fl
 def test_clipping_sees_unscaled_gradients() -> None:
     norms = {}
     for precision in ("fp32", "fp16"):
-        (norms[precision], other) = run_ranks(norm_that_clipping_sees, 2, precision, 0.01)
+        config = small(precision=precision, clip_norm=0.01)
+        (norms[precision], other) = run_ranks(norm_that_clipping_sees, 2, config)
         assert other == norms[precision]  # no collective is needed: the ranks hold the same gradients
     assert norms["fp16"][0] == pytest.approx(norms["fp32"][0], rel=0.02)  # 65536 times as large were it scaled
     assert norms["fp16"][1] == pytest.approx(0.01, rel=1e-3)

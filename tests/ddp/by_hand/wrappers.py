@@ -289,8 +289,8 @@ def loss_of(outputs: Any) -> Tensor:
     terms = []
     for output in tensors(outputs):
         if output.requires_grad:
-            weights = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
-            terms.append((weights * (output.double() - 0.1).square()).mean())
+            weights = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64, device=output.device)
+            terms.append((weights.view(output.shape) * (output.double() - 0.1).square()).mean())
     return torch.stack(terms).sum()
 
 
@@ -308,6 +308,7 @@ class Case:
     :param optimizer: of :data:`OPTIMIZERS`
     :param clip: the norm to which gradients are clipped
     :param dtype: of the whole model, if not its own
+    :param device: of the model and its inputs
     """
 
     model: str
@@ -324,11 +325,12 @@ class Case:
     clip: float | None = None
     steps: int = 20
     dtype: torch.dtype | None = None
+    device: str = "cpu"
 
     def network(self, seed: int) -> nn.Module:
         """The model, with weights of their own for each seed."""
         torch.manual_seed(seed)
-        return MODELS[self.model]().to(self.dtype)
+        return MODELS[self.model]().to(self.device, self.dtype)
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -370,11 +372,13 @@ def wrap(engine: type[Wrapper], model: nn.Module, case: Case, **options: Any) ->
     return wrapped
 
 
-def run_micro_step(model: Any, step: int, micro_step: int, micro_steps: int, dtype: torch.dtype | None) -> Tensor:
+def run_micro_step(
+    model: Any, step: int, micro_step: int, micro_steps: int, dtype: torch.dtype | None, device: str = "cpu"
+) -> Tensor:
     """Forward and backward of one micro-step of a step, all but the last under ``no_sync``; returns the loss."""
     number = step * micro_steps + micro_step
     torch.manual_seed(1000 * number + dist.get_rank())
-    x = batch(number, dtype or torch.float32)
+    x = batch(number, dtype or torch.float32).to(device)
     with contextlib.nullcontext() if micro_step == micro_steps - 1 else model.no_sync():
         loss = loss_of(model(x, number=number))
         loss.backward()
@@ -390,7 +394,7 @@ def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[s
     optimizer = OPTIMIZERS[case.optimizer](network.parameters())
     for step in range(case.steps):
         for micro_step in range(case.grad_accumulation_steps):
-            loss = run_micro_step(model, step, micro_step, case.grad_accumulation_steps, case.dtype)
+            loss = run_micro_step(model, step, micro_step, case.grad_accumulation_steps, case.dtype, case.device)
             results = {name: parameter.grad for name, parameter in network.named_parameters()}
             yield f"gradients of step {step}.{micro_step}", {"loss": loss, **results}
         if case.clip is not None:
@@ -401,7 +405,7 @@ def train(engine: type[Wrapper], case: Case, **options: Any) -> Iterator[tuple[s
         yield f"gradients zeroed in step {step}", results
         if case.evaluate:
             with torch.no_grad() if step % 2 else torch.inference_mode():
-                model(batch(-step - 1, case.dtype or torch.float32), number=step)
+                model(batch(-step - 1, case.dtype or torch.float32).to(case.device), number=step)
     yield "after training", {**model.state_dict(), **dict(model.named_buffers())}
 
 
