@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 import torch
@@ -15,7 +16,8 @@ def count_gpus() -> int:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if told:  # torch does so once per process, and only where there is a driver
+    # torch warns once per process, and only where there is a driver. One rank of a node says it for all.
+    if told and os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(why_no_gpu())
     return count
 

@@ -52,10 +52,14 @@ def test_a_driver_that_is_too_old_is_one_line_with_what_to_do(caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("an_old_driver")
-def test_and_where_any_device_will_do_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("local_rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
+def test_and_where_any_device_will_do_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local_rank: str | None, times: int
+) -> None:
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert [find_dist_env(environment={}).device.type for _ in range(2)] == ["cpu"] * 2
-    (line,) = caplog.messages
-    assert line == LINE.replace("\\", "")
+    assert caplog.messages == [LINE.replace("\\", "")] * times
 
 
 def test_no_word_where_there_is_no_driver(caplog: pytest.LogCaptureFixture) -> None:
