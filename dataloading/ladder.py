@@ -138,7 +138,7 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
-    chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image, pin_memory=False)
+    chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image)
     for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last
         rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
     return rungs

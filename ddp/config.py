@@ -35,10 +35,13 @@ LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir", "interface")
 
 
 class Loading(NamedTuple):
-    """How a rank loads batches: by which of :data:`LOADERS`, with how many workers, and whether they live between epochs."""
+    """How a rank loads batches: by which of :data:`LOADERS`, with how many workers, and whether they live between epochs.
+
+    ``workers`` is None where that depends on the rank's device and cores, see :func:`ddp.data.default_workers`.
+    """
 
     loader: str = "stock"
-    workers: int = 0
+    workers: int | None = 0
     persistent: bool = False
 
 
@@ -124,10 +127,10 @@ class TrainConfig(LearningConfig):
     loader: str = option(
         None, "torch's DataLoader, or dataloading's own, for files (default: stock; fast for files)", choices=LOADERS
     )
-    workers: int = option(
+    workers: int | None = option(
         None,
         "loader processes (or threads, of the fast one) per rank; on a CPU, they compete with training for its cores "
-        "(default: 0, since data in memory is fetched fastest without; 1 for files)",
+        "(default: 0, since data in memory is fetched fastest without; for files 1, and on a GPU the rank's cores but one)",
         minimum=0,
     )
     persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
@@ -165,7 +168,7 @@ class TrainConfig(LearningConfig):
                 raise UsageError(f"{flag_of(name)} is for {takers}: {self.dataset} {reason}")
             self._default(name, from_files.get(name))
         self._default("loader", "fast" if from_files else "stock")
-        self._default("workers", 1 if from_files else 0)
+        self._default("workers", None if from_files else 0)
         if not from_files and self.loader == "fast":
             raise UsageError(f"--loader fast is for {' and '.join(FROM_FILES)}: {self.dataset} has no files to decode")
         self._check_strategy()
@@ -242,12 +245,6 @@ class TrainConfig(LearningConfig):
             check_tensorboard()
         if is_function_name(self.model):
             find_own(self.model)  # before there is a run directory
-
-    def faster_loading(self) -> list[str]:
-        """The flags that may bring batches sooner: more workers and, for images in files, what decodes them faster."""
-        workers = "--workers 2" if self.workers == 0 else f"more than --workers {self.workers}"
-        flags = {"--loader fast": self.loader == "stock", "--decoder simplejpeg": self.decoder == "pillow"}
-        return [workers, *(flag for flag, helps in flags.items() if helps and self.dataset in FROM_FILES)]
 
     @property
     def loading(self) -> Loading:

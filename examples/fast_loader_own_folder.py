@@ -15,7 +15,7 @@ for epoch in range(2):
     loader.set_epoch(epoch)  # another order
     images_seen, brightness = 0, 0.0
     for images, labels in loader:  # uint8 [n, 3, 64, 64] and int64 [n]
-        inputs = images.float() / 255  # on a GPU: images.to("cuda", non_blocking=True) first
+        inputs = images.float() / 255  # on a GPU, if the loader has device="cuda"
         images_seen += len(labels)
         brightness += inputs.mean((1, 2, 3)).sum().item()
     print(f"epoch {epoch}: {images_seen} images, mean brightness {brightness / images_seen:.3f}")

@@ -17,6 +17,7 @@ import hypothesis
 import psutil
 import pytest
 
+from tests.support.fake_gpu import fake_gpu as fake_gpu
 from tests.support.ranks import close_pool, pool_pids
 from tests.support.user_errors import user_error as user_error
 

@@ -29,6 +29,22 @@ class Augmentation:
     flip: bool = False
     fill: int = 0
 
+    def __bool__(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.shift or self.flip)
+
+    def draw(
+        self, seed: int, epoch: int, samples: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """What happens to each sample in this epoch: where the frame lies on the image with its border, and whether it is mirrored.
+
+        :param samples: int64 ``[n]``
+        :returns: rows from the top and columns from the left, int64 ``[n]`` of 0 to ``2 * shift``, and bool ``[n]``
+        """
+        draws = uniform(3, seed, "augmentation", epoch, samples)  # [n, 3]: down, right, mirrored?
+        down, right = (draws[:, :2] * (2 * self.shift + 1)).astype(np.int64).T
+        return down, right, (draws[:, 2] < 0.5) & self.flip
+
     def __call__(
         self, images: npt.NDArray[np.uint8], seed: int, epoch: int, samples: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.uint8]:
@@ -39,10 +55,7 @@ class Augmentation:
         :returns: a new uint8 array of the same shape
         """
         n, channels, height, width = images.shape
-        draws = uniform(3, seed, "augmentation", epoch, samples)  # [n, 3]: down, right, mirrored?
-        down, right = (draws[:, :2] * (2 * self.shift + 1)).astype(np.int64).T
-        mirrored = (draws[:, 2] < 0.5) & self.flip
-
+        down, right, mirrored = self.draw(seed, epoch, samples)
         border = self.shift
         canvas = np.full((n, channels, height + 2 * border, width + 2 * border), self.fill, np.uint8)
         canvas[:, :, border : border + height, border : border + width] = images

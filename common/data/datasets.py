@@ -76,7 +76,7 @@ class ImageDataset(Dataset[Any]):
         seed: int = 0,
     ) -> None:
         self.images, self.labels = images, labels
-        self._augmentation, self._seed = augmentation, seed
+        self.augmentation, self.seed = augmentation, seed
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -101,8 +101,8 @@ class ImageDataset(Dataset[Any]):
         if not isinstance(key, BatchKey):
             return as_samples(self.__getitems__(BatchKey(0, np.array(key, np.int64))))
         images = self.images[key.samples]
-        if self._augmentation.shift or self._augmentation.flip:
-            images = self._augmentation(images, self._seed, key.epoch, key.samples)
+        if self.augmentation:
+            images = self.augmentation(images, self.seed, key.epoch, key.samples)
         return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
 
 

@@ -72,7 +72,9 @@ class LoadingBenchConfig:
         START_METHODS[:1], "how workers start", choices=("fork", "spawn", "forkserver")
     )
     in_order: tuple[str, ...] = option(("yes",), "whether batches wait for those before them", choices=YES_NO)
-    pin_memory: tuple[str, ...] = option(("no",), "page-locked batches, copied to the GPU", choices=YES_NO)
+    pin_memory: tuple[str, ...] = option(
+        ("no",), "page-locked batches, so that the host does not wait while they are copied to the GPU", choices=YES_NO
+    )
     latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     storage: str = option("files", "http serves the folder from a server on this machine", choices=STORAGES)
@@ -107,8 +109,6 @@ class LoadingBenchConfig:
             raise UsageError(
                 f"--batch-size {min(self.batch_size)}: {self.model} needs at least {least} images in a batch to normalize them"
             )
-        if "yes" in self.pin_memory and "fast-processes" in self.loader:
-            raise UsageError("--pin-memory yes: processes cannot write to pinned memory; use --loader fast-threads")
         if self.storage == "http" and "://" in (self.path_to_folder or ""):
             raise UsageError(f"--storage http serves a local folder, not {self.path_to_folder}: give one of the two")
 
@@ -143,8 +143,8 @@ class LoadingBenchConfig:
         """One combination, with the worker pool that ``--loader fast`` chooses."""
         if combination["loader"] == "fast":
             per_image = combination["augmentation"] != "none" or self.image_size is not None
-            pool = choose_pool(per_image, combination["pin_memory"])
-            combination["loader"] = "fast-threads" if combination["fetch_threads"] > 1 else f"fast-{pool}"
+            pool = "threads" if combination["fetch_threads"] > 1 else choose_pool(per_image)
+            combination["loader"] = f"fast-{pool}"
         return Setting(**combination)
 
 
@@ -237,8 +237,9 @@ def judge(library: Library, task: list[LoadingMeasurement], steps: Mapping[int, 
         f"({confidence(recommendation, axes)})"
     ]
     if chosen.setting.workers == 0 < with_workers.setting.workers:
+        idle = "it queues nothing for the GPU" if torch.cuda.is_available() else "nothing computes"
         lines.append(
-            "but in training, the main process loads only while nothing computes; with workers, the best is "
+            f"but in training, the main process loads only while {idle}; with workers, the best is "
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
     lines.append(explain(with_workers, costs, len(dataset), usable_cores()))
@@ -280,6 +281,8 @@ def report(
     for verdict in verdicts:
         lines += ["", f"an image costs one worker, with {verdict.explained.setting.label(axes)}:"]
         lines += [*_stage_table(verdict.costs), "", *verdict.lines]
+    if torch.cuda.is_available():
+        lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
     if library.skipped:
         lines.append(f"files skipped because they cannot be read: {library.skipped}")
     lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")

@@ -31,6 +31,7 @@ class Setting:
         teach it; ``fast-threads`` and ``fast-processes``: ``FastLoader`` with this worker pool
     :param workers: processes or threads; 0 loads in the main process
     :param fetch_threads: threads inside each worker that fetch a batch's files in parallel
+    :param pin_memory: page-locked batches; those of ``FastLoader`` are copied to the GPU by it
     :param latency_ms: median delay added to each open; 0 for none
     """
 
@@ -148,7 +149,7 @@ class Library:
             pool=pool,
             prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
             persistent_workers=setting.persistent_workers,
-            pin_memory=setting.pin_memory,
+            device="cuda" if setting.pin_memory else None,
             multiprocessing_context=setting.start_method,
         )
 

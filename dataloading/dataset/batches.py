@@ -170,14 +170,12 @@ class LFWBatches(Dataset[Any]):
                 skipped.append(start + i)
         return skipped
 
-    def assemble(self, key: BatchKey, buffer: Pixels, skipped: list[int], memory: Tensor | None = None) -> Batch:
+    def assemble(self, key: BatchKey, buffer: Pixels, skipped: list[int]) -> Batch:
         """The batch of a filled buffer: a view of it, unless samples were skipped.
 
         :param key: the epoch and the samples
         :param buffer: uint8 ``[n, height, width, 3]``
         :param skipped: positions to leave out
-        :param memory: the tensor whose view the buffer is, if any. The batch must share the storage of a pinned tensor, since
-            torch's allocator tracks unfinished copies by storage
         :returns: images uint8 ``[n, 3, height, width]`` in channels-last memory, as decoded: reordering costs a third of the
             decoding time, and convolutions are fast in this order. So ``flatten`` and ``reshape`` copy, and ``view`` refuses,
             as of every channels-last tensor; ``images.contiguous()`` has the other layout
@@ -185,8 +183,7 @@ class LFWBatches(Dataset[Any]):
         samples = key.samples
         if skipped:
             buffer, samples = np.delete(buffer, skipped, axis=0), np.delete(samples, skipped)
-        if self._augmentation.shift or self._augmentation.flip:
+        if self._augmentation:
             images = buffer.transpose(0, 3, 1, 2)
             buffer[:] = self._augmentation(images, self.files.seed, key.epoch, samples).transpose(0, 2, 3, 1)
-        batch = torch.from_numpy(buffer) if memory is None or skipped else memory[: len(buffer)]
-        return Batch(batch.permute(0, 3, 1, 2), torch.from_numpy(self.labels[samples]))
+        return Batch(torch.from_numpy(buffer).permute(0, 3, 1, 2), torch.from_numpy(self.labels[samples]))

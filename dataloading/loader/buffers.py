@@ -4,6 +4,9 @@ Fresh memory is not free: the kernel makes each page at the first write, and for
 reads it. ``python -m dataloading.ladder`` measures that cost. So a batch's memory comes from a pool. A tensor made by
 ``torch.from_numpy`` keeps its array alive, as do all views of the tensor. When the array is finalized, no view is left, and
 the memory returns to the pool. While a user keeps a batch, its memory is never overwritten.
+
+A GPU copies from page-locked memory while the host goes on. Whoever starts such a copy keeps the batch until it is over
+(common/data/on_device.py), so the same rule holds.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.page_locked import lock_pages, page_locked
 from common.errors import UsageError
 from common.resilience.loader_limits import require_shared_memory, shared_memory_is_full
 from dataloading.dataset.decoders import Pixels
@@ -66,18 +70,21 @@ class BufferHandle:
         self.number, self.memory, self.pixels = number, memory, pixels
 
 
-class PinnedMemory:
-    """Replaces the pool for batches that are copied to a GPU.
+def allocator(in_processes: bool, device: torch.device | None) -> Allocate:
+    """What makes a buffer.
 
-    torch's allocator of page-locked memory is already a pool, and it knows which blocks an asynchronous copy still reads.
+    :param in_processes: whether other processes fill it
+    :param device: the GPU that reads it, from page-locked memory; None if none does
     """
+    if device is None:
+        return shared if in_processes else private
 
-    def __init__(self, image_shape: tuple[int, int, int]) -> None:
-        self._image_shape = image_shape
+    def shared_and_locked(shape: tuple[int, ...]) -> Tensor:
+        memory = shared(shape)
+        lock_pages(memory, device)
+        return memory
 
-    def take(self, images: int) -> BufferHandle:
-        memory = torch.empty((images, *self._image_shape), dtype=torch.uint8, pin_memory=True)
-        return BufferHandle(0, memory, memory.numpy())
+    return shared_and_locked if in_processes else page_locked
 
 
 def private(shape: tuple[int, ...]) -> Pixels:

@@ -10,6 +10,7 @@ descriptor per tensor. Here a batch is decoded where it will be used:
   behind it, but they are filled meanwhile.
 - Memory comes from a buffer pool and returns to it when the last tensor on it is gone (dataloading/loader/buffers.py).
 - Pixels stay uint8 and in the decoder's order, a quarter of float's size; the device converts them.
+- To a GPU, batches are copied from page-locked memory while it computes (common/data/on_device.py).
 
 dataloading/README.md has the measurements; ``python -m dataloading.ladder`` makes them.
 """
@@ -24,19 +25,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from common.data.datasets import Batch, BatchKey
+from common.data.on_device import copied_ahead
 from common.errors import UsageError
 from common.reporting.machine import usable_cores
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key
-from dataloading.loader.buffers import BufferHandle, BufferPool, PinnedMemory, private, shared
+from dataloading.loader.buffers import BufferPool, allocator
 from dataloading.loader.worker_pool import PendingBatch, ProcessPool, ThreadPool, WorkerPool
 
 POOLS = ("auto", "threads", "processes")
 
 
-def choose_pool(works_per_image: bool, pin_memory: bool) -> str:
-    """The meaning of ``"auto"``: processes if images need more than decoding and the memory is not pinned, else threads."""
-    return "processes" if works_per_image and not pin_memory else "threads"
+def choose_pool(works_per_image: bool) -> str:
+    """The meaning of ``"auto"``: processes if images need more than decoding, else threads."""
+    return "processes" if works_per_image else "threads"
 
 
 class FastLoader:
@@ -49,16 +51,17 @@ class FastLoader:
     :param sampler: yields indices, or :class:`SampleKey`
     :param batch_sampler: yields lists of these, or :class:`BatchKey`
     :param num_workers: threads or processes; 0 decodes each batch in the calling thread; None takes the usable cores
-    :param pool: ``"threads"``, ``"processes"``, or ``"auto"``: processes if images are augmented or resized one by
-        one and the memory is not pinned, otherwise threads
+    :param pool: ``"threads"``, ``"processes"``, or ``"auto"``: processes if images are augmented or resized one by one,
+        otherwise threads
     :param prefetch_batches: batches that are filled ahead of the current one
     :param persistent_workers: keep the worker pool between epochs, until :meth:`close` or the loader's end
     :param drop_last: leave out the last batch if it is not full
-    :param pin_memory: page-locked memory, for asynchronous copies to a GPU; for threads only
+    :param device: the GPU on which the batches shall lie: they are copied there on a stream of their own, while it computes.
+        None, or the CPU, leaves them where they are
     :param multiprocessing_context: the processes' start method
     :raises ValueError: for arguments that contradict each other
     :raises TypeError: if the data set is not an :class:`LFWBatches`
-    :raises UsageError: for ``pin_memory`` without a GPU
+    :raises UsageError: for a GPU where there is none, and when its batches cannot be page-locked
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class FastLoader:
         prefetch_batches: int = 3,
         persistent_workers: bool = False,
         drop_last: bool = False,
-        pin_memory: bool = False,
+        device: torch.device | str | None = None,
         multiprocessing_context: str | None = None,
     ) -> None:
         if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
@@ -98,10 +101,7 @@ class FastLoader:
             raise ValueError(
                 f"multiprocessing_context (--start-method) is {multiprocessing_context!r}: it must be one of {', '.join(methods)}"
             )
-        if pin_memory and not torch.cuda.is_available():
-            raise UsageError("pin_memory=True needs a GPU to copy to, and there is none here: leave it out")
-        if pool == "processes" and pin_memory:
-            raise ValueError("processes cannot write to this process's pinned memory: use threads")
+        self.device = _gpu(device)
         self._counts_epochs = batch_sampler is None and sampler is None
         if batch_sampler is None:
             if sampler is None:
@@ -110,18 +110,12 @@ class FastLoader:
         self.dataset, self.batch_sampler = dataset, batch_sampler
         self.num_workers = usable_cores() if num_workers is None else num_workers
         if pool == "auto":
-            pool = choose_pool(dataset.works_per_image, pin_memory)
+            pool = choose_pool(dataset.works_per_image)
         self.pool, self.prefetch_batches = pool, prefetch_batches
         self._start_method, self._persistent = multiprocessing_context, persistent_workers
         self._epoch = 0
-        self._buffers: BufferPool | PinnedMemory
-        if pin_memory:
-            self._buffers = PinnedMemory(dataset.image_shape)
-        else:
-            in_processes = pool == "processes" and self.num_workers > 0
-            self._buffers = BufferPool(
-                dataset.image_shape, self.prefetch_batches + 1, shared if in_processes else private
-            )
+        in_processes = pool == "processes" and self.num_workers > 0
+        self._buffers = BufferPool(dataset.image_shape, self.prefetch_batches + 1, allocator(in_processes, self.device))
         self._idle_pool: WorkerPool | None = None
 
     def __len__(self) -> int:
@@ -146,7 +140,8 @@ class FastLoader:
         keys = (as_batch_key(batch, epoch) for batch in batches)
         if self._counts_epochs:
             self.set_epoch(epoch + 1)
-        return self._prefetch(keys) if self.num_workers else self._load_here(keys)
+        made = self._prefetch(keys) if self.num_workers else self._load_here(keys)
+        return made if self.device is None else copied_ahead(made, self.device)
 
     def close(self) -> None:
         """End persistent workers."""
@@ -157,7 +152,7 @@ class FastLoader:
     def _load_here(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         for key in keys:
             handle = self._buffers.take(len(key.samples))
-            batch = self._assemble(key, handle, self.dataset.fill(handle.pixels, key))
+            batch = self.dataset.assemble(key, handle.pixels, self.dataset.fill(handle.pixels, key))
             del handle
             yield batch
             del batch  # the user's references decide when the memory is reused
@@ -177,7 +172,7 @@ class FastLoader:
                 pending = coming.popleft()
                 pool.wait(pending)
                 pending.raise_first()
-                batch = self._assemble(pending.key, pending.handle, sorted(pending.skipped))
+                batch = self.dataset.assemble(pending.key, pending.handle.pixels, sorted(pending.skipped))
                 del pending
                 yield batch
                 del batch  # the user's references decide when the memory is reused
@@ -189,10 +184,6 @@ class FastLoader:
             else:
                 pool.close()
 
-    def _assemble(self, key: BatchKey, handle: BufferHandle, skipped: list[int]) -> Batch:
-        pinned = isinstance(self._buffers, PinnedMemory)
-        return self.dataset.assemble(key, handle.pixels, skipped, handle.memory if pinned else None)
-
     def _start_pool(self) -> WorkerPool:
         if self.pool == "threads":
             pool: WorkerPool = ThreadPool(self.dataset, self.num_workers)
@@ -201,3 +192,13 @@ class FastLoader:
         if self._persistent:
             weakref.finalize(self, pool.close)
         return pool
+
+
+def _gpu(device: torch.device | str | None) -> torch.device | None:
+    """The GPU by its number; None for the CPU."""
+    device = None if device is None else torch.device(device)
+    if device is None or device.type == "cpu":
+        return None
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UsageError(f"device {device} is not there: give one that is, or leave it out for batches on the CPU")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

@@ -27,6 +27,7 @@ from common.training.metrics import MetricsWriter
 from common.training.window import WindowTotals, epoch_line, epoch_record
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.storage import name_of
+from ddp.data import faster_loading
 from ddp.job import Job
 from ddp.resilience.guard import NO_FLAGS, Flags, ResilientGuard
 
@@ -57,7 +58,7 @@ class Supervisor:
             logger.info(f"resuming after step {job.step}, {job.step_in_epoch} steps into epoch {job.epoch + 1}")
         logger.info(
             f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
-            f"{job.sampler.micro_batch_size} samples, {config.precision}, {env.backend}"
+            f"{job.sampler.micro_batch_size} samples, {config.precision}, {env.backend}, --workers {job.loader.num_workers}"
         )
         if env.device.type == "cuda":
             log_gpu(env.device)
@@ -152,7 +153,7 @@ class Supervisor:
                     from common.reporting.report import finish  # and matplotlib with it
 
                     title = f"{config.model} on {config.dataset}, {env.world_size} ranks, {config.precision}"
-                    remedies = config.faster_loading()
+                    remedies = faster_loading(config, job.loader)
                     print_results(
                         finish(config.run_dir, title, job.data, shown, predictions, result, job.epoch, remedies)
                     )

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from common.data.augmentation import Augmentation
 from common.errors import UsageError
-from common.reporting.report import data_verdict
 from dataloading.dataset import decoders
 from ddp.config import DECODERS, TrainConfig, micro_batch_size
 
@@ -34,7 +33,7 @@ from ddp.config import DECODERS, TrainConfig, micro_batch_size
             {"dataset": "lfw"},
             {"model": "resnet18", "batch_size": 48, "epochs": 15, "min_images_per_person": 40, "image_size": 64},
         ),
-        ({"dataset": "lfw"}, {"loader": "fast", "workers": 1, "decoder": "pillow", "data_dir": None}),
+        ({"dataset": "lfw"}, {"loader": "fast", "workers": None, "decoder": "pillow", "data_dir": None}),
         ({"dataset": "lfw", "loader": "stock", "workers": 0}, {"loader": "stock", "workers": 0}),
         (
             {"dataset": "folder", "data_dir": "d"},
@@ -114,20 +113,3 @@ def test_an_all_reduce_by_hand_is_for_the_ddp_by_hand() -> None:
 
 def test_the_decoders_are_those_of_dataloading() -> None:
     assert decoders.DECODERS == DECODERS
-
-
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ({}, "try --workers 2"),
-        ({"workers": 4}, "try more than --workers 4"),
-        ({"dataset": "lfw"}, "try more than --workers 1 or --decoder simplejpeg"),
-        (
-            {"dataset": "lfw", "loader": "stock", "workers": 0},
-            "try --workers 2 or --loader fast or --decoder simplejpeg",
-        ),
-        ({"dataset": "lfw", "decoder": "simplejpeg", "workers": 2}, "try more than --workers 2"),
-    ],
-)
-def test_images_in_files_can_be_had_faster_in_more_ways(settings: dict[str, Any], advice: str) -> None:
-    assert data_verdict(0.5, TrainConfig(**settings).faster_loading()).endswith(f"waits for data; {advice}")

@@ -119,7 +119,8 @@ def test_a_run_learns_and_says_how_long_it_waited_for_data(finished: Path) -> No
     assert "of each step waits for data" in lines[2]
     assert len(lines) == 4
     settings = json.loads((finished / "config.json").read_text())["config"]
-    assert (settings["loader"], settings["workers"], settings["decoder"]) == ("fast", 1, "pillow")
+    assert (settings["loader"], settings["workers"], settings["decoder"]) == ("fast", None, "pillow")
+    assert ", --workers 1" in (finished / "logs" / "rank0.log").read_text()
     assert (finished / "samples.png").is_file()
 
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UsageError
-from dataloading.loader.buffers import BufferPool, PinnedMemory, private, shared
+from dataloading.loader.buffers import BufferPool, allocator, private, shared
 from tests.dataloading.faults import Traces
+from tests.support.fake_gpu import CUDA, FakeGpu
 
 SHAPE = (4, 5, 3)
 
@@ -159,11 +160,25 @@ def test_shared_memory_does_not_depend_on_the_sharing_strategy(monkeypatch: pyte
     assert memory.data_ptr() == address
 
 
+def test_a_gpu_s_buffers_are_locked_until_the_last_batch_on_them_is_gone(fake_gpu: FakeGpu) -> None:
+    buffers = BufferPool(SHAPE, 1, allocator(in_processes=True, device=CUDA))
+    kept, dropped = tensor(buffers), tensor(buffers)
+    addresses = {kept.data_ptr(), dropped.data_ptr()}
+    assert set(fake_gpu.locked) == addresses
+    view = kept[2:, 1]
+    del kept, buffers
+    gc.collect()
+    assert set(fake_gpu.locked) == addresses
+    del dropped, view
+    gc.collect()
+    assert not fake_gpu.locked
+
+
 @pytest.mark.gpu
-def test_pinned_memory_is_page_locked() -> None:
-    handle = PinnedMemory(SHAPE).take(8)
-    batch = torch.from_numpy(handle.pixels)
-    assert handle.pixels.shape == (8, *SHAPE)
-    assert batch.is_pinned()
+@pytest.mark.parametrize("in_processes", [False, True])
+def test_a_gpu_s_buffers_are_page_locked(in_processes: bool) -> None:
+    buffers = BufferPool(SHAPE, 1, allocator(in_processes, CUDA))
+    batch = tensor(buffers)
+    assert batch.is_pinned() and batch[1:].is_pinned()
     batch.fill_(3)
-    assert (batch.to("cuda", non_blocking=True).cpu() == 3).all()
+    assert (batch.to(CUDA, non_blocking=True).cpu() == 3).all()

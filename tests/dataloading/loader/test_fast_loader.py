@@ -36,6 +36,7 @@ from dataloading.loader import buffers, worker_pool
 from dataloading.loader.fast_loader import FastLoader
 from tests.dataloading.conftest import PICTURES
 from tests.dataloading.faults import BATCH_SIZE, HEIGHT, WIDTH, Traces
+from tests.support.fake_gpu import FakeGpu
 from tests.support.launch import start_command
 
 POOLS: dict[str, dict[str, Any]] = {
@@ -344,7 +345,7 @@ def test_full_shared_memory_is_one_line_and_leaves_nothing(
     def refuse(shape: tuple[int, ...]) -> torch.Tensor:
         raise UsageError(f"shared memory is full: {shape}")
 
-    monkeypatch.setattr("dataloading.loader.fast_loader.shared", refuse)
+    monkeypatch.setattr("dataloading.loader.buffers.shared", refuse)
     loader = make(dataset, "processes")
     with pytest.raises(UsageError, match="shared memory is full"):
         next(iter(loader))
@@ -648,15 +649,54 @@ def test_a_process_that_waits_for_work_stays_as_long_as_its_parent(dataset: LFWB
 # On a GPU
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_one_line(dataset: LFWBatches) -> None:
+    for device in ("cuda", "cuda:1", "meta"):
+        with pytest.raises(UsageError, match=f"^device {device} is not there: give one that is, or leave it out"):
+            FastLoader(dataset, device=device)
+    assert FastLoader(dataset, device="cpu").device is None
+
+
+@every_pool
+@pytest.mark.parametrize("end", [_to_the_end, _break_early], ids=lambda end: end.__name__)
+def test_what_lies_on_a_gpu_is_right_though_copies_run_late(
+    dataset: LFWBatches, pool: str, end: Callable[[Iterator[Any]], None], fake_gpu: FakeGpu
+) -> None:
+    """Workers fill the memory of a batch again as soon as its copy is over, and not before."""
+    before = Traces()
+    loader = make(dataset, pool, 2, prefetch_batches=1, device="cuda")
+    arrived: list[Batch] = []
+
+    def keeping(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            arrived.append(batch)
+            yield batch
+
+    for _ in range(3):
+        end(keeping(iter(loader)))
+        gc.collect()
+    fake_gpu.finish()
+    in_order = range(0, PICTURES, 2) if end is _to_the_end else [0]
+    assert len(arrived) == 3 * len(in_order)
+    for start, batch in zip([*in_order] * 3, arrived, strict=True):
+        assert_equal(batch, fresh(dataset, [start, start + 1]))
+    assert fake_gpu.ever_locked == (0 if "processes" not in pool else len(fake_gpu.locked))
+    loader.close()
+    del loader
+    assert not fake_gpu.locked
+    assert Traces() == before
+
+
 @pytest.mark.gpu
-def test_pinned_batches_are_page_locked_and_right(dataset: LFWBatches) -> None:
-    loader = make(dataset, "threads", pin_memory=True)
-    for number, batch in enumerate(loader):
-        assert batch.images.is_pinned()
-        samples = list(range(number * BATCH_SIZE, min((number + 1) * BATCH_SIZE, PICTURES)))
-        moved = batch.images.to("cuda", non_blocking=True)
-        del batch
-        assert torch.equal(moved.cpu(), fresh(dataset, samples).images)
+@pytest.mark.parametrize("pool", ["none", "threads", "processes"])
+def test_batches_on_a_gpu_are_right_though_it_is_steps_behind(dataset: LFWBatches, pool: str) -> None:
+    arrived = []
+    for batch in make(dataset, pool, 2, prefetch_batches=1, device="cuda"):
+        torch.cuda._sleep(20_000_000)
+        arrived.append(Batch(batch.images.clone(), batch.labels.clone()))
+    for number, batch in enumerate(arrived):
+        assert batch.images.device.type == "cuda"
+        assert_equal(Batch(batch.images.cpu(), batch.labels.cpu()), fresh(dataset, [2 * number, 2 * number + 1]))
 
 
 class ShyFileSystem(AbstractFileSystem):  # type: ignore[misc]

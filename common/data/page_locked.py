@@ -1,0 +1,53 @@
+"""Page-locked ("pinned") memory: a GPU reads it by itself, while the host goes on. It reads other memory by way of a copy, for
+which the host waits.
+
+torch's own page-locked memory belongs to one process. Memory that several processes share is locked where it lies, by
+``cudaHostRegister``, as torch/cuda/_pin_memory_utils.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+from torch import Tensor
+
+from common.errors import UsageError
+
+PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
+
+
+def page_locked(shape: tuple[int, ...]) -> Tensor:
+    """New page-locked memory of this process, uint8."""
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
+
+def lock_pages(memory: Tensor, device: torch.device) -> None:
+    """Lock the pages of a tensor on the CPU, for as long as this tensor lives. (A view or an array of it does not count.)
+
+    torch does not know which copies from such memory are still running: who writes to it again must wait for them.
+
+    :param memory: alone on its pages
+    :param device: a GPU that will read it
+    :raises UsageError: when CUDA refuses
+    """
+    if not memory.nbytes:
+        return
+    cudart, address = torch.cuda.cudart(), memory.data_ptr()
+    with torch.cuda.device(device):  # or it might be the first use of GPU 0, and take some of that one's memory
+        status = int(cudart.cudaHostRegister(address, memory.nbytes, PORTABLE))
+    if status:
+        reason = cudart.cudaGetErrorString(cudart.cudaError(status))
+        raise UsageError(
+            f"{memory.nbytes / 1e6:.1f} MB of shared memory cannot be page-locked for {device} ({reason}): load with --workers 0, "
+            "or with threads"
+        )
+    # Before the memory is unmapped. At the end of the process, CUDA does it.
+    weakref.finalize(memory, _unlock_pages, address, device, os.getpid()).atexit = False
+
+
+def _unlock_pages(address: int, device: torch.device, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked worker, which has a copy of the tensor, and no CUDA
+        with torch.cuda.device(device):
+            torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,162 @@
+"""A GPU for tests on the CPU: what ``torch.cuda`` does with streams, events and page-locked memory, as late as it may.
+
+A copy is queued, and runs when the host waits for an event that was recorded behind it, and not before. So memory that is
+written to again too soon, or read too soon, shows in the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+CUDA = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """What is queued on it runs in order, up to an event that somebody waits for."""
+
+    def __init__(self, gpu: FakeGpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+        self.queued: list[Callable[[], object]] = []
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self.gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.stream is not None
+        self.gpu.log.append(f"{self.name} waits for {event.stream.name}")
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.stream: FakeStream | None = None
+        self._behind: list[Callable[[], object]] = []
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.stream = stream or self._gpu.current
+        self._behind = list(self.stream.queued)
+
+    def synchronize(self) -> None:
+        assert self.stream is not None
+        self._gpu.log.append(f"the host waits for {self.stream.name}")
+        for run in self._behind:
+            if run in self.stream.queued:
+                self.stream.queued.remove(run)
+                run()
+
+
+class FakeGpu:
+    """Replaces ``torch.cuda`` for a test.
+
+    :ivar log: what was queued and waited for, in order
+    :ivar locked: the address and the bytes of all memory that ``cudaHostRegister`` has locked
+    :ivar status: what the next ``cudaHostRegister`` returns
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.locked: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}  # torch's own page-locked memory
+        self.status = 0
+        self.ever_locked = 0
+        self.current = FakeStream(self, "the computing stream")
+        self._streams = [self.current]
+        for name, fake in {
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "device": lambda device: contextlib.nullcontext(),
+            "cudart": lambda: self,
+            "Stream": self._new_stream,
+            "Event": lambda **settings: FakeEvent(self),
+            "stream": self._on,
+            "current_stream": lambda device=None: self.current,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(
+            Tensor, "record_stream", lambda tensor, stream: self.log.append(f"in use on {stream.name}"), raising=False
+        )
+        monkeypatch.setattr("common.data.on_device.send", self.send)
+        monkeypatch.setattr("dataloading.loader.buffers.page_locked", self.page_locked)
+
+    def page_locked(self, shape: tuple[int, ...]) -> Tensor:
+        memory = torch.empty(shape, dtype=torch.uint8)
+        self._pinned[memory.data_ptr()] = memory.nbytes
+        return memory
+
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """``common.data.on_device.send``: the copy has arbitrary content until it has run.
+
+        Of page-locked memory it reads what lies there then, whoever has it. Other memory goes through a copy that torch looks
+        after.
+        """
+        self.log.append(f"copy on {self.current.name}")
+        locked = {**self._pinned, **self.locked}
+        is_locked = any(start <= tensor.data_ptr() < start + size for start, size in locked.items())
+        arrived, copy = torch.full_like(tensor, 77), None if is_locked else tensor.clone()
+        address, size = tensor.data_ptr(), tensor.nbytes
+
+        def run() -> None:
+            ctypes.memmove(arrived.data_ptr(), address if copy is None else copy.data_ptr(), size)
+
+        self.current.queued.append(run)
+        return arrived
+
+    def finish(self) -> None:
+        """Run whatever nobody has waited for."""
+        for stream in self._streams:
+            while stream.queued:
+                stream.queued.pop(0)()
+
+    # The CUDA runtime
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.status:
+            assert is_mapped(address) and address not in self.locked
+            self.locked[address] = size
+            self.ever_locked += 1
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address), "unmapped before it was unlocked"
+        del self.locked[address]
+        return 0
+
+    def cudaError(self, status: int) -> SimpleNamespace:
+        return SimpleNamespace(status=status)
+
+    def cudaGetErrorString(self, error: SimpleNamespace) -> str:
+        return {2: "out of memory"}[error.status]
+
+    def _new_stream(self, device: Any = None) -> FakeStream:
+        self._streams.append(FakeStream(self, f"stream {len(self._streams)}"))
+        return self._streams[-1]
+
+    @contextlib.contextmanager
+    def _on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
