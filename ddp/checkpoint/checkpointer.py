@@ -3,8 +3,8 @@
 Rank 0 writes, because all ranks hold the same weights. What differs between ranks is gathered first. Of a sharded model each
 rank writes its own part (sharded_saver.py).
 
-With ``--async-checkpoint``, training waits only until rank 0 has a copy in memory. A thread writes the copy while training
-continues, and the next checkpoint begins only after that thread has ended.
+With ``--async-checkpoint``, training waits only until rank 0 has a copy in memory; on a GPU, not even for that. A thread
+writes the copy while training continues, and the next checkpoint begins only after that thread has ended.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from common.distributed.process_group import DistEnv
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import storage
 from ddp.checkpoint.state import manifest_of, saved_buffers, state_of_job, state_of_rank
+from ddp.checkpoint.state_copy import StateCopy
 from ddp.checkpoint.storage import Manifest
 from ddp.config import TrainConfig
 from ddp.job import Job
@@ -42,7 +42,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._copy: Any = None  # of the last save's state; the next save reuses its memory
+        self._copy = StateCopy(env.device)
 
     def due(self, step: int) -> bool:
         """True on every rank when ``--checkpoint-every`` is a number of steps and this is a multiple of it."""
@@ -87,25 +87,31 @@ class Checkpointer:
 
     def _write_on_rank_0(self, job: Job, ranks: list[Any], wait: bool) -> None:
         """Rank 0 writes for all, or starts a thread that does."""
+        state: dict[str, Any] = {}
+        later = self._config.async_checkpoint and not wait
         with self._env.fail_together():
             if self._env.is_main:
                 self._join()
                 if job.user_error is not None:  # the metrics of this step may have failed to be written
                     raise job.user_error
                 manifest, state = manifest_of(job), state_of_job(job, ranks)
-                if self._config.async_checkpoint and not wait:
-                    self._copy = copied(state, self._copy)
-                    self._thread = threading.Thread(target=self._write, args=(manifest, self._copy), name="checkpoint")
-                    self._thread.start()
+                if later:
+                    self._copy.make_room(state)
                 else:
-                    self._write(manifest, state)
+                    self._write(manifest, lambda: state)
                     self._join()
+        if later and self._env.is_main:
+            # Only now: a collective of NCCL would wait for copies that were queued before it.
+            self._copy.take(state)
+            self._thread = threading.Thread(target=self._write, args=(manifest, self._copy.read), name="checkpoint")
+            self._thread.start()
 
-    def _write(self, manifest: Manifest, state: dict[str, Any]) -> None:
+    def _write(self, manifest: Manifest, read: Callable[[], dict[str, Any]]) -> None:
+        """:param read: gives the state, when it is there"""
         try:
             self._metrics.sync()
             self._may_write()
-            storage.write(self._config.run_dir, manifest, state)
+            storage.write(self._config.run_dir, manifest, read())
             self._prune(manifest)
         except Exception as error:  # an exception would end the thread unseen; _join raises it
             self._failure = error
@@ -139,20 +145,3 @@ class Checkpointer:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-
-def copied(tree: Any, earlier: Any = None) -> Any:
-    """A copy of nested dicts, lists and tensors on the CPU.
-
-    :param earlier: a copy that is no longer needed. Its memory is reused: new memory would cost a page fault per 4 KiB
-    """
-    if isinstance(tree, Tensor):
-        if isinstance(earlier, Tensor) and (earlier.shape, earlier.dtype) == (tree.shape, tree.dtype):
-            return earlier.copy_(tree.detach())
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, dict):
-        return {k: copied(v, earlier.get(k) if isinstance(earlier, dict) else None) for k, v in tree.items()}
-    if isinstance(tree, list):
-        same = isinstance(earlier, list) and len(earlier) == len(tree)
-        return [copied(value, earlier[i] if same else None) for i, value in enumerate(tree)]
-    return tree

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         assert self.stream is not None
-        self._gpu.log.append(f"the host waits for {self.stream.name}")
+        self._gpu.log.append(f"{threading.current_thread().name} waits for {self.stream.name}")
         for run in self._behind:
             if run in self.stream.queued:
                 self.stream.queued.remove(run)
@@ -69,7 +70,7 @@ class FakeGpu:
         self.locked: dict[int, int] = {}
         self._pinned: dict[int, int] = {}  # torch's own page-locked memory
         self.status = 0
-        self.ever_locked = 0
+        self.ever_locked = self.ever_pinned = 0
         self.current = FakeStream(self, "the computing stream")
         self._streams = [self.current]
         for name, fake in {
@@ -86,13 +87,30 @@ class FakeGpu:
         monkeypatch.setattr(
             Tensor, "record_stream", lambda tensor, stream: self.log.append(f"in use on {stream.name}"), raising=False
         )
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(torch, name, self._pinning(getattr(torch, name)))
+        monkeypatch.setattr(Tensor, "copy_", self._queueing(Tensor.copy_))
         monkeypatch.setattr("common.data.on_device.send", self.send)
-        monkeypatch.setattr("dataloading.loader.buffers.page_locked", self.page_locked)
 
-    def page_locked(self, shape: tuple[int, ...]) -> Tensor:
-        memory = torch.empty(shape, dtype=torch.uint8)
-        self._pinned[memory.data_ptr()] = memory.nbytes
-        return memory
+    def _pinning(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*arguments: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
+            memory = make(*arguments, **settings)
+            if pin_memory:
+                self._pinned[memory.data_ptr()] = memory.nbytes
+                self.ever_pinned += 1
+            return memory
+
+        return made
+
+    def _queueing(self, copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if not non_blocking:
+                return copy(into, source)
+            self.log.append(f"copy on {self.current.name}")
+            self.current.queued.append(lambda: copy(into, source))
+            return into
+
+        return copy_
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """``common.data.on_device.send``: the copy has arbitrary content until it has run.

@@ -17,6 +17,7 @@ from common.data import on_device, sums
 from common.data.augmentation import Augmentation
 from common.data.datasets import Batch, BatchKey, ImageDataset, keep_batch, load
 from common.data.on_device import ImagesOnDevice, copied_ahead, kept_on_device
+from common.data.page_locked import page_locked
 from tests.support.fake_gpu import CUDA, FakeGpu
 
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def test_it_is_kept_where_a_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_batch_is_copied_on_its_own_stream_and_its_memory_is_free_after_that(fake_gpu: FakeGpu) -> None:
     def made() -> Iterator[Batch]:
-        memory = fake_gpu.page_locked((2,))
+        memory = page_locked((2,))
         for number in range(3):
             fake_gpu.log.append(f"batch {number} is made")
             memory.fill_(number)  # where the one before was
@@ -85,7 +86,7 @@ def test_a_batch_is_copied_on_its_own_stream_and_its_memory_is_free_after_that(f
         arrived.append(batch)
     of_one = [
         "batch {} is made", "copy on stream 1", "copy on stream 1", "the computing stream waits for stream 1",
-        "in use on the computing stream", "in use on the computing stream", "step {}", "the host waits for stream 1",
+        "in use on the computing stream", "in use on the computing stream", "step {}", "MainThread waits for stream 1",
     ]  # fmt: skip
     assert fake_gpu.log == [line.format(number) for number in range(3) for line in of_one]
     assert [batch.images.tolist() for batch in arrived] == [[0, 0], [1, 1], [2, 2]]
@@ -96,7 +97,7 @@ def test_a_copy_is_waited_for_however_the_epoch_ends(fake_gpu: FakeGpu) -> None:
     next(batches)
     assert fake_gpu.log[-1] == "in use on the computing stream"
     del batches
-    assert fake_gpu.log[-1] == "the host waits for stream 1"
+    assert fake_gpu.log[-1] == "MainThread waits for stream 1"
 
 
 @pytest.mark.gpu

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.distributed.process_group import DistEnv, process_group
 from common.errors import UsageError
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import checkpointer as saving
 from ddp.checkpoint import storage
-from ddp.checkpoint.checkpointer import Checkpointer, copied
+from ddp.checkpoint.checkpointer import Checkpointer
+from ddp.checkpoint.state_copy import StateCopy
 from ddp.checkpoint.storage import KINDS
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.train import build_job, train_step
 from tests.ddp.checkpoint.samples import bits
+from tests.ddp.checkpoint.test_state_copy import tree
 from tests.ddp.jobs import small
+from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.support.launch import run_ranks
 
 SETTINGS: dict[str, Any] = {"train_samples": 240, "test_samples": 20, "batch_size": 24, "keep_last": 2}
@@ -123,7 +127,7 @@ def saved_one_after_another(folder: Path) -> tuple[list[int], bool]:
             checkpointers[True].save(job)
             job.step += 1
             if env.is_main:
-                pointers |= {checkpointers[True]._copy["model"]["features.0.weight"].data_ptr()}
+                pointers |= {checkpointers[True]._copy.read()["model"]["features.0.weight"].data_ptr()}
         checkpointers[True].save(job, wait=True)  # the previous one is completed first
         steps = [storage.verify(path).step for path in storage.all_of(folders[True])]
         with checkpointers[True]:
@@ -217,50 +221,48 @@ def test_checkpoints_are_overdue_on_rank_0_after_the_interval(tmp_path: Path, mo
         assert not of_rank_1.overdue() and not by_steps.overdue()
 
 
-def tree(value: float) -> dict[Any, Any]:
-    return {
-        "model": {"w": torch.full((2, 3), value), "n": torch.tensor(int(value))},
-        "optimizer": {"state": {0: {"step": torch.tensor(value)}}, "param_groups": [{"lr": value, "betas": (0.9, 0.99)}]},
-        "ranks": [{"buffers": {"mean": torch.full((4,), value)}, "window": (value, 2)}],
-    }  # fmt: skip
+def test_on_a_gpu_the_writer_waits_for_the_copy_and_training_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
+) -> None:
+    """A wait of the main thread, or a copy before the collective, which would wait for it, would be in the log."""
+
+    @contextlib.contextmanager
+    def collective(env: DistEnv) -> Iterator[None]:
+        yield
+        fake_gpu.log.append("the ranks meet")
+
+    written: list[Any] = []
+    state: dict[Any, Any] = {}
+    monkeypatch.setattr(DistEnv, "fail_together", collective)
+    monkeypatch.setattr(saving, "manifest_of", lambda job: None)
+    monkeypatch.setattr(saving, "state_of_job", lambda job, ranks: state)
+    monkeypatch.setattr(storage, "write", lambda run_dir, manifest, state: written.append(bits(state)))
+    monkeypatch.setattr(Checkpointer, "_prune", lambda self, manifest: None)
+    config = small(async_checkpoint=True, run_dir=tmp_path)
+    checkpointer = Checkpointer(config, DistEnv.alone(CUDA), MetricsWriter(tmp_path, silent=True))
+    job: Any = SimpleNamespace(user_error=None)
+    for value in (1.0, 2.0):
+        state = tree(value)
+        fake_gpu.log.clear()
+        checkpointer._write_on_rank_0(job, [], wait=False)
+        assert checkpointer._thread is not None
+        checkpointer._thread.join()
+        copy = "copy on the computing stream"
+        assert fake_gpu.log == ["the ranks meet", *[copy] * 4, "checkpoint waits for the computing stream"]
+    assert written == [bits(tree(1.0)), bits(tree(2.0))]
+    assert fake_gpu.ever_pinned == 4  # the memory of the first is the second's
 
 
-def test_a_copy_shares_nothing_and_reuses_the_memory_of_an_earlier_one() -> None:
-    source = tree(1.0)
-    first = copied(source)
-    assert bits(first) == bits(tree(1.0))
-    source["model"]["w"].fill_(5)
-    source["ranks"][0]["buffers"]["mean"].fill_(5)
-    assert bits(first) == bits(tree(1.0))
-    second = copied(tree(2.0), first)
-    assert bits(second) == bits(tree(2.0))
-    for path in (("model", "w"), ("model", "n"), ("optimizer", "state", 0, "step"), ("ranks", 0, "buffers", "mean")):
-        before, after = first, second
-        for key in path:
-            before, after = before[key], after[key]
-        assert before.data_ptr() == after.data_ptr()
-
-
-def test_a_copy_has_no_gradients_and_no_graph() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    for earlier in (None, torch.zeros(2)):
-        assert not copied(parameter, earlier).requires_grad
-
-
-TENSORS = st.builds(
-    lambda shape, dtype, value: torch.full(shape, value, dtype=dtype),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.sampled_from([torch.float32, torch.float64, torch.int64]),
-    st.integers(0, 99),
-)
-TREES = st.recursive(
-    st.one_of(TENSORS, st.integers(), st.none()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.integers(0, 3), inner, max_size=3)),
-    max_leaves=8,
-)
-
-
-@given(before=TREES, now=TREES)
-def test_an_earlier_copy_of_another_shape_is_not_reused(before: Any, now: Any) -> None:
-    """Another shape or dtype, another number of entries, another kind of thing."""
-    assert bits(copied(now, copied(before))) == bits(now)
+@pytest.mark.gpu
+def test_a_background_save_on_a_gpu_holds_the_state_at_the_time_of_the_call() -> None:
+    """The device is behind when the copy is taken, and then overwrites everything."""
+    copy, weights = StateCopy(CUDA), torch.zeros(1 << 22, device=CUDA)
+    for step in range(1, 4):
+        torch.cuda._sleep(50_000_000)
+        weights.add_(1)
+        copy.make_room({"model": {"w": weights}})
+        copy.take({"model": {"w": weights}})
+        weights.mul_(-1)
+        assert copy.read()["model"]["w"].is_pinned()
+        assert (copy.read()["model"]["w"] == step).all()
+        weights.mul_(-1)
