@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.distributed.process_group import DistEnv, process_group
-from ddp.resilience.replica_check import MOST_NAMED, ReplicasDiverged, differences, digest, require_equal_replicas
+from ddp.resilience import replica_check
+from ddp.resilience.replica_check import (
+    MOST_NAMED,
+    ReplicasDiverged,
+    differences,
+    digest,
+    hash_of,
+    require_equal_replicas,
+)
 from tests.support.launch import run_ranks
 
 Flip = tuple[int, str, int]  # rank, parameter, bit
@@ -93,6 +102,44 @@ def test_a_flipped_bit_is_named_on_all_of_three_ranks() -> None:
     assert said == [[None, *expected, None]] * 3
 
 
+def check_by_hashes(cases: list[list[Flip]]) -> tuple[list[str | None], list[int]]:
+    """As on a GPU: what is said of each case, and how many digests were made on the host for it."""
+    digests: list[Tensor] = []
+    counts = []
+
+    def counted(tensor: Tensor) -> int:
+        digests.append(tensor)
+        return digest(tensor)
+
+    said = []
+    with (
+        process_group("cpu", threads=1) as env,
+        mock.patch.object(replica_check, "HASHING_DEVICES", ("cpu",)),
+        mock.patch.object(replica_check, "digest", counted),
+    ):
+        network = Network(env.rank)
+        for flips in cases:
+            digests.clear()
+            said.append(check_one(network, env, flips))
+            counts.append(len(digests))
+    return said, counts
+
+
+def test_hashes_find_what_digests_find_which_are_made_only_then() -> None:
+    cases: list[list[Flip]] = [
+        [(rank, name, bit)] for rank, (name, bit) in drawn(st.tuples(st.integers(0, 2), bits), 200)
+    ]
+    cases += [[(bit % 3, name, bit)] for name in ("fp16", "scalar", "nan", "frozen") for bit in range(8 * 4)]
+    expected = [
+        f"at step 50 the replicas have diverged: parameter {name!r} differs on rank {rank} of 3"
+        for [(rank, name, _)] in cases
+    ]
+    parameters = len(list(Network(0).parameters()))
+    for said, digests in run_ranks(check_by_hashes, 3, [[], *cases, []]):
+        assert said == [None, *expected, None]
+        assert digests == [0, *[parameters] * len(cases), 0]
+
+
 def test_several_flipped_bits_are_named_as_far_as_one_can_tell() -> None:
     """The ranks agree about each parameter as far as the same bits of it are flipped."""
     cases = drawn(st.lists(st.tuples(st.integers(0, 2), bits).map(lambda flip: (flip[0], *flip[1])), max_size=9), 100)
@@ -141,6 +188,26 @@ def test_strides_of_any_kind(tensor: Tensor) -> None:
     assert digest(changed) == digest(tensor)
     changed[(-1,) * changed.dim()] += 1
     assert digest(changed) != digest(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_any_dtype_has_a_hash(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, 2).to(dtype)
+    changed = tensor.clone()
+    changed[1, 1] = 0
+    for one in (tensor, tensor[0], tensor[0, 0]):
+        assert hash_of(one).dtype == torch.int64 and hash_of(one).shape == ()
+    assert hash_of(changed) != hash_of(tensor)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_same_hashes() -> None:
+    for parameter in (
+        *Network(0).parameters(),
+        torch.ones(3).to(torch.complex64),
+        torch.ones(5).to(torch.float8_e4m3fn),
+    ):
+        assert hash_of(parameter) == hash_of(parameter.cuda()).cpu()
 
 
 @pytest.mark.gpu
