@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dataparallel.devices import current_streams, on_stream
+
 # A context manager around a step of data parallelism: a range in a profile, or a stopwatch.
 StepContext = Callable[[str], contextlib.AbstractContextManager[Any]]
 ALIGNMENT = 64  # elements: kernels read whole vectors, and are slower where a tensor is not aligned to them
@@ -27,7 +29,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: StepContext, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         """:returns: all tensors for the first device (themselves), then all for the second, and so on"""
-        ctx.step, ctx.devices = step, devices
+        ctx.step, ctx.devices, ctx.streams = step, devices, current_streams(devices)
         ctx.set_materialize_grads(False)
         copies = [tensors, *(send(tensors, device) for device in devices[1:])]
         unchanged = [not needed for needed in ctx.needs_input_grad[2:]]
@@ -38,11 +40,17 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """:param gradients: in the order of ``forward``'s result; None for tensors that a replica did not use"""
         count = len(gradients) // len(ctx.devices)
+        (first,) = current_streams(ctx.devices[:1])  # autograd lets this one wait for all gradients, and no other
         with ctx.step("reduce"):
             sums = list(gradients[:count])
-            for number in range(1, len(ctx.devices)):
+            for number, stream in enumerate(ctx.streams[1:], start=1):
                 own = gradients[number * count : (number + 1) * count]
-                _add(sums, own, ctx.devices[0])
+                # In the stream of the replica's passes, to which its gradients belong. The present one of its device is
+                # another: streams are a thread's own, and this is autograd's thread for the first device.
+                with on_stream(stream):
+                    if stream is not None:
+                        stream.wait_stream(first)
+                    _add(sums, own, ctx.devices[0])
         return (None, None, *sums)
 
 

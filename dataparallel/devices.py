@@ -6,6 +6,7 @@ tested and measured without GPUs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -65,3 +66,13 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     if missing:
         raise ValueError(f"{missing[0]} is not there: this machine has {gpus or 'no'} usable GPU{'s' * (gpus != 1)}")
     return tuple(found)
+
+
+def current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream | None]:
+    """The calling thread's current stream on each GPU; None for a CPU device."""
+    return [torch.cuda.current_stream(device) if device.type == "cuda" else None for device in devices]
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Make this stream, and its GPU, the calling thread's current ones within the block; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

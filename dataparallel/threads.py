@@ -1,7 +1,8 @@
 """One persistent thread per device, which runs calls with the modes of the calling thread.
 
 torch/nn/parallel/parallel_apply.py starts new threads in every forward pass. Grad mode, autocast and the current stream belong
-to a thread, so each call passes them on.
+to a thread, so each call passes them on. A device keeps its thread: CUDA's libraries make a handle and a workspace of some MB for
+each pair of a thread and a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from dataparallel.devices import current_streams, on_stream
+
 Result = TypeVar("Result")
-_starting = (
-    threading.Lock()
-)  # replicas of a wrapper inside another share its DeviceThreads, and may start them together
+# Replicas of a wrapper inside another share its DeviceThreads, and may start them together.
+_starting = threading.Lock()
 
 
 class DeviceThreads:
@@ -30,7 +32,7 @@ class DeviceThreads:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: list[ThreadPoolExecutor] = []  # of one thread each
         self._owner = 0
 
     def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
@@ -40,15 +42,16 @@ class DeviceThreads:
         :raises Exception: of the first call in their order that failed, after all have ended; its message begins with the
             replica's number and its device
         """
-        pool = self._started()
+        pools, streams = self._started(), current_streams(self.devices)
         around = _surroundings(self.devices[0].type)
-        streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in self.devices]
 
         def run_one(call: Callable[[], Result], stream: torch.cuda.Stream | None) -> Result:
-            with around(), torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            with around(), on_stream(stream):
                 return call()
 
-        running = [pool.submit(run_one, call, stream) for call, stream in zip(calls, streams, strict=False)]
+        running = [
+            pool.submit(run_one, call, stream) for pool, call, stream in zip(pools, calls, streams, strict=False)
+        ]
         wait(running)
         running.reverse()
         results = []
@@ -72,17 +75,17 @@ class DeviceThreads:
         with intra_op_threads(share_of_threads(len(self.devices))):
             yield
 
-    def _started(self) -> ThreadPoolExecutor:
+    def _started(self) -> list[ThreadPoolExecutor]:
         with _starting:
-            if self._pool is None or self._owner != os.getpid():  # threads do not survive a fork
-                self._pool, self._owner = _start(self.devices), os.getpid()
-            return self._pool
+            if self._owner != os.getpid():  # threads do not survive a fork
+                self._pools, self._owner = _start(self.devices), os.getpid()
+            return self._pools
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DeviceThreads, (self.devices,)
 
 
-def _start(devices: Sequence[torch.device]) -> ThreadPoolExecutor:
+def _start(devices: Sequence[torch.device]) -> list[ThreadPoolExecutor]:
     count = len(devices)
     share, all_there = share_of_threads(count), threading.Barrier(count)
 
@@ -98,16 +101,16 @@ def _start(devices: Sequence[torch.device]) -> ThreadPoolExecutor:
         finally:
             all_there.wait()
 
-    pool = ThreadPoolExecutor(count, "replica")
+    pools = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(count)]
     with ThreadPoolExecutor(1) as fresh:
         # Each thread keeps its own number, but the last one set is what new threads begin with.
         number = fresh.submit(torch.get_num_threads).result()
-        prepared = [pool.submit(prepare, device) for device in devices]
+        prepared = [pool.submit(prepare, device) for pool, device in zip(pools, devices, strict=True)]
         wait(prepared)
         fresh.submit(torch.set_num_threads, number).result()
     for one in prepared:
         one.result()  # raises what a device does not allow
-    return pool
+    return pools
 
 
 def share_of_threads(devices: int) -> int:

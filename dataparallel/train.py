@@ -30,7 +30,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, option, parse
 from common.data import fashion_mnist
-from common.data.datasets import Batch, ImageData, fetch_batches
+from common.data.datasets import Batch, ImageData, Images, fetch_batches
+from common.data.on_device import kept_on_device
 from common.distributed.process_group import DistEnv, require_alone, stop_signals
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
@@ -108,13 +109,14 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
             add_log_file(job.env, config.run_dir / LOG_FOLDER)
         logger.info(f"{config.model} on {config.dataset}: {config.batch_size} samples on {named}, {config.precision}")
 
+        test_images = kept_on_device(data.test, devices[0])
         steps = config.epochs * job.steps_per_epoch
         metrics = MetricsWriter(config.run_dir, remedy="start again with --overwrite")
         with metrics as job.metrics, Progress(job.env, "train", steps) as job.progress:
             for epoch in range(config.epochs):
                 totals = train_epoch(job, epoch)
                 # The plain module, on the first device, has the weights and the statistics, and needs no replicas.
-                in_order = fetch_batches(data.test, np.arange(len(data.test)), evaluation_batch_size(data.shape))
+                in_order = fetch_batches(test_images, np.arange(len(test_images)), evaluation_batch_size(data.shape))
                 result = evaluate(job.network, data, job.env, config.precision, in_order)
                 job.metrics.write("epoch", job.step, epoch=epoch, **epoch_record(totals, result))
                 logger.info(epoch_line(epoch + 1, config.epochs, totals, result))
@@ -134,6 +136,7 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
 class DataParallelJob:
     """What a training step needs.
 
+    :param images: of the training set, on the first device if that is a GPU with room for them
     :param network: the plain module, on the first device
     :param model: the same, wrapped
     """
@@ -142,6 +145,7 @@ class DataParallelJob:
     env: DistEnv
     devices: tuple[torch.device, ...]
     data: ImageData
+    images: Images
     network: nn.Module
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -167,7 +171,8 @@ def build_job(config: DataParallelConfig, devices: tuple[torch.device, ...], dat
     )
     scaler = torch.amp.GradScaler(devices[0].type, enabled=config.precision == "fp16")
     env = DistEnv.alone(devices[0])
-    return DataParallelJob(config, env, devices, data, network, model, optimizer, scaler, Window(devices[0]))
+    images = kept_on_device(data.train, devices[0])
+    return DataParallelJob(config, env, devices, data, images, network, model, optimizer, scaler, Window(devices[0]))
 
 
 def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) -> nn.Module:
@@ -187,7 +192,7 @@ def train_epoch(job: DataParallelJob, epoch: int) -> WindowTotals:
     """One pass over the training set; every ``log_every`` steps, record loss and throughput."""
     config = job.config
     order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
-    stream = job.window.timed(fetch_batches(job.data.train, order, config.batch_size, epoch))
+    stream = job.window.timed(fetch_batches(job.images, order, config.batch_size, epoch))
     job.model.train()
     windows = []
     for remaining in reversed(range(job.steps_per_epoch)):

@@ -23,13 +23,14 @@ def page_locked(shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
 
-def lock_pages(memory: Tensor, device: torch.device) -> None:
+def lock_pages(memory: Tensor, device: torch.device, remedy: str) -> None:
     """Lock the pages of a tensor on the CPU, for as long as this tensor lives. (A view or an array of it does not count.)
 
     torch does not know which copies from such memory are still running: who writes to it again must wait for them.
 
     :param memory: alone on its pages
     :param device: a GPU that will read it
+    :param remedy: what to do where CUDA refuses, for the error's text
     :raises UsageError: when CUDA refuses
     """
     if not memory.nbytes:
@@ -40,8 +41,7 @@ def lock_pages(memory: Tensor, device: torch.device) -> None:
     if status:
         reason = cudart.cudaGetErrorString(cudart.cudaError(status))
         raise UsageError(
-            f"{memory.nbytes / 1e6:.1f} MB of shared memory cannot be page-locked for {device} ({reason}): load with --workers 0, "
-            "or with threads"
+            f"{memory.nbytes / 1e6:.1f} MB of shared memory cannot be page-locked for {device} ({reason}): {remedy}"
         )
     # Before the memory is unmapped. At the end of the process, CUDA does it.
     weakref.finalize(memory, _unlock_pages, address, device, os.getpid()).atexit = False

@@ -81,7 +81,7 @@ def allocator(in_processes: bool, device: torch.device | None) -> Allocate:
 
     def shared_and_locked(shape: tuple[int, ...]) -> Tensor:
         memory = shared(shape)
-        lock_pages(memory, device)
+        lock_pages(memory, device, "load with --workers 0, or with threads")
         return memory
 
     return shared_and_locked if in_processes else page_locked

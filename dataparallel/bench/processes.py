@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from common.data.page_locked import lock_pages
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
 from common.training.models import build_model
@@ -96,6 +97,9 @@ class ReplicaWorker:
     ) -> None:
         torch.manual_seed(0)
         self._env, self._images, self._labels, self._logits = env, images, labels, logits
+        if env.device.type == "cuda":
+            for shared in (images, labels):
+                lock_pages(shared, env.device, "use smaller --batch-sizes")
         self._network = build_model(model, shape, classes).to(env.device)
         self._model = DistributedDataParallel(
             self._network,
@@ -122,7 +126,9 @@ class ReplicaWorker:
     def train(self, samples: int) -> float:
         """Take one optimizer step, and return the seconds of its forward pass."""
         part = self._part(samples)
-        images, labels = (all_of[part].to(self._env.device) for all_of in (self._images, self._labels))
+        images, labels = (
+            all_of[part].to(self._env.device, non_blocking=True) for all_of in (self._images, self._labels)
+        )
         self._network.train()
         began = time.perf_counter()
         with autocast(self._env.device, self._precision):

@@ -1,7 +1,7 @@
 """The variants that the benchmark compares: calls that run one batch through one model.
 
-Every variant begins with the batch in the CPU's memory, so each includes its own transfer. With GPUs the batch is pinned; the
-processes' copy lies in shared memory instead.
+Every variant begins with the batch in the CPU's memory, so each includes its own transfer. With GPUs the batch is pinned, and so
+is the processes' copy, which lies in shared memory.
 """
 
 from __future__ import annotations

@@ -174,3 +174,48 @@ def test_the_sum_of_gradients_is_a_step_of_its_own() -> None:
     assert shown == []
     (copies[0] + copies[1]).sum().backward()
     assert shown == ["reduce"]
+
+
+def test_gradients_are_sent_on_the_streams_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first device's stream, which autograd makes wait for all gradients."""
+    log: list[str] = []
+    stage = "forward"
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append("off")
+
+    def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        log.append(f"sent to {device}")
+        return [tensor.clone() for tensor in tensors]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(f"{device}'s of {stage}"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr("dataparallel.broadcast.send", sent)
+    devices = [torch.device("cuda", number) for number in range(3)]
+    weight = torch.ones(2, requires_grad=True)
+    copies = Broadcast.apply(record_function, devices, weight)
+    assert log == ["sent to cuda:1", "sent to cuda:2"]
+    log.clear()
+    stage = "autograd"
+    sum((number + 1) * copy.sum() for number, copy in enumerate(copies)).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [6, 6]
+    assert log == [
+        line
+        for number in (1, 2)
+        for line in (
+            f"on cuda:{number}'s of forward",
+            f"cuda:{number}'s of forward waits for cuda:0's of autograd",
+            "sent to cuda:0",
+            "off",
+        )
+    ]

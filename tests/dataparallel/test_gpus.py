@@ -150,3 +150,36 @@ def test_outputs_are_joined_on_another_gpu_when_asked() -> None:
     parts = scatter(((x,), {}), [torch.device("cuda", 0), torch.device("cuda", 1)])
     assert [args[0].device.index for args, _ in parts] == [0, 1]
     assert_same(gather([args[0] for args, _ in parts], CPU), x.clone())
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_gradients_on_streams_of_one_s_own_are_waited_for() -> None:
+    """The second device is late with its gradient, and its default stream is idle."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            if gradient.device.index == 1:
+                torch.cuda._sleep(100_000_000)
+            return gradient.clone()
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1 << 20))
+
+        def forward(self, x: Tensor) -> Any:
+            return (x[:, None] * Slow.apply(self.weight)).sum(1)
+
+    wrapper = HandwrittenDataParallel(Product().cuda(0), [0, 1])
+    streams = [torch.cuda.Stream(device) for device in (0, 1)]
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]), torch.cuda.device(0):
+        for step in range(1, 4):
+            wrapper(torch.tensor([1.0, 2.0])).sum().backward()
+            gradient = wrapper.module.weight.grad
+            assert isinstance(gradient, Tensor) and torch.equal(gradient, torch.full_like(gradient, 3 * step))

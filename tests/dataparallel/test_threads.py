@@ -61,6 +61,22 @@ def test_fewer_calls_than_devices() -> None:
     assert workers.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
+def test_each_device_keeps_its_thread() -> None:
+    """However the calls before have ended: here the last one first."""
+    workers, names = threads(3), set()
+    for _ in range(5):
+        ended = [threading.Event() for _ in range(4)]
+        ended[3].set()
+
+        def call(number: int, ended: list[threading.Event] = ended) -> tuple[int, str]:
+            assert ended[number + 1].wait(timeout=20)
+            ended[number].set()
+            return number, threading.current_thread().name
+
+        names |= set(workers.run([functools.partial(call, number) for number in range(3)]))
+    assert sorted(names) == [(0, "replica-0_0"), (1, "replica-1_0"), (2, "replica-2_0")]
+
+
 def test_all_calls_end_before_an_error_is_raised() -> None:
     ended, failed = [], threading.Event()
 

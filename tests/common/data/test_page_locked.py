@@ -16,7 +16,7 @@ from tests.support.fake_gpu import CUDA, FakeGpu
 
 def test_memory_is_locked_for_as_long_as_the_tensor_lives(fake_gpu: FakeGpu) -> None:
     memory = shared((100, 30))
-    lock_pages(memory, CUDA)
+    lock_pages(memory, CUDA, "")
     assert fake_gpu.locked == {memory.data_ptr(): 3000}
     del memory
     gc.collect()
@@ -26,20 +26,18 @@ def test_memory_is_locked_for_as_long_as_the_tensor_lives(fake_gpu: FakeGpu) -> 
 def test_memory_that_cuda_refuses_is_one_line(fake_gpu: FakeGpu) -> None:
     fake_gpu.status = 2
     with pytest.raises(UsageError) as error:
-        lock_pages(shared((1000, 3000)), CUDA)
-    assert str(error.value) == (
-        "3.0 MB of shared memory cannot be page-locked for cuda:0 (out of memory): load with --workers 0, or with threads"
-    )
+        lock_pages(shared((1000, 3000)), CUDA, "use less")
+    assert str(error.value) == ("3.0 MB of shared memory cannot be page-locked for cuda:0 (out of memory): use less")
 
 
 def test_nothing_is_not_locked(fake_gpu: FakeGpu) -> None:
-    lock_pages(shared((0, 3)), CUDA)
+    lock_pages(shared((0, 3)), CUDA, "")
     assert not fake_gpu.ever_locked
 
 
 def test_a_forked_process_unlocks_nothing(fake_gpu: FakeGpu) -> None:
     memory = shared((10, 10))
-    lock_pages(memory, CUDA)
+    lock_pages(memory, CUDA, "")
     child = os.fork()
     if child == 0:
         status = 1
@@ -56,7 +54,7 @@ def test_a_forked_process_unlocks_nothing(fake_gpu: FakeGpu) -> None:
 def test_a_gpu_reads_it_while_the_host_goes_on() -> None:
     memory = shared((1 << 20,))
     assert not memory.is_pinned()
-    lock_pages(memory, CUDA)
+    lock_pages(memory, CUDA, "")
     assert memory.is_pinned() and memory[5:].view(3, -1).is_pinned()
     assert memory.pin_memory() is memory
     memory.fill_(3)
@@ -65,5 +63,5 @@ def test_a_gpu_reads_it_while_the_host_goes_on() -> None:
     del memory
     gc.collect()
     again = shared((1 << 20,))  # as a rule at the same address, which CUDA must have forgotten
-    lock_pages(again, CUDA)
+    lock_pages(again, CUDA, "")
     assert again.is_pinned() and (again.data_ptr() == address or not torch.empty(1).is_pinned())
