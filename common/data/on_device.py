@@ -95,10 +95,8 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
             copied = copying.record_event()
         computing = torch.cuda.current_stream(device)
         computing.wait_event(copied)  # the device waits, not the host
-        for tensor in moved:
-            tensor.record_stream(
-                computing
-            )  # or its memory would be free for the next copy while a kernel still reads it
+        for tensor in moved:  # or the next copy might get its memory, while a kernel still reads it
+            tensor.record_stream(computing)
         try:
             yield moved
         finally:

@@ -199,6 +199,7 @@ def _gpu(device: torch.device | str | None) -> torch.device | None:
     device = None if device is None else torch.device(device)
     if device is None or device.type == "cpu":
         return None
-    if device.type != "cuda" or not torch.cuda.is_available():
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" or (device.index or 0) >= gpus:
         raise UsageError(f"device {device} is not there: give one that is, or leave it out for batches on the CPU")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

@@ -75,6 +75,7 @@ class FakeGpu:
         self._streams = [self.current]
         for name, fake in {
             "is_available": lambda: True,
+            "device_count": lambda: 1,
             "current_device": lambda: 0,
             "device": lambda device: contextlib.nullcontext(),
             "cudart": lambda: self,

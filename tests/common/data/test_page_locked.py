@@ -6,7 +6,6 @@ import gc
 import os
 
 import pytest
-import torch
 
 from common.data.page_locked import lock_pages
 from common.errors import UsageError
@@ -55,13 +54,13 @@ def test_a_gpu_reads_it_while_the_host_goes_on() -> None:
     memory = shared((1 << 20,))
     assert not memory.is_pinned()
     lock_pages(memory, CUDA, "")
-    assert memory.is_pinned() and memory[5:].view(3, -1).is_pinned()
+    assert memory.is_pinned() and memory[5:].is_pinned()
     assert memory.pin_memory() is memory
     memory.fill_(3)
     assert (memory.to(CUDA, non_blocking=True).cpu() == 3).all()
-    address = memory.data_ptr()
     del memory
     gc.collect()
     again = shared((1 << 20,))  # as a rule at the same address, which CUDA must have forgotten
+    assert not again.is_pinned()
     lock_pages(again, CUDA, "")
-    assert again.is_pinned() and (again.data_ptr() == address or not torch.empty(1).is_pinned())
+    assert again.is_pinned()
