@@ -4,6 +4,10 @@ Under torchrun the store lives in an agent and outlives the ranks: in torch 2.15
 rank may read the addresses of dead ranks, and gloo tries to connect to them (``connectFullMesh ... Connection refused``, or a
 hang). No number in the environment tells the restarts apart, since torchrun does not count those after a change of nodes. So
 the living ranks agree on a prefix: each asks under a new random name, which only a living rank 0 answers.
+
+NCCL writes past any prefix. After a timeout in a collective it sets a key at which the other ranks' processes end, to write down
+what they did (ProcessGroupNCCL.cpp, ``HeartbeatMonitor::runLoop``). A restart that finds the key would be ended by it some
+eight minutes later. So rank 0 deletes such keys first.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 POLL_S = 0.01
+NCCL_S_KEYS = ("exception_dump", "remote_error")  # kStoreDumpKey and kStoreErrorSignalKey of ProcessGroupNCCL.hpp
 
 
 def store_with_new_prefix(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
@@ -34,7 +39,8 @@ def store_with_new_prefix(rank: int, world_size: int, timeout: datetime.timedelt
 
 
 def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it.
+    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it. What NCCL has
+    left in the store is deleted before any rank has the prefix.
 
     :param store: the store that outlives the ranks
     :param rank: this rank
@@ -48,6 +54,8 @@ def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.
         answer: str = store.get(f"answers/{mine}").decode()
         store.set(f"{answer}/heard/{rank}", "")
         return answer
+    for key in NCCL_S_KEYS:
+        store.delete_key(key)
     absent = set(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     while absent:

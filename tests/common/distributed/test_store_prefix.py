@@ -62,6 +62,15 @@ def test_rank_0_names_those_that_do_not_come(server: TCPStore) -> None:
         first.result()
 
 
+def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:
+    """After a timeout NCCL leaves a key outside any prefix, and a process that finds it ends itself minutes later."""
+    keys = ["exception_dump", "remote_error"]
+    for key in keys:
+        server.set(key, "1")
+    agreed(server, 2)
+    assert not any(server.check([key]) for key in keys)
+
+
 def test_a_restarted_job_does_not_see_the_keys_of_the_start_before(
     server: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
