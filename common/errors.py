@@ -26,3 +26,8 @@ class UsageError(Exception):
     """
 
     seen_by_all = False
+
+
+def leaves_together(error: BaseException | None) -> bool:
+    """Whether all ranks are known to leave a block as this one does: without an error, or with one that all have raised."""
+    return error is None or getattr(error, "seen_by_all", False)

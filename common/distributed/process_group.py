@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import gc
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
 from common.distributed.launchers import TORCHRUN_VARIABLES
-from common.errors import UsageError
+from common.errors import UsageError, leaves_together
 from common.reporting.run_files import LOG_FOLDER
 from common.resilience.fork_safety import rest_before_forks
 from common.resilience.stop_request import stop_signals
@@ -75,18 +76,29 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
     """
     rest_before_forks()
     with stop_signals(), _ending_with_agent():
-        failed = True
+        together = False
         try:
             yield
-            failed = False
-        except (UsageError, SystemExit):
-            failed = False
+            together = True
+        except BaseException as error:
+            together = leaves_together(error)
             raise
         finally:
             gc.collect()  # DDP modules sit in reference cycles, and the group's threads end with its last reference
-            # After a failure, NCCL would wait here for ranks that are stuck in a collective. The process's end frees them.
-            if dist.is_initialized() and not (failed and env.backend == "nccl"):
-                dist.destroy_process_group()
+            if dist.is_initialized():
+                _leave_group(env, together)
+
+
+def _leave_group(env: DistEnv, together: bool) -> None:
+    """NCCL's destroy waits until all collectives are done, which they never are if this rank leaves alone. Its abort ends them.
+
+    Leaving together must not abort: what this rank has sent may still be on its way to another.
+    """
+    if together or env.backend != "nccl":
+        dist.destroy_process_group()
+        return
+    with contextlib.suppress(RuntimeError):  # the error that ends the block is the one to report
+        dist.distributed_c10d._abort_process_group()
 
 
 def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
@@ -158,13 +170,20 @@ def _log_of(env: DistEnv, settings: Any) -> Path | None:
 def rendezvous_errors(env: DistEnv) -> Iterator[None]:
     """A block that joins the process group.
 
-    :raises UsageError: when a rank does not come in time, or the ranks cannot reach each other
+    :raises UsageError: when a rank does not come in time, the ranks cannot reach each other, or NCCL cannot start on its GPU
     """
     try:
         yield
     except dist.DistStoreError as error:  # the others did not come in time
         raise UsageError(f"not all {env.world_size} ranks came within --timeout: {_first_line(error)}") from error
-    except RuntimeError as error:
+    except (
+        RuntimeError
+    ) as error:  # gloo raises this type if it reaches no other rank; NCCL and CUDA for all of their errors
+        if env.backend == "nccl" and not isinstance(error, dist.DistNetworkError):
+            raise UsageError(
+                f"NCCL cannot start on {env.device} of {env.host}: {_nccls_line(error)}: nvidia-smi shows what uses the GPU, and "
+                "NCCL_DEBUG=INFO what NCCL tried"
+            ) from error
         if "RANK" not in os.environ:
             raise
         raise UsageError(
@@ -178,9 +197,7 @@ def _store_errors(env: DistEnv, address: str, port: int) -> Iterator[None]:
     """:raises UsageError: when the port is in use, or the address cannot be reached"""
     try:
         yield
-    except dist.DistStoreError:  # the others did not come in time
-        raise
-    except RuntimeError as error:  # DistNetworkError, in newer versions
+    except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise UsageError(
                 f"MASTER_PORT {port} is in use on {address}: set another, or let torchrun choose a free one"
@@ -193,3 +210,12 @@ def _store_errors(env: DistEnv, address: str, port: int) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+def _nccls_line(error: Exception) -> str:
+    """What NCCL or CUDA says of its own. NCCL's message ends with it, as "Last error", if there was one. CUDA's begins with it."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        return _first_line(error)
+    message, *_ = str(error).partition("Exception raised from ")  # the rest is stack frames of C++
+    lines = [re.sub(r"^(NCCL )?last error:", "", line.strip(), flags=re.IGNORECASE) for line in message.splitlines()]
+    return next((line.strip() for line in reversed(lines) if line.strip()), repr(error))

@@ -36,6 +36,12 @@ REQUEUED_COMMANDS = ("ddp.train",)  # which a scheduler starts again
 T = TypeVar("T")
 
 
+class StopTogether(SystemExit):
+    """All ranks leave after the same step, since one of them was asked to stop."""
+
+    seen_by_all = True
+
+
 class StopRequest:
     """Whether a signal has asked this process to stop; ``number`` is that signal, or None."""
 

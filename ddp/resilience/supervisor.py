@@ -20,7 +20,7 @@ from common.gpu.report import log_gpu
 from common.reporting.run_directory import require_lock
 from common.resilience import early_signals
 from common.resilience.loader_errors import loader_errors
-from common.resilience.stop_request import StopRequest, exit_status, signal_name
+from common.resilience.stop_request import StopRequest, StopTogether, exit_status, signal_name
 from common.stdout import print_results
 from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
@@ -170,4 +170,4 @@ class Supervisor:
         who = ", ".join(f"{signal_name(n)} on rank {rank}" for rank, n in enumerate(requests) if n is not None)
         if job.env.is_main:
             logger.warning(f"stopped by {who} after step {job.step}, which is saved: --resume continues from there")
-        raise SystemExit(exit_status(requests))
+        raise StopTogether(exit_status(requests))

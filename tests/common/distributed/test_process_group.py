@@ -8,15 +8,24 @@ import signal
 import socket
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from common.distributed import dist_env
-from common.distributed.process_group import TORCHRUN_VARIABLES, DistEnv, find_dist_env, process_group, stop_signals
+from common.distributed.process_group import (
+    TORCHRUN_VARIABLES,
+    DistEnv,
+    clean_exit,
+    find_dist_env,
+    process_group,
+    rendezvous_errors,
+    stop_signals,
+)
 from common.errors import UsageError
-from common.resilience.stop_request import exit_status
+from common.resilience.stop_request import REQUEUE, StopTogether, exit_status
 from tests.support.launch import free_port, run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
@@ -194,6 +203,108 @@ def test_ranks_that_do_not_come_are_a_user_error() -> None:
     assert done.returncode == 2
     assert "not all 2 ranks came within --timeout" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# On NCCL, which no machine without a GPU can start: what would be called.
+
+NCCL = DistEnv(0, 0, 2, 2, torch.device("cuda", 0), "nccl", "node7")
+GLOO = DistEnv(0, 0, 2, 2, torch.device("cpu"), "gloo", "node7")
+
+
+def of_all_ranks() -> UsageError:
+    error = UsageError("on every rank")
+    error.seen_by_all = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("env", "error", "called"),
+    [
+        (NCCL, None, ["destroy"]),
+        (NCCL, of_all_ranks(), ["destroy"]),
+        (NCCL, StopTogether(REQUEUE), ["destroy"]),
+        (NCCL, UsageError("on this rank"), ["abort"]),
+        (NCCL, SystemExit(128 + signal.SIGTERM), ["abort"]),
+        (NCCL, RuntimeError("a defect"), ["abort"]),
+        (GLOO, RuntimeError("a defect"), ["destroy"]),
+    ],
+)
+def test_a_rank_that_leaves_alone_aborts_nccl_and_waits_for_no_collective(
+    monkeypatch: pytest.MonkeyPatch, env: DistEnv, error: BaseException | None, called: list[str]
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: calls.append("abort"))
+    with contextlib.suppress(*([type(error)] if error else [])), clean_exit(env):
+        if error:
+            raise error
+    assert calls == called
+
+
+def test_an_abort_that_fails_does_not_hide_the_error() -> None:
+    with (
+        mock.patch.object(dist, "is_initialized", return_value=True),
+        mock.patch.object(dist.distributed_c10d, "_abort_process_group", side_effect=dist.DistBackendError("abort")),
+        pytest.raises(ZeroDivisionError),
+        clean_exit(NCCL),
+    ):
+        raise ZeroDivisionError
+
+
+NCCLS = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO \
+for details), NCCL version 2.27.3
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (dist.DistBackendError(NCCLS + "Cuda failure 2 'out of memory'"), "Cuda failure 2 'out of memory'"),
+        (dist.DistBackendError(NCCLS), "ncclUnhandledCudaError: Call to CUDA function failed."),
+        (
+            dist.DistBackendError(
+                NCCLS + "Duplicate GPU detected\nException raised from init at NCCL.cpp:5:\nframe #0: ..."
+            ),
+            "Duplicate GPU detected",
+        ),
+        (
+            RuntimeError("NCCL Init failed: system error \nNCCL Last Error: no socket interface found"),
+            "no socket interface found",
+        ),
+        (RuntimeError("NCCL Init failed: system error \nNCCL Last Error: "), "NCCL Init failed: system error"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
+            "CUDA out of memory. Tried to allocate 2.00 MiB.",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: device is busy\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"),
+            "CUDA error: device is busy",
+        ),
+    ],
+)
+def test_nccl_s_own_line_is_the_report_when_it_cannot_start(error: RuntimeError, line: str) -> None:
+    with pytest.raises(UsageError) as reported, rendezvous_errors(NCCL):
+        raise error
+    assert str(reported.value).startswith(f"NCCL cannot start on cuda:0 of node7: {line}: nvidia-smi shows")
+
+
+@pytest.mark.parametrize(
+    ("env", "error"),
+    [(NCCL, dist.DistNetworkError("Connection reset by peer")), (GLOO, RuntimeError("Connect timeout [none]"))],
+)
+def test_an_error_of_the_network_names_the_way_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, env: DistEnv, error: RuntimeError
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    with (
+        pytest.raises(UsageError, match="node0, but node7 cannot form a group with the others: Conn"),
+        rendezvous_errors(env),
+    ):
+        raise error
 
 
 # A training that records its first step soon, and does not end by itself.
