@@ -1,7 +1,7 @@
 """Heartbeats: every rank reports once a second that its process runs, and where its main thread is.
 
 Reports go to :mod:`common.resilience.failure_detector`; :mod:`common.resilience.watchdog` reads them when it has waited for
-too long.
+too long. With its last heartbeat, a rank that fails publishes that.
 """
 
 from __future__ import annotations
@@ -54,20 +54,34 @@ class Beat(NamedTuple):
 class MissingRanks(NamedTuple):
     """The decision: the ranks for which the others wait."""
 
-    where: str  #: the position of the rank that is furthest ahead
-    findings: dict[int, str]  #: what is known of each missing rank
+    where: str  #: the position of the rank that is furthest ahead; of a rank that failed, its own
+    findings: dict[int, str]  #: what is known of each missing rank; of one that failed, its error
+    waited_s: float = 0.0  #: how long the rank that decided had waited
+    failed: bool = False  #: whether it is a rank that failed, and says so itself
+
+    @classmethod
+    def parse(cls, text: str) -> MissingRanks:
+        """A decision from the JSON that was proposed."""
+        where, findings, *rest = json.loads(text)
+        return cls(where, {int(rank): finding for rank, finding in findings.items()}, *rest)
+
+
+def silent_ranks(before: Sequence[Beat], now: Sequence[Beat]) -> list[int]:
+    """The ranks that have sent no other beat, although they have not left.
+
+    :param before: a beat of each rank
+    :param now: a beat of each rank, so much later that each rank that lives has sent another one
+    """
+    return [rank for rank, beat in enumerate(now) if beat.number == before[rank].number and beat.state != "left"]
 
 
 def missing_ranks(before: Sequence[Beat], now: Sequence[Beat]) -> list[int]:
     """The ranks for which the others wait.
 
-    :param before: a beat of each rank
-    :param now: a beat of each rank, so much later that each rank that lives has sent another one
-    :returns: the ranks that have sent no other, although they have not left; if there are none, those furthest behind; none
-        if all are at the same position
+    :param before, now: as of :func:`silent_ranks`
+    :returns: the silent ranks; if there are none, those furthest behind; none if all are at the same position
     """
-    silent = [rank for rank, beat in enumerate(now) if beat.number == before[rank].number and beat.state != "left"]
-    if silent:
+    if silent := silent_ranks(before, now):
         return silent
     reached = [beat.reached for beat in now]
     return [rank for rank, position in enumerate(reached) if position == min(reached) != max(reached)]
@@ -93,7 +107,7 @@ class Heartbeats:
         self._state = "here"
         self._proposal: str | None = None
         self._reading = False
-        self._world_size = env.world_size
+        self._rank, self._world_size = env.rank, env.world_size
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="heartbeats", daemon=True)
         self._detector = FailureDetector(key, env.rank, env.world_size)
@@ -113,9 +127,15 @@ class Heartbeats:
         self._proposal = json.dumps(missing)
         self._wake.set()
 
-    def close(self, state: str) -> MissingRanks | None:
-        """Send the last beat; returns the decision, if there is one by then."""
-        self._state = state
+    def close(self, failure: str | None = None) -> MissingRanks | None:
+        """Send the last beat; returns the decision, if there is one by then.
+
+        :param failure: with which error this rank leaves alone. That it has failed becomes the decision, if there is none
+            before: the others, which may wait for it in a place that no error reaches, read decisions with every beat.
+        """
+        if failure is not None:
+            self.propose(MissingRanks(str(self._beat().position), {self._rank: failure}, failed=True))
+        self._state = "left" if failure is None else "failed"
         self._wake.set()
         self._thread.join(STORE_S)
         return self.decision
@@ -145,5 +165,4 @@ class Heartbeats:
         if self._reading:
             self.latest = [Beat.parse(text) for _, text in sorted(self._detector.reports().items())]
         if decision:
-            where, findings = json.loads(decision)
-            self.decision = MissingRanks(where, {int(rank): finding for rank, finding in findings.items()})
+            self.decision = MissingRanks.parse(decision)

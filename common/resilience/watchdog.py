@@ -10,6 +10,13 @@ rank. So each rank has a monitor in a thread of its own, which takes part in fai
    job's store counts for all ranks.
 4. *End*: every monitor logs the decision and its process's Python stacks, and ends the process, since nothing else frees its
    main thread. torchrun may then start the job again.
+
+Two things shorten the wait:
+
+- A rank that fails publishes that with its last heartbeat, as the decision. On NCCL the others wait for the device, where no
+  error reaches them. A monitor whose main thread does not move for ``IDLE_S`` after that ends the process.
+- A stop request is also what torchrun sends when a rank was killed, which could publish nothing. A main thread that does not
+  move has not answered it. After ``IDLE_S`` its monitor looks for ranks without heartbeats. If all live, the step is slow.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
@@ -31,7 +38,16 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.distributed.dist_env import DistEnv
-from common.resilience.heartbeats import STORE_S, Beat, Heartbeats, MissingRanks, Position, missing_ranks
+from common.errors import leaves_together, one_line
+from common.resilience.heartbeats import (
+    STORE_S,
+    Beat,
+    Heartbeats,
+    MissingRanks,
+    Position,
+    missing_ranks,
+    silent_ranks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +55,12 @@ T = TypeVar("T")
 
 TICK_S = 0.25  # between two looks of a monitor at its own main thread
 STOPPED_S = 3.0  # a monitor that looks so late was stopped itself, perhaps with the whole job: that time does not count
+IDLE_S = 5.0  # that a main thread may stay in one place after another rank failed, or a stop was requested
 LISTEN_S = 2.5  # time to listen to heartbeats: a rank that lives sends two
 READ_DECISION_S = 1.5  # until all ranks have read the decision, as they do with every heartbeat
 LAST_REPORT_S = 10.0  # until the last report is written, which a full disk or pipe may block
 MOST_NAMED = 3
+MOST_OF_AN_ERROR = 300  # characters of another rank's error
 
 
 class Watchdog:
@@ -55,10 +73,13 @@ class Watchdog:
     :param env: this rank; a rank without others watches itself
     :param timeout_s: how long a rank's main thread may stay in one place before its monitor looks for missing ranks. That
         takes up to 5 s more. The process group's timeout must be longer than both together, or gloo reports an error first.
+
+    ``stop_requested`` says whether this rank was asked to stop.
     """
 
     def __init__(self, env: DistEnv, timeout_s: float) -> None:
         self._env, self._timeout_s = env, timeout_s
+        self.stop_requested: Callable[[], bool] = lambda: False
         self._at = Position(0, 0, "start")  # the main thread sets it; a new object is a sign of life, even an equal one
         self._pauses = 0
         self._idle_s = 0.0  # how long the monitor has seen the main thread in the same place
@@ -114,8 +135,8 @@ class Watchdog:
             logger.error("while a missing rank is looked for: %s: %s", type(error).__name__, error, exc_info=error)
             self._monitor.join(LISTEN_S + 2 * STORE_S)  # the monitor ends the process if it finds the rank
         self._give_sign_of_life()
-        decision = self._beats.close("left" if error is None else "failed") if self._beats else None
-        if decision is None:
+        decision = self._beats.close(_failure(error)) if self._beats else None
+        if decision is None or decision.failed:  # otherwise the monitor ends the process
             self._over.set()
         self._monitor.join()
 
@@ -123,10 +144,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         ticks = self._ticks()
-        for _ in ticks:
-            if self._beats is not None and self._beats.decision is not None:
-                self._end(self._describe(self._beats.decision))
-            if self._is_stuck():
+        idle_s = 0.0  # since another rank's failure is known
+        for passed in ticks:
+            decision = self._beats.decision if self._beats is not None else None
+            if decision is not None:
+                idle_s = min(self._idle_s, idle_s + passed)
+                if not decision.failed or (idle_s >= IDLE_S and not self._pauses):
+                    self._end(self._describe(decision))
+            elif self._is_stuck():
                 self._suspecting = True
                 if self._beats is None:
                     self._end(f"this rank {_whereabouts(self._beat())}")
@@ -144,13 +169,15 @@ class Watchdog:
             yield passed
 
     def _is_stuck(self) -> bool:
-        return self._idle_s >= self._timeout_s and not self._pauses
+        hurries = self._beats is not None and self.stop_requested()
+        return self._idle_s >= (min(IDLE_S, self._timeout_s) if hurries else self._timeout_s) and not self._pauses
 
     def _beat(self) -> Beat:
         return Beat(0, self._at, self._idle_s, time.time())
 
     def _suspect(self, beats: Heartbeats, ticks: Iterator[float]) -> None:
-        """Read the heartbeats of all ranks and propose a decision, until there is one or the main thread goes on."""
+        """Read the heartbeats of all ranks and propose a decision, until there is one or the main thread goes on. Before the
+        timeout, only silent ranks are missing."""
         before: list[Beat] | None = None
         last = beats.latest  # left over from an earlier suspicion
         listened = unanswered = 0.0
@@ -169,22 +196,32 @@ class Watchdog:
             if before is None:
                 before, listened = now, 0.0
             if listened >= LISTEN_S:
-                beats.propose(_decide(before, now))
+                waited_s = self._timeout_s if self._idle_s >= self._timeout_s else IDLE_S
+                if waited_s == self._timeout_s or silent_ranks(before, now):
+                    beats.propose(_decide(before, now, waited_s))
+                else:
+                    before, listened = now, 0.0
         beats.set_reading(False)
 
     def _describe(self, missing: MissingRanks) -> str:
         """The decision, from this rank's point of view."""
         if not missing.findings:
             return (
-                f"all {self._env.world_size} ranks have been at {missing.where} for {self._timeout_s:g} s: no rank is "
+                f"all {self._env.world_size} ranks have been at {missing.where} for {missing.waited_s:g} s: no rank is "
                 "behind, so the operation in which all wait hangs"
+            )
+        if missing.failed:
+            ((rank, error),) = missing.findings.items()
+            return (
+                f"{self._names[rank]} failed at {missing.where}: {error} (its traceback is in its own log); this rank "
+                f"{_whereabouts(self._beat())}"
             )
         parts = []
         for rank, finding in list(missing.findings.items())[:MOST_NAMED]:
             if rank == self._env.rank:
                 parts.append(f"this rank {finding}, and was waited for in {missing.where}")
             else:
-                absence = f"did not arrive in {missing.where} within {self._timeout_s:g} s"
+                absence = f"did not arrive in {missing.where} within {missing.waited_s:g} s"
                 parts.append(f"{self._names[rank]} {absence}: it {finding}")
         more = len(missing.findings) - MOST_NAMED
         return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
@@ -218,7 +255,12 @@ class Watchdog:
         os._exit(1)
 
 
-def _decide(before: Sequence[Beat], now: Sequence[Beat]) -> MissingRanks:
+def _failure(error: BaseException | None) -> str | None:
+    """The error of a rank that leaves alone; None if all ranks leave as this one does."""
+    return None if leaves_together(error) else f"{type(error).__name__}: {one_line(str(error))[:MOST_OF_AN_ERROR]}"
+
+
+def _decide(before: Sequence[Beat], now: Sequence[Beat], waited_s: float) -> MissingRanks:
     findings = {}
     for rank in missing_ranks(before, now):
         beat = now[rank]
@@ -230,7 +272,7 @@ def _decide(before: Sequence[Beat], now: Sequence[Beat]) -> MissingRanks:
         else:
             findings[rank] = f"{_whereabouts(beat)} (its Python stacks are in its own log)"
     furthest = max(now, key=lambda beat: beat.reached)
-    return MissingRanks("the end" if furthest.state == "left" else str(furthest.position), findings)
+    return MissingRanks("the end" if furthest.state == "left" else str(furthest.position), findings, waited_s)
 
 
 def _whereabouts(beat: Beat) -> str:

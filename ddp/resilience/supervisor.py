@@ -69,11 +69,14 @@ class Supervisor:
             )
         with contextlib.ExitStack() as entered:
             entered.enter_context(job.metrics)
+            # Left after the checkpointer. The others end soon after a rank has published its failure, and torchrun ends that
+            # rank then: its last checkpoint has to be complete by that time.
+            entered.enter_context(job.watchdog)
             self.checkpointer = entered.enter_context(
                 Checkpointer(config, env, job.metrics, lambda: require_lock(config.run_dir))
             )
-            entered.enter_context(job.watchdog)
             entered.enter_context(self._stop.listening())
+            job.watchdog.stop_requested = self._stop.__bool__
             steps = config.epochs * job.sampler.steps_per_epoch
             job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
             if config.profile:

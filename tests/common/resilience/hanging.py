@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import time
@@ -18,11 +19,13 @@ from common.distributed.process_group import process_group
 from common.distributed.rank_logging import rank_logging
 from common.distributed.worker_group import take_environment
 from common.resilience import watchdog as watchdog_module
+from common.resilience.stop_request import StopRequest
 from common.resilience.watchdog import Watchdog
 from tests.support.launch import FORK_SERVER, kill
 
 HANG_STEP = 5
 GROUP_TIMEOUT_S = 600.0  # longer than any test: gloo must not report an error before the watchdog
+UNSEEN = ("raise", "kill")  # what the others do not see, as on NCCL: they wait in C++ for what will never come
 
 
 class Job:
@@ -37,12 +40,12 @@ class Job:
         victim: int,
         how: str,
         patient: bool,
+        device: str,
     ) -> None:
         self.folder = folder
+        arguments = (device, folder, timeout_s, victim, how, patient)
         self.processes = [
-            FORK_SERVER.Process(
-                target=_rank, args=({**os.environ, **environment}, folder, timeout_s, victim, how, patient)
-            )
+            FORK_SERVER.Process(target=_rank, args=({**os.environ, **environment}, *arguments))
             for environment in environments
         ]
         for process in self.processes:
@@ -74,28 +77,33 @@ def hanging_job(
     victim: int = -1,
     how: str = "",
     patient: bool = True,
+    device: str = "cpu",
 ) -> Iterator[Job]:
-    """A job in which rank ``victim`` does ``how`` (stop, loop or loader) at data of step ``HANG_STEP``, or all do
+    """A job in which rank ``victim`` does ``how`` (stop, loop, loader, raise or kill) at data of step ``HANG_STEP``, or all do
     (deadlock); killed at the end.
 
     :param patient: with the times of :func:`_patience`, and not those of production
     """
     folder.mkdir()
-    job = Job(folder, environments, timeout_s, victim, how, patient)
+    job = Job(folder, environments, timeout_s, victim, how, patient, device)
     try:
         yield job
     finally:
         kill(job.processes)
 
 
-def _rank(environment: dict[str, str], folder: Path, timeout_s: float, victim: int, how: str, patient: bool) -> None:
+def _rank(
+    environment: dict[str, str], device: str, folder: Path, timeout_s: float, victim: int, how: str, patient: bool
+) -> None:
     take_environment(environment)
     with (
         _patience() if patient else contextlib.nullcontext(),
-        process_group("cpu", timeout_s=GROUP_TIMEOUT_S, threads=1) as env,
+        process_group(device, timeout_s=GROUP_TIMEOUT_S, threads=1) as env,
         rank_logging(env, folder),
         Watchdog(env, timeout_s) as watchdog,
+        StopRequest().listening() as stop,
     ):
+        watchdog.stop_requested = stop.__bool__
         hangs = env.rank == victim or how == "deadlock"
         total, step = torch.zeros(1), HANG_STEP
         # The watchdog begins to count when every rank is where it will stay: the decision depends on no rank's speed.
@@ -108,6 +116,8 @@ def _rank(environment: dict[str, str], folder: Path, timeout_s: float, victim: i
         if hangs and how != "deadlock":
             _hang(how, batches)
         watchdog.at(step, "backward")
+        if how in UNSEEN:
+            _wait_inside_cpp(env.device)
         if how == "deadlock":
             dist.recv(total, src=1 - env.rank)
         while not total:  # for a victim, the others stay in the first all-reduce
@@ -130,13 +140,26 @@ def _patience() -> Iterator[None]:
 
 
 def _hang(how: str, batches: Iterator[int] | None) -> None:
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "raise":
+        raise ZeroDivisionError("on purpose")
+    if how in ("stop", "kill"):
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     elif how == "loop":
         while True:
             pass
     elif batches is not None:
         next(batches)
+
+
+def _wait_inside_cpp(device: torch.device) -> None:
+    """For a GPU, or as if for one: neither a signal nor an error reaches the main thread, which holds no lock of Python's."""
+    if device.type == "cuda":
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total)
+        total.item()
+    mutex = ctypes.create_string_buffer(64)  # zeros are PTHREAD_MUTEX_INITIALIZER
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
 
 
 def _stuck_batches(folder: Path) -> Iterator[int]:

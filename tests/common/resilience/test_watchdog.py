@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from common.distributed.process_group import DistEnv, process_group
 from common.distributed.worker_group import rendezvous
-from common.resilience.heartbeats import BEAT_S, Beat, Position, missing_ranks
-from common.resilience.watchdog import LISTEN_S, TICK_S, Watchdog
+from common.resilience.heartbeats import BEAT_S, Beat, MissingRanks, Position, missing_ranks
+from common.resilience.watchdog import IDLE_S, LISTEN_S, TICK_S, Watchdog
 from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
 from tests.support.launch import free_port, run_ranks
 
@@ -144,6 +144,129 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert clock.stuck_after(*SECOND * 2)
 
 
+# When another rank has failed, or a stop was requested, by such a clock.
+
+TWO = DistEnv(0, 0, 2, 2, torch.device("cpu"), "gloo", "host")
+FAILED = MissingRanks("data of step 5", {1: "ZeroDivisionError: on purpose"}, failed=True)
+
+
+class Ended(Exception):
+    """The monitor ends the process, with this report."""
+
+
+class Beats:
+    """The heartbeats of rank 0, which asks, and of rank 1, which is ``behind`` and falls silent after ``lives_s``."""
+
+    def __init__(self, scene: Scene, lives_s: float) -> None:
+        self.decision: MissingRanks | None = None
+        self.set_reading = lambda reading: None
+        self.propose = lambda decision: setattr(self, "decision", decision)
+        self._scene, self._lives_s = scene, lives_s
+
+    @property
+    def latest(self) -> list[Beat]:
+        now = self._scene.now
+        return [Beat(int(now), Position(5, 1, "backward")), Beat(int(min(now, self._lives_s)), Position(5, 0, "data"))]
+
+
+class Scene:
+    """A rank's monitor and what happens to it, second by second."""
+
+    def __init__(self, env: DistEnv = TWO, timeout_s: float = 60.0, lives_s: float = 1000.0) -> None:
+        self.now = 0.0
+        self.watchdog = Watchdog(env, timeout_s)
+        self.watchdog._names = ["rank 0", "rank 1"]
+        self.watchdog._at = Position(5, 1, "backward")
+        self.beats = Beats(self, lives_s)
+        if env.world_size > 1:
+            self.watchdog._beats = self.beats  # type: ignore[assignment]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def ended(self, until_s: float, at: dict[float, Callable[[], object]] | None = None) -> tuple[float, str] | None:
+        """When the process is ended, and with which report; None if it is not.
+
+        :param at: what happens when
+        """
+        events = sorted((at or {}).items())
+
+        def wait(seconds: float) -> bool:
+            self.now += seconds
+            while events and events[0][0] <= self.now:
+                events.pop(0)[1]()
+            return self.now > until_s
+
+        def end(report: str) -> None:
+            raise Ended(report)
+
+        self.watchdog._over = mock.Mock(wait=wait)
+        with (
+            mock.patch("common.resilience.watchdog.time", self),
+            mock.patch.object(self.watchdog, "_end", end),
+        ):
+            try:
+                self.watchdog._watch()
+            except Ended as ended:
+                return self.now, str(ended)
+        return None
+
+    def fail_on_rank_1(self) -> None:
+        self.beats.decision = FAILED
+
+    def move(self) -> None:
+        self.watchdog.at(5, "backward")
+
+
+@pytest.mark.parametrize("moves", [(), (11.0,), (3.0, 11.0, 15.0)])
+def test_a_rank_that_stays_in_one_place_after_another_s_failure_names_it(moves: tuple[float, ...]) -> None:
+    scene = Scene()
+    end = scene.ended(60.0, {10.0: scene.fail_on_rank_1, **dict.fromkeys(moves, scene.move)})
+    assert end is not None
+    assert abs(end[0] - max(10.0, *moves, 0.0) - IDLE_S) <= 2 * TICK_S
+    failed = "rank 1 failed at data of step 5: ZeroDivisionError: on purpose (its traceback is in its own log); this rank has been"
+    assert end[1].startswith(failed)
+
+
+def test_one_that_moves_or_writes_a_checkpoint_is_left_to_its_own_error() -> None:
+    scene = Scene()
+    assert scene.ended(40.0, {10.0: scene.fail_on_rank_1, **{float(s): scene.move for s in range(10, 41, 4)}}) is None
+    scene = Scene()
+    with scene.watchdog.paused():
+        assert scene.ended(40.0, {10.0: scene.fail_on_rank_1}) is None
+
+
+def test_after_a_stop_request_a_silent_rank_is_named() -> None:
+    scene = Scene(lives_s=8.0)
+    end = scene.ended(60.0, {10.0: lambda: setattr(scene.watchdog, "stop_requested", lambda: True)})
+    assert end is not None and end[0] < 10.0 + IDLE_S + LISTEN_S
+    assert re.fullmatch(
+        r"rank 1 did not arrive in backward of step 5 within 5 s: it has given no sign of life for \d+ s \(stopped, or cut off\)",
+        end[1],
+    )
+
+
+def test_after_a_stop_request_a_slow_step_is_waited_for() -> None:
+    scene = Scene()
+    scene.watchdog.stop_requested = lambda: True
+    end = scene.ended(90.0)
+    assert end is not None and end[0] > 60.0
+    assert "rank 1 did not arrive in backward of step 5 within 60 s" in end[1]
+    scene = Scene(ALONE)
+    scene.watchdog.stop_requested = lambda: True
+    end = scene.ended(90.0)
+    assert end is not None and end[0] >= 60.0
+
+
+def test_a_failed_and_a_killed_rank_are_named_within_ten_seconds() -> None:
+    # A tick each until the rank is stuck, the first reading is seen, the decision is proposed, and it is read.
+    assert BEAT_S + IDLE_S + 2 * TICK_S <= 10.0
+    assert IDLE_S + 4 * TICK_S + LISTEN_S + BEAT_S / 2 <= 10.0
+
+
 def test_missing_ranks_are_named_within_five_seconds_of_the_timeout() -> None:
     # A tick each until the rank is stuck, the first reading is seen, the decision is proposed, and it is read; between them
     # LISTEN_S and the wait for the next reading.
@@ -168,6 +291,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
         ):
             environments = stack.enter_context(rendezvous(3))
             started[name] = stack.enter_context(hanging_job(folder / name, environments, TIMEOUT_S, victim, how))
+        for name, how in (("raise", "raise"), ("kill", "kill")):
+            environments = stack.enter_context(rendezvous(3))
+            started[name] = stack.enter_context(hanging_job(folder / name, environments, 600.0, 1, how))
         environments = environments_of_rank_0s_store(3)
         started["store"] = stack.enter_context(hanging_job(folder / "store", environments, TIMEOUT_S, 0, "stop"))
         environments = stack.enter_context(rendezvous(2))
@@ -175,6 +301,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
             hanging_job(folder / "deadlock", environments, TIMEOUT_S, 0, "deadlock")
         )
         started["alone"] = stack.enter_context(hanging_job(folder / "alone", [{}], TIMEOUT_S, 0, "loop"))
+        started["kill"].exit_status(1)
+        for rank in (0, 2):
+            os.kill(started["kill"].processes[rank].pid or 0, signal.SIGTERM)  # as torchrun does
         for job in started.values():
             victim = int(job.wait_for("hanging").read_text())
             for rank, process in enumerate(job.processes):
@@ -279,6 +408,45 @@ def test_ranks_that_all_wait_for_each_other_name_no_rank(jobs: dict[str, Job]) -
             f"all 2 ranks have been at backward of step {HANG_STEP} for 2 s: no rank is behind, so the operation in "
             "which all wait hangs"
         )
+
+
+@pytest.mark.faults
+def test_a_rank_that_failed_unseen_is_named_by_all_others(jobs: dict[str, Job]) -> None:
+    """They wait inside C++ for something that will never come, as for the device on NCCL."""
+    failure_is_named(jobs["raise"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank of NCCL")
+def test_a_rank_that_failed_is_named_by_all_that_wait_for_their_gpu(tmp_path: Path) -> None:
+    with (
+        rendezvous(2) as environments,
+        hanging_job(tmp_path / "job", environments, 600.0, 1, "raise", device="cuda") as job,
+    ):
+        failure_is_named(job)
+
+
+def failure_is_named(job: Job) -> None:
+    """Rank 1 has failed at data, and the others name it."""
+    assert job.exit_status(1) == 1
+    assert "ERROR" in job.log(1) and "on purpose" in job.log(1) and "The Python stacks" not in job.log(1)
+    for rank in (0, *range(2, len(job.processes))):
+        assert job.exit_status(rank) == 1
+        assert re.fullmatch(
+            rf"rank 1 \(host \S+, pid {job.processes[1].pid}\) failed at data of step {HANG_STEP}: ZeroDivisionError: on purpose "
+            rf"\(its traceback is in its own log\); this rank has been at backward of step {HANG_STEP} for \d+ s",
+            error(job, rank),
+        )
+        assert "in _wait_inside_cpp" in job.log(rank)
+
+
+@pytest.mark.faults
+def test_a_rank_that_was_killed_unseen_is_named_by_those_that_get_sigterm(jobs: dict[str, Job]) -> None:
+    job = jobs["kill"]
+    for rank in (0, 2):
+        assert job.exit_status(rank) == 1
+        absence = rf"rank 1 \(host \S+, pid {job.processes[1].pid}\) did not arrive in backward of step {HANG_STEP} within 5 s"
+        assert re.fullmatch(rf"{absence}: {SILENT}", error(job, rank))
 
 
 @pytest.mark.faults
