@@ -14,6 +14,7 @@ from common.reporting.atomic_files import SCRATCH
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
+FLIGHT_RECORDER_FOLDER = "flight-recorder"  # among the logs; see common/resilience/flight_recorder.py
 LOCK_FILE = "lock"
 LAUNCH_FILE = "launch.json"  # the torchrun agents that have started this run; see ddp/resilience/restarts.py
 REQUEUE_FILE = "requeue.json"  # exists from a preemption until the next start
@@ -31,7 +32,7 @@ _WRITTEN = re.compile(
     "|".join(
         (
             *map(re.escape, FILES),
-            rf"{LOG_FOLDER}(/rank\d+\.log)?",
+            rf"{LOG_FOLDER}(/rank\d+\.log|/{FLIGHT_RECORDER_FOLDER}(/[\w-]+(/rank\d+)?)?)?",
             rf"{CHECKPOINT_FOLDER}(/step-\d{{8}}\.pt)?",
             rf"{CHECKPOINT_FOLDER}/(damaged-)?{CHECKPOINT}(-\d+)?(/[\w-]+\.pt|/manifest\.json|/SHA256SUMS)?",
             rf"{CHECKPOINT_FOLDER}/\.(saving|replaced|removed)-[\w.-]+(/[\w.-]+)?",

@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
@@ -39,6 +40,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.distributed.dist_env import DistEnv
 from common.errors import leaves_together, one_line
+from common.reporting.run_files import FLIGHT_RECORDER_FOLDER
+from common.resilience.flight_recorder import write_collectives
 from common.resilience.heartbeats import (
     STORE_S,
     Beat,
@@ -118,9 +121,10 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._env.world_size > 1:
-            key = [f"watchdog/{secrets.token_hex(8)}"]
-            dist.broadcast_object_list(key)
-            self._beats = Heartbeats(key[0], self._env, self._beat)
+            start = [f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{secrets.token_hex(4)}"]
+            dist.broadcast_object_list(start)
+            self._start = start[0]
+            self._beats = Heartbeats(f"watchdog/{self._start}", self._env, self._beat)
             name = f"rank {self._env.rank} (host {self._env.host}, pid {os.getpid()})"
             dist.all_gather_object(self._names, name)  # afterwards, all ranks have made their Heartbeats
             self._beats.start()
@@ -235,8 +239,8 @@ class Watchdog:
         )
 
     def _end(self, report: str) -> NoReturn:
-        """Log the report, write the stacks, and end the process."""
-        log = _log_descriptor()
+        """Log the report, write the stacks and the latest collectives, and end the process."""
+        log, folder = _log()
         # A thread in C ends the process even if the main thread holds the lock of a log to which nothing can be written.
         faulthandler.dump_traceback_later(LAST_REPORT_S, exit=True, file=log)
         try:
@@ -249,10 +253,20 @@ class Watchdog:
         faulthandler.dump_traceback(log)
         sys.stdout.flush()
         if self._beats is not None:
+            if folder is not None:
+                self._write_collectives(folder / FLIGHT_RECORDER_FOLDER / self._start)
             time.sleep(READ_DECISION_S)
         for child in multiprocessing.active_children():  # loader workers
             child.kill()
         os._exit(1)
+
+    def _write_collectives(self, folder: Path) -> None:
+        try:
+            write_collectives(folder, self._env.rank, self._env.device)
+        except Exception as error:  # torch's functions are internal, and the disk may be full: the process has to end
+            logger.warning("the latest collectives were not written: %s: %s", type(error).__name__, error)
+        else:
+            logger.info(f"the latest collectives of each rank: torchfrtrace --allow-incomplete-ranks {folder}")
 
 
 def _failure(error: BaseException | None) -> str | None:
@@ -279,9 +293,9 @@ def _whereabouts(beat: Beat) -> str:
     return f"has been at {beat.position} for {beat.idle_s:.0f} s"
 
 
-def _log_descriptor() -> int:
-    """The file of this rank's log, or else stderr."""
+def _log() -> tuple[int, Path | None]:
+    """The descriptor of this rank's log, and the folder of the logs; stderr and None, if there is none."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler) and handler.stream is not None:
-            return handler.stream.fileno()
-    return 2
+            return handler.stream.fileno(), Path(handler.baseFilename).parent
+    return 2, None

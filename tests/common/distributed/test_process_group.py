@@ -252,6 +252,20 @@ def test_an_abort_that_fails_does_not_hide_the_error() -> None:
         raise ZeroDivisionError
 
 
+def leaves_alone() -> None:
+    """Rank 1 waits for an all-reduce that rank 0 never calls."""
+    with contextlib.suppress(ZeroDivisionError), process_group("cuda") as env:
+        if env.rank == 1:
+            dist.all_reduce(torch.ones(1, device=env.device))
+        raise ZeroDivisionError
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank of NCCL")
+def test_a_rank_leaves_nccl_alone_in_spite_of_a_pending_collective() -> None:
+    run_ranks(leaves_alone, 2, gpus=True)
+
+
 NCCLS = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO \
 for details), NCCL version 2.27.3
 ncclUnhandledCudaError: Call to CUDA function failed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from common.distributed.process_group import DistEnv, process_group
 from common.distributed.worker_group import rendezvous
+from common.reporting.run_files import is_written_by_a_run
 from common.resilience.heartbeats import BEAT_S, Beat, MissingRanks, Position, missing_ranks
 from common.resilience.watchdog import IDLE_S, LISTEN_S, TICK_S, Watchdog
 from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
@@ -447,6 +449,25 @@ def test_a_rank_that_was_killed_unseen_is_named_by_those_that_get_sigterm(jobs: 
         assert job.exit_status(rank) == 1
         absence = rf"rank 1 \(host \S+, pid {job.processes[1].pid}\) did not arrive in backward of step {HANG_STEP} within 5 s"
         assert re.fullmatch(rf"{absence}: {SILENT}", error(job, rank))
+
+
+@pytest.mark.faults
+def test_the_latest_collectives_are_written_for_torch_s_own_tool(
+    jobs: dict[str, Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 was in an endless loop when the others were in the first all-reduce after the barrier."""
+    from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
+
+    (folder,) = re.findall(
+        r"INFO .*\] the latest collectives of each rank: torchfrtrace --allow-incomplete-ranks (.*)",
+        jobs["loop"].log(0),
+    )
+    assert sorted(file.name for file in Path(folder).iterdir()) == ["rank0", "rank1", "rank2"]
+    assert is_written_by_a_run(f"logs/{Path(folder).relative_to(jobs['loop'].folder)}/rank0")
+    with caplog.at_level(logging.INFO):
+        fr_trace.main([folder])
+    assert "Not all ranks joining collective" in caplog.text
+    assert "collective: gloo:all_reduce" in caplog.text and "missing ranks: {1}" in caplog.text
 
 
 @pytest.mark.faults

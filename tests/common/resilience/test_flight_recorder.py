@@ -1,0 +1,70 @@
+"""common/resilience/flight_recorder.py: the latest collectives, from the recorder of the backend that runs, as torch's tool reads them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+from typing import cast
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.distributed.process_group import process_group
+from common.resilience.flight_recorder import write_collectives
+from tests.support.launch import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("backend", "recorder", "arguments"),
+    [("nccl", "_dump_nccl_trace", {}), ("nccl2", "_dump_fr_trace", {"backend": "nccl2"})],
+)
+def test_each_implementation_of_nccl_has_its_recorder(
+    tmp_path: Path, backend: str, recorder: str, arguments: dict[str, str]
+) -> None:
+    """torch 2.15 has two that are called NCCL. The recorder of the other one is empty."""
+    group, device = mock.Mock(), torch.device("cuda", 0)
+    group._get_backend.return_value.name.return_value = backend
+    with (
+        mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=group),
+        mock.patch.object(torch._C._distributed_c10d, recorder, return_value=b"collectives") as dump,
+    ):
+        write_collectives(tmp_path / "logs", 3, device)
+    group._get_backend.assert_called_once_with(device)
+    dump.assert_called_once_with(**arguments)
+    assert (tmp_path / "logs" / "rank3").read_bytes() == b"collectives"
+
+
+def in_two_groups(folder: Path) -> None:
+    with process_group("cpu", threads=1) as env:
+        even = cast(dist.ProcessGroup, dist.new_group([0, 2]))
+        dist.all_reduce(torch.ones(2))
+        if env.rank != 1:
+            dist.all_reduce(torch.ones(3), group=even)
+        write_collectives(folder, env.rank, env.device)
+        dist.barrier()
+
+
+def test_torch_s_own_tool_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
+
+    run_ranks(in_two_groups, 3, tmp_path / "collectives")
+    (tmp_path / "collectives" / "rank2").unlink()  # as of a rank that was killed
+    with caplog.at_level(logging.INFO):
+        fr_trace.main(["--allow-incomplete-ranks", str(tmp_path / "collectives")])
+    assert "we missed FR dumps from ranks ({2})" in caplog.text
+
+
+def on_a_gpu(folder: Path) -> None:
+    with process_group("cuda") as env:
+        dist.all_reduce(torch.ones(2, device=env.device))
+        write_collectives(folder, env.rank, env.device)
+
+
+@pytest.mark.gpu
+def test_the_collectives_of_nccl_are_in_the_recorder_that_is_read(tmp_path: Path) -> None:
+    run_ranks(on_a_gpu, 1, tmp_path, gpus=True)
+    entries = pickle.loads((tmp_path / "rank0").read_bytes())["entries"]
+    assert any("all_reduce" in entry["profiling_name"] for entry in entries)
