@@ -263,7 +263,7 @@ def leaves_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank of NCCL")
 def test_a_rank_leaves_nccl_alone_in_spite_of_a_pending_collective() -> None:
-    run_ranks(leaves_alone, 2, gpus=True)
+    run_ranks(leaves_alone, 2, fresh=True)
 
 
 NCCLS = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO \

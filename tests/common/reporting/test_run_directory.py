@@ -170,7 +170,8 @@ def test_only_a_command_with_resume_advises_it(tmp_path: Path) -> None:
 
 WRITTEN = (
     "metrics.jsonl", "launch.json", "requeue.json", "result.json", "curves.png", "confusion.png", "samples.png",
-    "logs/rank0.log", "logs/rank12.log", "tensorboard/events.out.tfevents.1790000000.host.12.0", "profile/rank0.json.gz",
+    "logs/rank0.log", "logs/rank12.log", "logs/flight-recorder/2026-11-24T05-53-10-9a3adeeb/rank1",
+    "tensorboard/events.out.tfevents.1790000000.host.12.0", "profile/rank0.json.gz",
     "checkpoints/epoch-0001-step-00000010/model.pt", "checkpoints/epoch-0001-step-00000010/manifest.json",
     "checkpoints/epoch-0001-step-00000010/SHA256SUMS", "checkpoints/damaged-epoch-0001-step-00000010-2/ranks.pt",
     "checkpoints/.saving-0123/model.pt", "checkpoints/.removed-0123/model.pt", f".config.json.{'0a' * 16}",

@@ -65,6 +65,6 @@ def on_a_gpu(folder: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_collectives_of_nccl_are_in_the_recorder_that_is_read(tmp_path: Path) -> None:
-    run_ranks(on_a_gpu, 1, tmp_path, gpus=True)
+    run_ranks(on_a_gpu, 1, tmp_path, fresh=True)
     entries = pickle.loads((tmp_path / "rank0").read_bytes())["entries"]
     assert any("all_reduce" in entry["profiling_name"] for entry in entries)
