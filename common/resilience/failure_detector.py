@@ -6,7 +6,7 @@ and proposes a decision, and the first proposal that reaches the store is the de
 
 There are two kinds of reports, for two kinds of failures:
 
-common/resilience/heartbeats.py   where a rank's main thread is, once a second; for ranks that wait in a collective without end
+common/resilience/heartbeats.py   where a rank's main thread is, once a second, or that it has failed; for ranks that wait without end
 common/resilience/suspicions.py   which rank should have answered; from ranks whose send or receive failed
 """
 

@@ -148,7 +148,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         ticks = self._ticks()
-        idle_s = 0.0  # since another rank's failure is known
+        idle_s = 0.0  # of _idle_s, what has passed since another rank's failure is known
         for passed in ticks:
             decision = self._beats.decision if self._beats is not None else None
             if decision is not None:
@@ -173,8 +173,10 @@ class Watchdog:
             yield passed
 
     def _is_stuck(self) -> bool:
-        hurries = self._beats is not None and self.stop_requested()
-        return self._idle_s >= (min(IDLE_S, self._timeout_s) if hurries else self._timeout_s) and not self._pauses
+        patience_s = self._timeout_s
+        if self._beats is not None and self.stop_requested():
+            patience_s = min(IDLE_S, patience_s)
+        return self._idle_s >= patience_s and not self._pauses
 
     def _beat(self) -> Beat:
         return Beat(0, self._at, self._idle_s, time.time())
