@@ -50,7 +50,9 @@ def in_two_groups(folder: Path) -> None:
 def test_torch_s_own_tool_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
 
-    run_ranks(in_two_groups, 3, tmp_path / "collectives")
+    run_ranks(
+        in_two_groups, 3, tmp_path / "collectives", fresh=True
+    )  # the pool's have earlier groups in their recorders
     (tmp_path / "collectives" / "rank2").unlink()  # as of a rank that was killed
     with caplog.at_level(logging.INFO):
         fr_trace.main(["--allow-incomplete-ranks", str(tmp_path / "collectives")])
