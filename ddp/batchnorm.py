@@ -49,19 +49,41 @@ class SavedStatistics:
     def __init__(self, network: nn.Module) -> None:
         buffers = sorted(network.buffers(), key=lambda buffer: str(buffer.dtype))
         of_one_dtype = [list(same) for _, same in itertools.groupby(buffers, key=lambda buffer: buffer.dtype)]
-        self._pairs = [(same, [buffer.clone() for buffer in same]) for same in of_one_dtype]  # foreach wants one dtype
+        self._groups = [_SavedBuffers(same) for same in of_one_dtype]
 
     @torch.no_grad()
     def save(self) -> None:
         """Before the forward passes."""
-        for buffers, saved in self._pairs:
-            torch._foreach_copy_(saved, buffers)
+        for group in self._groups:
+            torch._foreach_copy_(group.saved, group.buffers)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """After the step."""
-        for buffers, saved in self._pairs:
-            torch._foreach_copy_(buffers, saved)
+    def restore(self, where: Tensor | None = None) -> None:
+        """After the step.
+
+        :param where: bool 0-d, on the device: whether to restore; always when None. The host need not know it
+        """
+        for group in self._groups:
+            saved = group.saved if where is None else group.chosen(where)
+            torch._foreach_copy_(group.buffers, saved)
+
+
+class _SavedBuffers:
+    """Buffers of one dtype, and the memory into which they are saved: in one piece, for a GPU to choose by few kernels."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self.buffers = buffers
+        self._flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        self.saved = self._split(self._flat)
+
+    def chosen(self, where: Tensor) -> list[Tensor]:
+        """What was saved, if ``where`` is true, else what the buffers are now."""
+        now = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
+        return self._split(torch.where(where, self._flat, now))
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([buffer.numel() for buffer in self.buffers])
+        return [part.view(buffer.shape) for part, buffer in zip(parts, self.buffers, strict=True)]
 
 
 class _SynchronizedNormalization(torch.autograd.Function):

@@ -46,6 +46,9 @@ class StepGuard:
         """
         return True
 
+    def settle(self) -> None:
+        """Return when the host knows what became of all steps until now. A collective; called where it waits anyway."""
+
 
 @dataclasses.dataclass
 class Job:
@@ -125,6 +128,7 @@ class Job:
 
     def log_window(self) -> None:
         """Sum what the ranks saw since the last time, for the metrics and the progress bar."""
+        self.guard.settle()
         totals = end_window(
             self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress, self.data.unit
         )

@@ -43,7 +43,7 @@ from ddp.checkpoint.storage import load_weights
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job, StepGuard
-from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.device_guard import choose_guard
 from ddp.resilience.resume import Found, open_run
 from ddp.resilience.supervisor import AFTER_THE_WATCHDOG_S, Supervisor
 from ddp.sampler import MicroBatchSampler
@@ -114,7 +114,7 @@ def build_job(
     with env.fail_together():
         if found is not None and env.is_main and not config.is_sharded:
             load_weights(network, found.path)
-    guard = guard or ResilientGuard(env)
+    guard = guard or choose_guard(env)
     if config.is_sharded:  # each rank has a part of the model instead of a replica: ddp/sharded/README.md
         network = sharded.shard_network(network, env, config.strategy, config.all_reduce, config.precision)
         model = guard.wrap(network)

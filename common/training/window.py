@@ -121,9 +121,12 @@ class Window:
         """Remember the sums, for :meth:`rewind`."""
         self._marked.copy_(self._sums)
 
-    def rewind(self) -> None:
-        """Forget the batches that were added since :meth:`mark`; the time that they took still counts."""
-        self._sums.copy_(self._marked)
+    def rewind(self, where: Tensor | None = None) -> None:
+        """Forget the batches that were added since :meth:`mark`; the time that they took still counts.
+
+        :param where: bool 0-d, on the device: whether to forget them; always when None. The host need not know it
+        """
+        self._sums.copy_(self._marked if where is None else torch.where(where, self._marked, self._sums))
 
     def state(self) -> WindowState:
         """What is in it, for a checkpoint."""

@@ -1,37 +1,52 @@
 """Steps that are skipped, since the loss or a gradient is inf or nan.
 
 One such step would make every weight nan, on every rank, for good. All ranks know of it in time: of the loss by a flag
-(ddp/resilience/guard.py), of a gradient because what one rank contributes is in every rank's average.
+(ddp/resilience/flags.py), of a gradient because what one rank contributes is in every rank's average.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.errors import UsageError
+from common.training.optimization import local
 from ddp.job import Job
 
 logger = logging.getLogger("ddp.train")
 
 
-def report_skipped(job: Job, losses: list[Tensor]) -> None:
-    """Log the present step once, as skipped, and record its samples, to be looked at or run again. A collective.
+def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """0-d; not finite if one element of a gradient is not. (The usual norm would overflow: 1e20 squared is inf.)
 
+    On CUDA it is the sum of absolute values, by ``torch._foreach_norm``: a few kernels for all gradients. A CPU adds up the
+    plain values in a fraction of the time. Of DTensors, this rank's part.
+    """
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients and gradients[0].is_cuda:
+        return nn.utils.get_total_norm(gradients, norm_type=1.0)
+    return torch.stack([gradient.sum() for gradient in gradients]).sum()
+
+
+def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:
+    """Log a step of the present epoch once, as skipped, and record its samples, to be looked at or run again. A collective.
+
+    :param step: its number, from 1
     :param losses: this rank's, one per micro-step
     :raises UsageError: on every rank, when more than ``--max-skipped-steps`` were skipped
     """
-    step = job.step + 1
     everyone: list[list[float]] = [[]] * job.env.world_size
     dist.all_gather_object(everyone, [loss.item() for loss in losses])
     not_finite = {rank: [x for x in own if not math.isfinite(x)] for rank, own in enumerate(everyone)}
     what = [f"the loss was {own[0]} on rank {rank}" for rank, own in not_finite.items() if own]
     cause = f"{', '.join(what) or 'a gradient was not finite'} at step {step}"
     job.skipped_steps += 1
-    samples = job.sampler.global_batch(job.step_in_epoch).tolist()
+    samples = job.sampler.global_batch(step - 1 - job.epoch * job.sampler.steps_per_epoch).tolist()
     job.record("skipped", step, losses=everyone, samples=samples)
     most = job.config.max_skipped_steps
     if job.skipped_steps > most:

@@ -29,7 +29,8 @@ from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.storage import name_of
 from ddp.data import faster_loading
 from ddp.job import Job
-from ddp.resilience.guard import NO_FLAGS, Flags, ResilientGuard
+from ddp.resilience.flags import NO_FLAGS, Flags
+from ddp.resilience.guard import ResilientGuard
 
 logger = logging.getLogger("ddp.train")
 
@@ -95,7 +96,7 @@ class Supervisor:
 
     def after_step(self) -> None:
         """After a step: compare the replicas, leave, or save, whichever is due. The same on every rank."""
-        job, config, flags = self.job, self.job.config, self.guard.flags
+        job, config = self.job, self.job.config
         self._profile_step()
         last = job.step_in_epoch == job.sampler.steps_per_epoch
         if config.check_replicas_every and job.step % config.check_replicas_every == 0:
@@ -103,9 +104,12 @@ class Supervisor:
 
             job.watchdog.at(job.step, "replica check")
             require_equal_replicas(job.network, job.env, job.step)
-        if flags.stop:
+        save = self.guard.flags.save or self.checkpointer.due(job.step)
+        if self.guard.flags.stop or save:
+            self.guard.settle()  # on a GPU the flags were those of the step before: now they are those of this one
+        if self.guard.flags.stop:
             self._leave()
-        if not (last or flags.not_finite) and (flags.save or self.checkpointer.due(job.step)):
+        if save and not (last or self.guard.flags.not_finite):
             self.checkpointer.save(job)
 
     def until_stopped(self, loader: Iterable[Batch]) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""ddp/resilience/guard.py: what one rank raises in one micro-step, all know after the step; and nothing else changes by it."""
+"""ddp/resilience/flags.py: what one rank raises in one micro-step, all know after the step; and nothing else changes by it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from common.distributed.process_group import DistEnv, process_group
 from common.training.models import build_model
 from ddp.config import REPLICATED as STRATEGIES
-from ddp.resilience.guard import NO_FLAGS, Flags, WithFlags
+from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
 from ddp.train import wrap_in_ddp
 from tests.support.launch import run_ranks
 

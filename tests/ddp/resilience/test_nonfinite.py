@@ -1,4 +1,7 @@
-"""ddp/resilience/nonfinite.py: a step whose loss or gradient is not finite changes nothing on any rank, and is written down."""
+"""ddp/resilience/nonfinite.py: a step whose loss or gradient is not finite changes nothing on any rank, and is written down.
+
+By both guards: the one that reads in every step, and the one that lets the device decide and reads a step later.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from common.training.randomness import derive_seed
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.guard import Flags, ResilientGuard, sum_of_gradients
+from ddp.resilience.device_guard import DeviceGuard
+from ddp.resilience.flags import NO_FLAGS, Flags
+from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.nonfinite import sum_of_gradients
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
@@ -33,6 +39,9 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 NAN_IMAGES, INF_LOSS, INF_GRADIENT = "nan images", "inf loss", "inf gradient"
 FIRST_WEIGHT = "features.0.weight"
+
+both_guards = pytest.mark.parametrize("guard", [ResilientGuard, DeviceGuard])
+Guard = type[ResilientGuard]
 
 
 class State(NamedTuple):
@@ -94,9 +103,9 @@ def poisoned(job: Job, how: str, batches: Iterator[Batch]) -> None:
         return train_step(job, batches)
 
 
-def skipping(config: TrainConfig, how: str) -> Seen:
+def skipping(config: TrainConfig, how: str, guard: Guard) -> Seen:
     with process_group(threads=1) as env, MetricsWriter(config.run_dir, silent=not env.is_main) as metrics:
-        job = build_job(config, env, load_data(config, env))
+        job = build_job(config, env, load_data(config, env), guard=guard(env))
         job.metrics = metrics
         job.sampler.set_epoch(0)
         batches = job.guard.batches(job.loader)
@@ -105,6 +114,8 @@ def skipping(config: TrainConfig, how: str) -> Seen:
         before, scale = state_of(job), job.scaler.get_scale()
         poisoned(job, how, batches)
         assert isinstance(job.guard, ResilientGuard)
+        assert guard is ResilientGuard or (job.guard.flags, job.skipped_steps) == (NO_FLAGS, 0)  # not read yet
+        job.guard.settle()
         flags, after = job.guard.flags, state_of(job)
         scales, rate = (scale, job.scaler.get_scale()), job.optimizer.param_groups[0]["lr"]
         steps, skipped = job.step, job.skipped_steps
@@ -112,10 +123,10 @@ def skipping(config: TrainConfig, how: str) -> Seen:
         return Seen(before, after, state_of(job), flags, steps, skipped, rate, scales)
 
 
-def run(folder: Path, how: str, **settings: Any) -> tuple[TrainConfig, list[Seen]]:
+def run(folder: Path, how: str, guard: Guard, **settings: Any) -> tuple[TrainConfig, list[Seen]]:
     folder.mkdir()
     config = small(**SETTINGS, run_dir=folder, **settings)
-    return config, run_ranks(skipping, WORLD_SIZE, config, how)
+    return config, run_ranks(skipping, WORLD_SIZE, config, how, guard)
 
 
 def nothing_has_changed(config: TrainConfig, seen: list[Seen]) -> None:
@@ -148,11 +159,12 @@ def samples_of_step(step: int) -> list[int]:
     return found
 
 
+@both_guards
 @pytest.mark.parametrize(
     ("precision", "strategy"), [("fp32", "torch"), ("bf16", "handwritten"), ("fp16", "torch"), ("fp16", "handwritten")]
 )
-def test_a_nan_on_one_rank_changes_nothing_on_any(tmp_path: Path, precision: str, strategy: str) -> None:
-    config, seen = run(tmp_path / "run", NAN_IMAGES, precision=precision, strategy=strategy)
+def test_a_nan_on_one_rank_changes_nothing_on_any(tmp_path: Path, guard: Guard, precision: str, strategy: str) -> None:
+    config, seen = run(tmp_path / "run", NAN_IMAGES, guard, precision=precision, strategy=strategy)
     nothing_has_changed(config, seen)
     for rank in seen:
         assert rank.scales == ((65536.0, 32768.0) if precision == "fp16" else (1.0, 1.0))
@@ -164,25 +176,30 @@ def test_a_nan_on_one_rank_changes_nothing_on_any(tmp_path: Path, precision: str
     assert all(isinstance(loss, float) and 0 < loss < 10 for loss in (first, second, right))
 
 
+@both_guards
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_an_infinite_loss_is_enough_though_its_gradients_are_finite(tmp_path: Path, precision: str) -> None:
-    config, seen = run(tmp_path / "run", INF_LOSS, precision=precision)
+def test_an_infinite_loss_is_enough_though_its_gradients_are_finite(
+    tmp_path: Path, guard: Guard, precision: str
+) -> None:
+    config, seen = run(tmp_path / "run", INF_LOSS, guard, precision=precision)
     nothing_has_changed(config, seen)
     (record,) = read_metrics(config.run_dir)
     assert record["losses"][CULPRIT][0] == "inf"
 
 
+@both_guards
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_gradient_that_is_not_finite_is_enough(tmp_path: Path, clip_norm: float | None) -> None:
-    config, seen = run(tmp_path / "run", INF_GRADIENT, clip_norm=clip_norm)
+def test_a_gradient_that_is_not_finite_is_enough(tmp_path: Path, guard: Guard, clip_norm: float | None) -> None:
+    config, seen = run(tmp_path / "run", INF_GRADIENT, guard, clip_norm=clip_norm)
     nothing_has_changed(config, seen)
     (record,) = read_metrics(config.run_dir)
     assert (record["kind"], record["step"]) == ("skipped", 3)
     assert all(isinstance(loss, float) for losses in record["losses"] for loss in losses)
 
 
-def test_the_scaler_skips_a_gradient_that_overflows_by_itself(tmp_path: Path) -> None:
-    config, seen = run(tmp_path / "run", INF_GRADIENT, precision="fp16")
+@both_guards
+def test_the_scaler_skips_a_gradient_that_overflows_by_itself(tmp_path: Path, guard: Guard) -> None:
+    config, seen = run(tmp_path / "run", INF_GRADIENT, guard, precision="fp16")
     for rank in seen:
         parameters = [name for name in rank.before.network if name.endswith(("weight", "bias"))]
         for name in parameters:
@@ -192,28 +209,33 @@ def test_the_scaler_skips_a_gradient_that_overflows_by_itself(tmp_path: Path) ->
     assert read_metrics(config.run_dir) == []
 
 
-def too_many(config: TrainConfig) -> tuple[str, int, bool]:
+def too_many(config: TrainConfig, guard: Guard) -> tuple[str, int, bool]:
     """What is said of the last of these steps, all of which go wrong; and whether the weights are as they were."""
     with process_group(threads=1) as env, MetricsWriter(config.run_dir, silent=not env.is_main) as metrics:
-        job = build_job(config, env, load_data(config, env))
+        job = build_job(config, env, load_data(config, env), guard=guard(env))
         job.metrics = metrics
         job.sampler.set_epoch(0)
         before = copy.deepcopy(job.network.state_dict())
         batches = job.guard.batches(job.loader)
         for _ in range(config.max_skipped_steps):
             poisoned(job, NAN_IMAGES, batches)
+        if guard is DeviceGuard:  # says it one step later, and does not take that step
+            poisoned(job, NAN_IMAGES, batches)
         with pytest.raises(UsageError) as caught:
             poisoned(job, NAN_IMAGES, batches)
         assert caught.value.seen_by_all
         after = job.network.state_dict()
+        if guard is DeviceGuard:  # the step that was not taken has left its statistics; nothing saves them any more
+            before = {name: value for name, value in before.items() if "running" not in name and "num_" not in name}
         unchanged = all(torch.equal(after[name], value) for name, value in before.items())
         return str(caught.value), job.skipped_steps, unchanged
 
 
+@both_guards
 @pytest.mark.parametrize("most", [0, 2])
-def test_one_step_too_many_ends_all_ranks_with_the_same_words(tmp_path: Path, most: int) -> None:
+def test_one_step_too_many_ends_all_ranks_with_the_same_words(tmp_path: Path, guard: Guard, most: int) -> None:
     config = small(**SETTINGS, run_dir=tmp_path, max_skipped_steps=most)
-    first, second = run_ranks(too_many, WORLD_SIZE, config)
+    first, second = run_ranks(too_many, WORLD_SIZE, config, guard)
     assert first == second
     message, skipped, unchanged = first
     assert message.startswith(

@@ -1,0 +1,98 @@
+"""The guard for a GPU: the device decides, and the host reads the decision one step later.
+
+A GPU computes what the host has queued. To read a number, the host must wait until all that was queued before it is done; it
+queues nothing meanwhile, and the GPU then idles until the next kernels come. ddp/resilience/guard.py reads in every step.
+
+So here nothing is read when a step ends. Whether it must be skipped is a number on the device, and all that follows from it
+happens there: the fused optimizers of torch take it as ``found_inf`` and change nothing if it is 1, and ``torch.where`` chooses
+between the statistics and metrics of before and after. The flags are copied to the host behind the step. The host reads
+them one step later, when the device already works on the next one. It does so in the same place on all ranks, so all still
+agree. They stop, save, fail and report a skipped step one step later than on a CPU. :meth:`DeviceGuard.settle` reads at once:
+where a checkpoint is written, or metrics are read, the host waits anyway, and must know the flags of all steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.distributed.process_group import DistEnv
+from ddp.job import Job
+from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags
+from ddp.resilience.guard import ResilientGuard
+
+
+def choose_guard(env: DistEnv) -> ResilientGuard:
+    """The guard for this rank's device."""
+    return DeviceGuard(env) if env.device.type == "cuda" else ResilientGuard(env)
+
+
+class Unread(NamedTuple):
+    """A step whose flags are on their way to the host: its number, from 1, and its losses, one per micro-step."""
+
+    step: int
+    losses: list[Tensor]
+
+
+class DeviceGuard(ResilientGuard):
+    """Guards steps without a wait. (It runs on CPUs too, and comes to the same bits as the other: so it is tested.)
+
+    ``flags`` are those that were read in this step: of the step before or, after :meth:`settle`, of this one.
+    """
+
+    def begin(self, job: Job) -> None:
+        super().begin(job)
+        device, on_cuda = self._env.device, self._env.device.type == "cuda"
+        # Only torch's fused optimizers take found_inf. (With fsdp2, SGD is not fused: then the host reads in every step.)
+        self._device_decides = all(group["fused"] for group in job.optimizer.param_groups)
+        self._unread: Unread | None = None
+        self._flags_on_host = torch.zeros(len(Flags._fields), dtype=torch.bool, pin_memory=on_cuda)
+        self._arrived = torch.cuda.Event(blocking=True) if on_cuda else None  # a wait leaves the core to the loader
+        self._skip, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        if self._device_decides:
+            job.optimizer.register_step_pre_hook(self._pass_to_optimizer)
+
+    def accepts(self, norm: Tensor | None) -> bool:
+        """Let the device decide. True: in a step that is skipped, the optimizer is called, and changes nothing.
+
+        :raises UsageError: as the other guard's, for the step before
+        """
+        if not self._device_decides:
+            return super().accepts(norm)
+        self.flags = NO_FLAGS
+        self.settle()
+        job, scaler = self._job, self._job.scaler
+        raised = self._with_flags.take_reduced(self._all_reduce) != 0
+        overflow = self._finite_or_not(norm).isfinite().logical_not()
+        if scaler.is_enabled():  # as in the other guard; scaler.scale() tells the scale without a wait
+            overflow &= scaler.scale(self._one) * scaler.get_backoff_factor() < 1.0
+        not_finite = raised[NOT_FINITE]
+        not_finite |= overflow
+        self._statistics.restore(where=not_finite)
+        job.window.rewind(where=not_finite)
+        self._skip = not_finite.float()
+        self._flags_on_host.copy_(raised, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+        self._unread = Unread(job.step + 1, self._losses)
+        self._losses = []
+        return True
+
+    def settle(self) -> None:
+        """Read the flags of the last step, if they were not read yet. A collective.
+
+        :raises UsageError: as :meth:`accepts`, for that step
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        if self._arrived is not None:
+            self._arrived.synchronize()  # the device has done that step, but need not have done the next
+        self._conclude(unread.step, Flags(*self._flags_on_host.tolist()), unread.losses)
+
+    def _pass_to_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """Before the optimizer's step. In fp16, GradScaler has just set what it found itself."""
+        scaled = self._job.scaler.is_enabled()
+        optimizer.found_inf = torch.maximum(optimizer.found_inf, self._skip) if scaled else self._skip

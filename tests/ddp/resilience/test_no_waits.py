@@ -1,0 +1,141 @@
+"""ddp/resilience/device_guard.py: in a step on a GPU, the host reads nothing from it.
+
+torch's fake tensors stand for a GPU that is not there: they have its device and their shape, and no values. An operation that
+would read a value raises, and so would the host have waited. A whole step of ``ddp.train`` runs on them, but for the backward
+pass, which torch does not fake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.data.datasets import fetch_batches
+from common.distributed.dist_env import DistEnv
+from common.distributed.process_group import process_group
+from ddp.data import load_data
+from ddp.resilience.device_guard import DeviceGuard
+from ddp.resilience.guard import ResilientGuard
+from ddp.train import build_job, train_step
+from tests.ddp.jobs import small
+from tests.support.launch import run_ranks
+
+GPU = torch.device("cuda", 0)
+
+
+class NoCopyToHost(TorchDispatchMode):
+    """Refuses a copy to the host for which the host waits."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default and args[1].device == GPU and args[0].device.type == "cpu":
+            assert args[2], "a copy that is not non_blocking"
+        if func is torch.ops.aten._to_copy.default and args[0].device == GPU:
+            assert result.device == GPU, "a copy to the host"
+        return result
+
+
+class Alone(nn.Module):
+    """Stands for DDP, which knows nothing of fake tensors; and for the backward pass, after which gradients are there."""
+
+    def __init__(self, module: nn.Module, *_: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        """The module's own."""
+
+        def backward(loss: Tensor) -> None:
+            assert loss.device == GPU
+            for parameter in self.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+
+        Tensor.backward = backward  # type: ignore[assignment, method-assign]
+        return self.module(*inputs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """There is nobody to synchronize with."""
+        return contextlib.nullcontext()
+
+
+def with_buffers_there(network: nn.Module, *_: Any) -> nn.Module:
+    """The network, whose parameters were built on the GPU."""
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(GPU))
+    return network
+
+
+@contextlib.contextmanager
+def fake_gpu() -> Iterator[None]:
+    """CUDA tensors without a GPU."""
+    real_zeros = torch.zeros
+
+    def zeros(*size: Any, pin_memory: bool = False, **more: Any) -> Tensor:
+        return real_zeros(*size, **more)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # autocast says that it does nothing without a GPU
+        for name in ("cuda.Event", "cuda.manual_seed", "cuda.device", "_fused_sgd_", "Tensor.backward"):
+            stack.enter_context(mock.patch(f"torch.{name}"))
+        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
+        stack.enter_context(mock.patch("torch.zeros", zeros))
+        stack.enter_context(mock.patch("ddp.train.to_device", with_buffers_there))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(NoCopyToHost())  # type: ignore[no-untyped-call]
+        stack.enter_context(GPU)
+        yield
+
+
+def step_on(guard: type[ResilientGuard], **settings: Any) -> None:
+    """Take the first step of a job on the fake GPU."""
+    env = DistEnv.alone(GPU)
+    config = small(train_samples=40, test_samples=20, batch_size=20, grad_accumulation_steps=2, **settings)
+    data = load_data(config, env)
+    on_host = list(fetch_batches(data.train, np.arange(20), 10))
+    with fake_gpu():
+        job = build_job(config, env, data, guard=guard(env), wrap=Alone)
+        train_step(job, job.window.timed(job.guard.batches(on_host)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_reads_nothing(precision: str, clip_norm: float | None, optimizer: str) -> None:
+    settings: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "optimizer": optimizer}
+    step_on(DeviceGuard, **settings)
+    with pytest.raises(DataDependentOutputException):  # the guard for CPUs does, and this test finds it
+        step_on(ResilientGuard, **settings)
+
+
+def steps_in_which_waiting_is_an_error(precision: str) -> int:
+    with process_group() as env:
+        config = small(precision=precision, clip_norm=1.0, grad_accumulation_steps=2)
+        job = build_job(config, env, load_data(config, env))
+        job.sampler.set_epoch(0)
+        batches = job.window.timed(job.guard.batches(job.loader))
+        for _ in range(3):
+            train_step(job, batches)
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            train_step(job, batches)
+        torch.cuda.set_sync_debug_mode("default")
+        return job.step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_on_a_real_gpu_no_operation_of_a_step_waits(precision: str) -> None:
+    assert run_ranks(steps_in_which_waiting_is_an_error, 1, precision, gpus=True) == [6]
