@@ -116,7 +116,8 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
             for epoch in range(config.epochs):
                 totals = train_epoch(job, epoch)
                 # The plain module, on the first device, has the weights and the statistics, and needs no replicas.
-                in_order = fetch_batches(test_images, np.arange(len(test_images)), evaluation_batch_size(data.shape))
+                batch_size = evaluation_batch_size(data.shape, job.env.device)
+                in_order = fetch_batches(test_images, np.arange(len(test_images)), batch_size)
                 result = evaluate(job.network, data, job.env, config.precision, in_order)
                 job.metrics.write("epoch", job.step, epoch=epoch, **epoch_record(totals, result))
                 logger.info(epoch_line(epoch + 1, config.epochs, totals, result))

@@ -126,5 +126,5 @@ def faster_loading(config: TrainConfig, loader: Loader) -> list[str]:
 
 def open_test_loader(data: ImageData, env: DistEnv, loading: Loading) -> Loader:
     """A loader of this rank's shard of the test set."""
-    shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape), env.world_size, env.rank)
+    shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape, env.device), env.world_size, env.rank)
     return open_loader(data.test, shard, env, loading)

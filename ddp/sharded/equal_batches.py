@@ -22,7 +22,8 @@ def equally_many(batches: Iterator[Batch], job: Job) -> Iterator[Batch]:
 
     :raises UsageError: at the end, if a file could not be read
     """
-    rank_0 = ShardSampler(len(job.data.test), evaluation_batch_size(job.data.shape), job.env.world_size, 0)
+    batch_size = evaluation_batch_size(job.data.shape, job.env.device)
+    rank_0 = ShardSampler(len(job.data.test), batch_size, job.env.world_size, 0)
     images, labels = job.empty_batch()
     filler = Batch(images[:1], torch.full_like(labels[:1], NO_TARGET))
     error: UsageError | None = None

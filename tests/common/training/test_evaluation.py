@@ -43,9 +43,12 @@ def test_a_stop_before_the_first_batch_counts_nothing() -> None:
     assert np.isnan(result.class_accuracy).all()
 
 
-@pytest.mark.parametrize(("side", "samples"), [(28, 500), (64, 95), (1000, 32), (8, 500)])
-def test_of_larger_images_fewer_are_evaluated_at_once(side: int, samples: int) -> None:
-    assert evaluation_batch_size((3, side, side)) == samples
+@pytest.mark.parametrize(
+    ("device", "side", "samples"),
+    [("cpu", 28, 500), ("cpu", 64, 95), ("cpu", 1000, 32), ("cpu", 8, 500), ("cuda", 28, 2048), ("cuda", 224, 32)],
+)
+def test_of_larger_images_fewer_are_evaluated_at_once_and_more_on_a_gpu(device: str, side: int, samples: int) -> None:
+    assert evaluation_batch_size((3, side, side), torch.device(device)) == samples
 
 
 def test_the_columns_of_many_classes_are_numbered() -> None:

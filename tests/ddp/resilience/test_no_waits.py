@@ -1,4 +1,4 @@
-"""ddp/resilience/device_guard.py: in a step on a GPU, the host reads nothing from it.
+"""In a step on a GPU (ddp/resilience/device_guard.py), and in an evaluation, the host reads nothing from it.
 
 torch's fake tensors stand for a GPU that is not there: they have its device and their shape, and no values. An operation that
 would read a value raises, and so would the host have waited. A whole step of ``ddp.train`` runs on them, but for the backward
@@ -8,6 +8,7 @@ pass, which torch does not fake.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.data.datasets import fetch_batches
+from common.data.datasets import Batch, fetch_batches
 from common.distributed.dist_env import DistEnv
 from common.distributed.process_group import process_group
+from common.training.evaluation import evaluate
+from common.training.models import build_model
 from ddp.data import load_data
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import ResilientGuard
@@ -118,6 +121,24 @@ def test_a_step_reads_nothing(precision: str, clip_norm: float | None, optimizer
     step_on(DeviceGuard, **settings)
     with pytest.raises(DataDependentOutputException):  # the guard for CPUs does, and this test finds it
         step_on(ResilientGuard, **settings)
+
+
+def test_an_evaluation_reads_nothing_before_its_last_batch() -> None:
+    data = load_data(small(train_samples=40, test_samples=20, batch_size=20), DistEnv.alone(torch.device("cpu")))
+    taken: list[Batch] = []
+
+    def batches() -> Iterator[Batch]:
+        for batch in on_host:
+            yield batch
+            taken.append(batch)
+
+    on_host = list(fetch_batches(data.test, np.arange(20), 8))
+    with fake_gpu(), torch.no_grad():
+        network = with_buffers_there(build_model("fashion-cnn", data.shape, len(data.classes)))
+        of_fake_tensors = inspect.unwrap(evaluate)  # which torch cannot run in inference mode
+        with pytest.raises(DataDependentOutputException):  # when all are summed, the loss is read
+            of_fake_tensors(network, data, DistEnv.alone(GPU), "bf16", batches())
+    assert len(taken) == len(on_host) == 3
 
 
 def steps_in_which_waiting_is_an_error(precision: str) -> int:
