@@ -43,7 +43,7 @@ def print_error(error: UsageError) -> None:
     first = local_rank == "0" or not local_rank.isdecimal()
     claimed = None
     if not error.seen_by_all:  # or else the node's first rank does it, when it has closed what it had open
-        claimed = _is_first_to_print(message)
+        claimed = _is_first_to_print(error.about or message)
         first = first if claimed is None else claimed
     if first:
         _print(f"error: {message}")
@@ -54,13 +54,13 @@ def print_error(error: UsageError) -> None:
         _print(f"error: [rank {os.environ.get('RANK')}] {message}")
 
 
-def _is_first_to_print(message: str) -> bool | None:
-    """Whether this rank is the first of its node with this message; None if there is no store to ask."""
+def _is_first_to_print(about: str) -> bool | None:
+    """Whether this rank is the first of its node with a message about this; None if there is no store to ask."""
     torch = sys.modules.get("torch")
     if torch is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     start = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{os.environ.get('GROUP_RANK')}"
-    key = f"user-error/{start}/{hashlib.sha256(message.encode()).hexdigest()}"
+    key = f"user-error/{start}/{hashlib.sha256(about.encode()).hexdigest()}"
     from common.distributed.native_stderr import frames_to_log
 
     try:

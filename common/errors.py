@@ -22,10 +22,12 @@ def _byte(character: str) -> str | None:
 class UsageError(Exception):
     """A user error. The message names the flag or file, the value, and what to do.
 
-    ``seen_by_all`` is True if every rank is known to have raised it (see ``DistEnv.fail_together``).
+    ``seen_by_all`` is True if every rank is known to have raised it (see ``DistEnv.fail_together``). ``about`` says what it is
+    about, if ranks may raise it with other numbers: one of them prints it.
     """
 
     seen_by_all = False
+    about: str | None = None
 
 
 def leaves_together(error: BaseException | None) -> bool:

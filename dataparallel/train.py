@@ -39,12 +39,13 @@ from common.reporting.atomic_files import write_bytes, write_json
 from common.reporting.machine import describe_machine, usable_cores
 from common.reporting.run_directory import prepare, require_lock
 from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, MODEL_FILE
+from common.resilience.device_errors import device_errors
 from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.models import LEAST_SAMPLES, build_model
 from common.training.optimization import build_optimizer, set_learning_rate
-from common.training.precision import autocast
+from common.training.precision import autocast, set_arithmetic
 from common.training.randomness import derive_seed, seed_torch, shuffled
 from common.training.recipes import LearningConfig, load_dataset, require_a_batch
 from common.training.window import Window, WindowTotals, end_window, epoch_line, epoch_record
@@ -87,9 +88,10 @@ def main() -> None:
     if config.wrapper == "torch" and devices[0].type == "cpu":
         devices = devices[:1]  # nn.DataParallel knows no CPU devices, and passes all on to the module
     torch.set_num_threads(config.threads or usable_cores())
+    set_arithmetic(devices[0], config.tf32, config.deterministic, config.cudnn_benchmark)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    with stop_signals(), rank_logging(DistEnv.alone(devices[0])):
+    with stop_signals(), rank_logging(DistEnv.alone(devices[0])), device_errors(devices[0], config.less_memory):
         train(config, devices)
 
 

@@ -247,6 +247,13 @@ class TrainConfig(LearningConfig):
             find_own(self.model)  # before there is a run directory
 
     @property
+    def less_memory(self) -> list[str]:
+        """What lets a rank's device hold less: smaller batches, shorter numbers, shards."""
+        more_steps = f"more than --grad-accumulation-steps {self.grad_accumulation_steps}"
+        shards = [] if self.is_sharded else ["--strategy fsdp2 on more ranks"]
+        return [more_steps, *super().less_memory, *shards]
+
+    @property
     def loading(self) -> Loading:
         return Loading(self.loader, self.workers, self.persistent_workers)
 

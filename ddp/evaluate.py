@@ -21,7 +21,7 @@ from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
 from common.training.evaluation import evaluate, table
 from common.training.models import build_model
-from common.training.precision import PRECISIONS
+from common.training.precision import PRECISIONS, set_arithmetic
 from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, choose
@@ -43,7 +43,9 @@ class EvaluateConfig:
         None, "where the files of fashion-mnist, lfw or folder are (default: the run's)", per_node=True
     )
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
-    precision: str = option("fp32", "of the evaluation, whatever the run was trained in", choices=PRECISIONS)
+    precision: str = option(
+        "fp32", "of the evaluation, whatever the run was trained in; TF32 as in the run", choices=PRECISIONS
+    )
     device: str = option("auto", "auto takes CUDA where there is any", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
     interface: str | None = option(None, "as in ddp.train", per_node=True)
@@ -87,6 +89,7 @@ def main() -> None:
         run = dataclasses.replace(
             run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False
         )
+        set_arithmetic(env.device, run.tf32, run.deterministic, run.cudnn_benchmark)
         data = load_data(run, env)
         with env.fail_together():
             if problem := manifest.other_data(len(data.train), data.fingerprint):

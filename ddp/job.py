@@ -15,6 +15,7 @@ from common.distributed.rank_logging import Progress
 from common.errors import UsageError
 from common.resilience.watchdog import Watchdog
 from common.training.metrics import MetricsWriter
+from common.training.precision import autocast
 from common.training.window import Window, WindowTotals, end_window
 from ddp.config import TrainConfig
 from ddp.data import Loader
@@ -82,7 +83,7 @@ class Job:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        self.window = Window(self.env.device)
+        self.window = Window(self.env.device, self.config.grad_accumulation_steps)
         self.watchdog = Watchdog(self.env, self.config.timeout)
 
     @property
@@ -117,6 +118,19 @@ class Job:
 
             return clip_grad_norm_(self.network, max_norm)
         return nn.utils.clip_grad_norm_(self.network.parameters(), max_norm)
+
+    def tell_mfu(self) -> None:
+        """Let the metrics of a GPU tell its MFU. A collective, if the network is sharded: it takes a forward pass."""
+        if self.window.meter is None:
+            return
+        from common.training.peak_flops import peak_flops, training_flops  # only on a GPU
+
+        config, device = self.config, self.env.device
+        images = self.empty_batch().images.to(device)
+        with autocast(device, config.precision):
+            flops = training_flops(self.network, self.data.to_input(images, config.memory_format))
+        peak = peak_flops(torch.cuda.get_device_name(device), config.precision, config.tf32)
+        self.window.meter.tell_mfu(flops, peak)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """Write a record to ``metrics.jsonl``, on rank 0 of a run that has a directory."""

@@ -32,7 +32,7 @@ from common.resilience.stop_request import to_be_requeued
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
-from common.training.precision import autocast
+from common.training.precision import autocast, set_arithmetic
 from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
 from ddp import by_hand, sharded
@@ -56,6 +56,7 @@ def main() -> None:
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)  # before any other use of CUDA, which would take GPU 0 on every rank
     torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
+    set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
     with to_be_requeued(), clean_exit(env), rank_logging(env):  # leaves the group after an error, too
         with rendezvous_errors(env):
             dist.init_process_group(
@@ -63,8 +64,7 @@ def main() -> None:
                 store=rendezvous_store(env, config.timeout, config),  # the ranks meet there, and compare their settings
                 rank=env.rank,
                 world_size=env.world_size,
-                # After config.timeout seconds the supervisor's watchdog names the rank that hangs. The backend waits longer.
-                timeout=datetime.timedelta(seconds=config.timeout + AFTER_THE_WATCHDOG_S),
+                timeout=datetime.timedelta(seconds=config.timeout + AFTER_THE_WATCHDOG_S),  # the watchdog comes first
                 device_id=env.nccl_device,
             )
         train(config, env)

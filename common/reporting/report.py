@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from common.reporting.atomic_files import write_json
 from common.reporting.run_directory import files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.reporting.run_files import METRICS_FILE, RESULTS
+from common.training.device_meter import DeviceTotals
 from common.training.evaluation import Evaluation
-from common.training.metrics import TIMES, read_metrics
+from common.training.metrics import TIMES, Record, read_metrics
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -30,6 +33,28 @@ def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
         return f"compute-bound: {share}"
     advice = f"; try {' or '.join(remedies)}" if remedies else ""
     return f"{'partly ' if data_wait < 0.3 else ''}data-bound: {share}{advice}"
+
+
+def of_gpus(records: Sequence[Record]) -> dict[str, float]:
+    """The medians of what the windows of steps say of GPUs, and the most memory; nothing of a run on CPUs."""
+    found = {}
+    for name in (field.name for field in dataclasses.fields(DeviceTotals)):
+        values = [record[name] for record in records if type(record.get(name)) in (int, float)]
+        if values:
+            found[name] = max(values) if name == "gpu_memory" else statistics.median(values)
+    return found
+
+
+def gpu_line(found: dict[str, float]) -> str:
+    """:func:`of_gpus` as a line of the summary, or nothing."""
+    words = {
+        "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
+        "gpu_busy": ("working {:.0f} % of the time", 100.0),
+        "mfu": ("{:.0f} % MFU", 100.0),
+        "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
+    }
+    told = [text.format(unit * found[name]) for name, (text, unit) in words.items() if name in found]
+    return f"GPU: {', '.join(told)}\n" if told else ""
 
 
 def finish(
@@ -61,7 +86,8 @@ def finish(
         "images_per_s": sum(r["seconds"] * r["images_per_s"] for r in recorded) / seconds if seconds else None,
         "data_wait": sum(r["seconds"] * r["data_wait"] for r in recorded) / seconds if seconds else None,
     }
-    write_json(run_dir / "result.json", {**totals, "test": result.as_dict(data.classes)})
+    on_gpu = of_gpus(records)
+    write_json(run_dir / "result.json", {**totals, **on_gpu, "test": result.as_dict(data.classes)})
 
     plot_curves(run_dir / "curves.png", records, title, data.unit)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
@@ -80,7 +106,7 @@ def finish(
     return (
         f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "
         f"({result.confusion.trace()} of {result.confusion.sum()} {data.test_unit})\n"
-        f"{times}"
+        f"{times}{gpu_line(on_gpu)}"
         f"{files_line(run_dir, (*RESULTS, METRICS_FILE))}"
     )
 

@@ -89,6 +89,18 @@ class LearningConfig:
     precision: str = option(
         "fp32", "bf16 and fp16 are automatic mixed precision; fp16 with GradScaler", choices=PRECISIONS
     )
+    tf32: bool = option(
+        True,
+        "on GPUs, let fp32's convolutions and matrix products round their inputs to TF32, 10 bits of mantissa instead of 23: "
+        "tensor cores are several times as fast; with --no-tf32, fp32 is fp32",
+    )
+    deterministic: bool = option(
+        False,
+        "use deterministic algorithms only, which are slower: on the same GPUs, a run then repeats itself bit for bit",
+    )
+    cudnn_benchmark: bool = option(
+        False, "let cuDNN time its algorithms and take the fastest, which may be another in each run"
+    )
     channels_last: bool = option(True, "keep images as NHWC, which convolutions prefer")
 
     def __post_init__(self) -> None:
@@ -104,6 +116,11 @@ class LearningConfig:
         self._default("weight_decay", WEIGHT_DECAYS[self.optimizer])
         one_cycle = self.schedule == "one-cycle"
         self._default("warmup_epochs", ONE_CYCLE_WARMUP * self.epochs if one_cycle else min(1.0, self.epochs / 5))
+        if self.deterministic and self.cudnn_benchmark:
+            raise UsageError(
+                "--deterministic and --cudnn-benchmark contradict each other: the fastest algorithm may be another in each run: "
+                "give one of them"
+            )
         if self.warmup_epochs > self.epochs:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs:g} is longer than --epochs {self.epochs}")
 
@@ -134,6 +151,12 @@ class LearningConfig:
     def memory_format(self) -> torch.memory_format:
         """Of the images and the model."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    @property
+    def less_memory(self) -> list[str]:
+        """What lets a device hold less."""
+        shorter = ["--precision bf16"] if self.precision == "fp32" else []
+        return [f"less than --batch-size {self.batch_size}", *shorter]
 
     def rate_at(self, step: int, steps_per_epoch: int) -> float:
         """The learning rate of optimizer step ``step``, counted from 0 over all epochs."""

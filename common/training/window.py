@@ -14,6 +14,7 @@ from torch import Tensor
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
+from common.training.device_meter import DeviceMeter, DeviceTotals
 from common.training.evaluation import Evaluation
 
 
@@ -83,9 +84,16 @@ class WindowState(NamedTuple):
 
 class Window:
     """Sums over a few steps on this rank. Nothing is read from the device before :meth:`reduce`, since each such read
-    would make the host wait for the device."""
+    would make the host wait for the device.
 
-    def __init__(self, device: torch.device) -> None:
+    ``meter`` measures what a GPU does meanwhile, and ``on_gpu`` is what it measured in the last window; None on a CPU.
+
+    :param micro_steps: micro-batches of an optimizer step
+    """
+
+    def __init__(self, device: torch.device, micro_steps: int = 1) -> None:
+        self.meter = DeviceMeter(device, micro_steps) if device.type == "cuda" else None
+        self.on_gpu: DeviceTotals | None = None
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
         self._marked = torch.zeros_like(self._sums)
         self._waited = 0.0
@@ -99,7 +107,15 @@ class Window:
             self._waited += time.perf_counter() - began
             if batch is None:
                 return
+            if self.meter is not None:
+                self.meter.begin()
             yield batch
+            self.end_batch()
+
+    def end_batch(self) -> None:
+        """All work on a micro-batch is queued. What the host does next is not its time."""
+        if self.meter is not None:
+            self.meter.end()
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """A micro-batch: its mean loss (0-d), logits ``[n, classes, ...]`` and labels ``[n, ...]``. Negative ones do not count."""
@@ -108,8 +124,8 @@ class Window:
 
     def reduce(self, env: DistEnv) -> WindowTotals:
         """The totals over all ranks, by one all-reduce, and the beginning of the next window."""
-        if env.device.type == "cuda":
-            torch.cuda.synchronize(env.device)  # the steps that are queued belong to this window
+        if self.meter is not None:
+            self.on_gpu = self.meter.read(env)  # waits: the steps that are queued belong to this window
         seconds = time.perf_counter() - self._began
         sums = torch.cat([self._sums, self._sums.new_tensor([self._waited, seconds])])
         loss, correct, samples, waited, taken = env.sum_over_ranks(sums).tolist()
@@ -155,9 +171,12 @@ def end_window(
     :param unit: what is counted
     """
     totals, rate = window.reduce(env), optimizer.param_groups[0]["lr"]
-    record("step", step, learning_rate=rate, loss_scale=scaler.get_scale(), **totals.as_record())
+    numbers, facts = totals.as_record(), f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} {unit}/s"
+    if window.on_gpu is not None:
+        numbers, facts = numbers | window.on_gpu.as_record(), f"{facts}, {window.on_gpu}"
+    record("step", step, learning_rate=rate, loss_scale=scaler.get_scale(), **numbers)
     if progress is not None:
-        progress.reach(step, f"loss {totals.loss:.3f}, lr {rate:.2g}, {totals.images_per_s:,.0f} {unit}/s")
+        progress.reach(step, facts)
     return totals
 
 

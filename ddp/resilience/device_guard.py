@@ -48,7 +48,8 @@ class DeviceGuard(ResilientGuard):
         # Only torch's fused optimizers take found_inf. (With fsdp2, SGD is not fused: then the host reads in every step.)
         self._device_decides = all(group["fused"] for group in job.optimizer.param_groups)
         self._unread: Unread | None = None
-        self._flags_on_host = torch.zeros(len(Flags._fields), dtype=torch.bool, pin_memory=on_cuda)
+        on_host = torch.zeros(len(Flags._fields), dtype=torch.bool)
+        self._flags_on_host = on_host.pin_memory() if on_cuda else on_host
         self._arrived = torch.cuda.Event(blocking=True) if on_cuda else None  # a wait leaves the core to the loader
         self._skip, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         if self._device_decides:

@@ -26,6 +26,7 @@ from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import has_config, holds_run, prepare, require_writable
 from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, METRICS_FILE, REQUEUE_FILE
+from common.resilience.device_errors import device_errors
 from common.resilience.stop_request import REQUEUE, SIGNALS
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import Manifest
@@ -53,7 +54,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
     """Hold the run's directory, for the length of the block; gives the checkpoint to continue from, if it does. A collective.
 
     :raises UsageError: on every rank, for a directory that is in use, holds something else, or cannot be written, and for
-        a checkpoint of another run or a newer version
+        a checkpoint of another run or a newer version; on a rank whose device has too little memory for the block
     """
     agents = restarts.agents_of(env)
     with contextlib.ExitStack() as held:
@@ -88,7 +89,8 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
-            yield found[0]
+            with device_errors(env.device, config.less_memory):
+                yield found[0]
         except UsageError:
             if env.is_main and not _has_begun(config.run_dir):
                 # The next start, without the error, finds no run here.

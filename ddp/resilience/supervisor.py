@@ -24,6 +24,7 @@ from common.resilience.stop_request import StopRequest, StopTogether, exit_statu
 from common.stdout import print_results
 from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
+from common.training.precision import describe_arithmetic
 from common.training.window import WindowTotals, epoch_line, epoch_record
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.storage import name_of
@@ -57,12 +58,14 @@ class Supervisor:
         job, config, env = self.job, self.job.config, self.job.env
         if self._resumed:
             logger.info(f"resuming after step {job.step}, {job.step_in_epoch} steps into epoch {job.epoch + 1}")
+        arithmetic = describe_arithmetic(env.device, config.precision, config.tf32)
         logger.info(
             f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
-            f"{job.sampler.micro_batch_size} samples, {config.precision}, {env.backend}, --workers {job.loader.num_workers}"
+            f"{job.sampler.micro_batch_size} samples, {arithmetic}, {env.backend}, --workers {job.loader.num_workers}"
         )
         if env.device.type == "cuda":
             log_gpu(env.device)
+        job.tell_mfu()
         with env.fail_together():
             after = (job.step, job.epoch) if self._resumed else None
             job.metrics = MetricsWriter(
@@ -97,6 +100,7 @@ class Supervisor:
     def after_step(self) -> None:
         """After a step: compare the replicas, leave, or save, whichever is due. The same on every rank."""
         job, config = self.job, self.job.config
+        job.window.end_batch()
         self._profile_step()
         last = job.step_in_epoch == job.sampler.steps_per_epoch
         if config.check_replicas_every and job.step % config.check_replicas_every == 0:

@@ -89,6 +89,17 @@ def test_with_an_agent_s_store_the_first_that_comes_prints(
     assert waits == [WAIT_IF_PRINTED_S] * 2
 
 
+def test_errors_about_one_thing_are_printed_once_though_their_numbers_differ(
+    agent: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for rank in ("1", "0"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        error = UsageError(f"out of memory: {rank} bytes")
+        error.about = "memory"
+        print_error(error)
+    assert capsys.readouterr().err == "error: out of memory: 1 bytes\n"
+
+
 def test_without_an_answer_from_the_store_the_rank_decides(
     agent: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -72,6 +72,10 @@ def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str,
         ({"dataset": "own:load", "loader": "fast"}, "--loader fast is for lfw and folder: own:load has no files"),
         ({"dataset": "own:load", "download": True}, "--download is for fashion-mnist"),
         ({"warmup_epochs": 4.0, "epochs": 3}, "--warmup-epochs 4 is longer than --epochs 3"),
+        (
+            {"deterministic": True, "cudnn_benchmark": True},
+            "--deterministic and --cudnn-benchmark contradict each other",
+        ),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:

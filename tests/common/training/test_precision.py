@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from common.training.precision import PRECISIONS, autocast
+from common.distributed.dist_env import DistEnv
+from common.distributed.launch_facts import launch_facts
+from common.errors import UsageError
+from common.training.precision import PRECISIONS, autocast, describe_arithmetic, set_arithmetic
+from tests.support.launch import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -123,3 +130,56 @@ def test_clipping_scales_all_gradients_to_the_norm_and_returns_the_one_before(
         assert parameter.grad is not None
         expected = torch.tensor([factor * value for value in values])
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def settings_on_a_gpu(tf32: bool, deterministic: bool) -> tuple[object, ...]:
+    """What torch says after it, by its new names and by the old ones, which fail if they contradict each other."""
+    before = torch.get_float32_matmul_precision()
+    set_arithmetic(torch.device("cpu"), not tf32, False, False)
+    assert torch.get_float32_matmul_precision() == before  # oneDNN's too
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_arithmetic(torch.device("cuda"), tf32, deterministic, not deterministic)
+    launch_facts(DistEnv.alone(torch.device("cpu")), None)  # reads some of them
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        *(products.fp32_precision == "tf32", convolutions.conv.fp32_precision == "tf32"),  # type: ignore[attr-defined]
+        *(products.allow_tf32, convolutions.allow_tf32),
+        *(
+            torch.are_deterministic_algorithms_enabled(),
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+            convolutions.benchmark,
+        ),
+    )
+
+
+def test_products_and_convolutions_round_to_tf32_or_neither_and_algorithms_are_chosen() -> None:
+    rounded = (True, True, True, True, False, None, True)
+    assert run_ranks(settings_on_a_gpu, 1, True, False, fresh=True) == [rounded]
+    exact = (False, False, False, False, True, ":4096:8", False)
+    assert run_ranks(settings_on_a_gpu, 1, False, True, fresh=True) == [exact]
+
+
+def test_a_workspace_that_is_not_deterministic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(
+        UsageError, match=r"^--deterministic: CUBLAS_WORKSPACE_CONFIG is :0:0: set it to :4096:8 or :16:8"
+    ):
+        set_arithmetic(torch.device("cpu"), True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "tf32", "since", "said"),
+    [
+        ("cuda", "fp32", True, (8, 0), "fp32 rounded to TF32"),
+        ("cuda", "fp32", True, (7, 5), "fp32"),
+        ("cuda", "fp32", False, (9, 0), "fp32"),
+        ("cuda", "bf16", True, (9, 0), "bf16"),
+        ("cpu", "fp32", True, None, "fp32"),
+    ],
+)
+def test_the_log_says_how_fp32_is_computed(
+    device: str, precision: str, tf32: bool, since: tuple[int, int] | None, said: str
+) -> None:
+    with mock.patch("torch.cuda.get_device_capability", return_value=since):
+        assert describe_arithmetic(torch.device(device), precision, tf32) == said

@@ -19,6 +19,7 @@ import torch
 from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.resilience.stop_request import REQUEUE
+from common.training.precision import set_arithmetic
 from ddp import train
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
@@ -43,6 +44,7 @@ Fault = Callable[[Job, Any], None]  # called in the place of ddp.train's train_s
 def run_job(config: TrainConfig, guard: Guard, fault: Fault) -> tuple[int, str]:
     """All of ``ddp.train`` but its figures, with this guard; its exit status, and the user error that ended it."""
     with without_figures(), process_group(threads=1) as env:
+        set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
         with mock.patch.object(train, "choose_guard", guard), mock.patch.object(train, "train_step", fault):
             try:
                 train.train(config, env)
@@ -63,6 +65,11 @@ def nans(job: Job, batches: Any) -> None:
         poisoned(job, NAN_IMAGES, batches)
     else:
         TRAIN_STEP(job, batches)
+
+
+def nans_on_rank_0(job: Job, batches: Any) -> None:
+    with mock.patch("tests.ddp.resilience.test_nonfinite.CULPRIT", 0):
+        nans(job, batches)
 
 
 def stop(job: Job, batches: Any) -> None:
@@ -153,3 +160,17 @@ def test_a_checkpoint_that_is_due_by_the_clock_holds_the_state_of_its_step(tmp_p
     each, found = saved(tmp_path / "each"), saved(tmp_path / "clock")
     assert sorted({name.partition("/")[0][-1] for name in found}) == ["4", "5"]  # not again in the step after it
     assert_identical(found, {name: each[name] for name in found})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_on_a_gpu_both_guards_come_to_the_same_bits(tmp_path: Path, precision: str) -> None:
+    for name, guard in (("device", DeviceGuard), ("host", ResilientGuard)):
+        config = small(**SETTINGS, precision=precision, deterministic=True, run_dir=tmp_path / name)
+        assert run_ranks(run_job, 1, config, guard, nans_on_rank_0, gpus=True) == [(0, "")]
+    (tensors, records), (expected_tensors, expected_records) = (
+        final_state(tmp_path / name) for name in ("device", "host")
+    )
+    assert_identical(tensors, expected_tensors)
+    assert records == expected_records
+    assert_identical(saved(tmp_path / "device"), saved(tmp_path / "host"))

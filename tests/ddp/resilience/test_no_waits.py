@@ -71,8 +71,10 @@ class Alone(nn.Module):
         return contextlib.nullcontext()
 
 
-def with_buffers_there(network: nn.Module, *_: Any) -> nn.Module:
-    """The network, whose parameters were built on the GPU."""
+def build_on_gpu(*arguments: Any) -> nn.Module:
+    """The network, built there: fake parameters cannot be moved."""
+    with GPU:
+        network = build_model(*arguments)
     for module in network.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(GPU))
@@ -82,23 +84,20 @@ def with_buffers_there(network: nn.Module, *_: Any) -> nn.Module:
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
     """CUDA tensors without a GPU."""
-    real_zeros = torch.zeros
-
-    def zeros(*size: Any, pin_memory: bool = False, **more: Any) -> Tensor:
-        return real_zeros(*size, **more)
-
+    of_cuda = ("cuda.Event", "cuda.manual_seed", "cuda.device", "cuda.reset_peak_memory_stats", "_fused_sgd_")
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # autocast says that it does nothing without a GPU
-        for name in ("cuda.Event", "cuda.manual_seed", "cuda.device", "_fused_sgd_", "Tensor.backward"):
+        for name in (*of_cuda, "Tensor.backward"):
             stack.enter_context(mock.patch(f"torch.{name}"))
+        stack.enter_context(mock.patch("torch.cuda.synchronize", side_effect=AssertionError("waits for the device")))
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
-        stack.enter_context(mock.patch("torch.zeros", zeros))
-        stack.enter_context(mock.patch("ddp.train.to_device", with_buffers_there))
+        stack.enter_context(mock.patch("torch.Tensor.pin_memory", lambda tensor: tensor))
+        stack.enter_context(mock.patch("ddp.train.build_model", build_on_gpu))
+        stack.enter_context(mock.patch("ddp.train.to_device", lambda network, *_: network))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoCopyToHost())  # type: ignore[no-untyped-call]
-        stack.enter_context(GPU)
         yield
 
 
@@ -134,7 +133,7 @@ def test_an_evaluation_reads_nothing_before_its_last_batch() -> None:
 
     on_host = list(fetch_batches(data.test, np.arange(20), 8))
     with fake_gpu(), torch.no_grad():
-        network = with_buffers_there(build_model("fashion-cnn", data.shape, len(data.classes)))
+        network = build_on_gpu("fashion-cnn", data.shape, len(data.classes))
         of_fake_tensors = inspect.unwrap(evaluate)  # which torch cannot run in inference mode
         with pytest.raises(DataDependentOutputException):  # when all are summed, the loss is read
             of_fake_tensors(network, data, DistEnv.alone(GPU), "bf16", batches())
