@@ -200,7 +200,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
-    # On an inf or nan every rank skips the step: in fp16 scaler.step does (and update lowers the scale), else accepts says no.
+    # On an inf or nan every rank skips the step: in fp16 scaler.step does (and update lowers the scale), else the guard.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
