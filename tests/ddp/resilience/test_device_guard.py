@@ -112,7 +112,9 @@ def saved(run_dir: Path) -> dict[str, Any]:
     "settings",
     [
         {"clip_norm": 1.0},
-        {"precision": "fp16", "optimizer": "adamw", "strategy": "handwritten"},
+        pytest.param(
+            {"precision": "fp16", "optimizer": "adamw", "strategy": "handwritten"}, marks=pytest.mark.slow
+        ),  # fp16's steps: test_nonfinite.py
         pytest.param({"precision": "bf16", "strategy": "zero3"}, marks=pytest.mark.slow),
         pytest.param({"strategy": "fsdp2"}, marks=pytest.mark.slow),  # whose SGD is not fused
     ],
