@@ -172,7 +172,7 @@ def test_on_a_gpu_the_metrics_have_its_times_and_memory(tmp_path: Path) -> None:
     from common.training.metrics import read_metrics
     from tests.ddp.jobs import run_job
 
-    run_ranks(run_job, 1, small(run_dir=tmp_path / "run"), gpus=True)
+    run_ranks(run_job, 1, small(run_dir=tmp_path / "run"), fresh=True)
     for record in read_metrics(tmp_path / "run"):
         if record["kind"] == "step":
             assert record["gpu_ms_per_step"] > 0

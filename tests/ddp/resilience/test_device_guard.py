@@ -169,7 +169,7 @@ def test_a_checkpoint_that_is_due_by_the_clock_holds_the_state_of_its_step(tmp_p
 def test_on_a_gpu_both_guards_come_to_the_same_bits(tmp_path: Path, precision: str) -> None:
     for name, guard in (("device", DeviceGuard), ("host", ResilientGuard)):
         config = small(**SETTINGS, precision=precision, deterministic=True, run_dir=tmp_path / name)
-        assert run_ranks(run_job, 1, config, guard, nans_on_rank_0, gpus=True) == [(0, "")]
+        assert run_ranks(run_job, 1, config, guard, nans_on_rank_0, fresh=True) == [(0, "")]
     (tensors, records), (expected_tensors, expected_records) = (
         final_state(tmp_path / name) for name in ("device", "host")
     )

@@ -158,4 +158,4 @@ def steps_in_which_waiting_is_an_error(precision: str) -> int:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_on_a_real_gpu_no_operation_of_a_step_waits(precision: str) -> None:
-    assert run_ranks(steps_in_which_waiting_is_an_error, 1, precision, gpus=True) == [6]
+    assert run_ranks(steps_in_which_waiting_is_an_error, 1, precision, fresh=True) == [6]
