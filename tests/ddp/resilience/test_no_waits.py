@@ -90,6 +90,7 @@ def fake_gpu() -> Iterator[None]:
         warnings.simplefilter("ignore")  # autocast says that it does nothing without a GPU
         for name in (*of_cuda, "Tensor.backward"):
             stack.enter_context(mock.patch(f"torch.{name}"))
+        stack.enter_context(mock.patch("torch.cuda.mem_get_info", return_value=(0, 0)))  # no data are kept on it
         stack.enter_context(mock.patch("torch.cuda.synchronize", side_effect=AssertionError("waits for the device")))
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
