@@ -2,8 +2,8 @@
 
 naive.py      after backward, one all-reduce per parameter
 wrapper.py    THE LESSON: buckets that are averaged while backward goes on. It stands on reducer.py (a backward pass),
-              buckets.py, replicas.py (equal weights), outputs.py, errors.py, join.py (uneven inputs),
-              comm_hook.py (compressed communication)
+              buckets.py, assignment.py (which gradients share one), replicas.py (equal weights), outputs.py, running.py
+              (passes within passes), errors.py, join.py (uneven inputs), comm_hook.py (compressed communication)
 drop_in/      the lesson with all of torch's arguments and methods
 
     from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel

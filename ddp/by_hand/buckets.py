@@ -6,45 +6,16 @@ slice of it, and ``.grad`` a view into its bucket: nothing is copied back after 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Container
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ddp.by_hand import errors
 
-MIB = 2**20
-DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # bytes; the first bucket is small, so that communication begins early
-
 # Mean elements per gradient on the CPU, below which one call per gradient takes longer than two passes over all of them.
 SMALL = 16_384
-
-AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-Kind = tuple[torch.dtype, torch.device]
-
-
-def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[list[AnyTensor]]:
-    """Divide tensors into buckets of one dtype and device each, in order (``compute_bucket_assignment_by_size`` in C++).
-
-    :param tensors: in the order in which they become ready
-    :param limits: bytes at which a bucket is full: the first limit is for the first bucket of a dtype and device, and so on;
-        the last limit is for all further buckets
-    :returns: the buckets in the order in which they become full, then those that are not full
-    """
-    filling: dict[Kind, tuple[list[AnyTensor], int]] = {}
-    full: Counter[Kind] = Counter()
-    buckets = []
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
-        bucket, size = filling.pop(kind, ([], 0))
-        filling[kind] = (bucket, size + tensor.nbytes)  # moved to the end: the remaining buckets stay in order
-        bucket.append(tensor)
-        if filling[kind][1] >= limits[min(full[kind], len(limits) - 1)]:
-            buckets.append(filling.pop(kind)[0])
-            full[kind] += 1
-    return buckets + [bucket for bucket, _ in filling.values()]
 
 
 class Bucket:
@@ -63,6 +34,8 @@ class Bucket:
         self.together = buffer.device.type != "cpu" or buffer.numel() < SMALL * len(parameters)
         pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
         self.views = {i: shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
+        self._places = {index: view.data_ptr() for index, view in self.views.items()}
+        self._gradients = {index: view.detach() for index, view in self.views.items()}  # they become ``.grad``
 
     def copy_in(self, index: int, divisor: float) -> None:
         """Copy one gradient, divided, into the buffer; zeros if there is none.
@@ -73,30 +46,28 @@ class Bucket:
         :raises RuntimeError: for a sparse gradient
         """
         self.to_copy.remove(index)
-        parameter, view = self.parameters[index], self.views[index]
-        gradient = parameter.grad
+        gradient, view = self.parameters[index].grad, self.views[index]
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
             raise errors.sparse(view.shape)
-        elif gradient is not view:
+        elif not self.holds(index):
             torch.mul(gradient.detach(), 1 / divisor, out=view)  # detached: backward may run with create_graph
             if self._as_view:
-                parameter.grad = view
+                self.hand_out(index)
         elif divisor != 1:
             view.div_(divisor)
 
     @torch.no_grad()
     def fill(self, divisor: float) -> None:
         """Copy all gradients that are not in the buffer yet; all in one call if they are new."""
-        gradients, views = [parameter.grad for parameter in self.parameters.values()], list(self.views.values())
-        new = (g is not None and g is not view and not g.is_sparse for g, view in zip(gradients, views, strict=True))
-        if self.together and all(new):
-            torch._foreach_copy_(views, cast("list[Tensor]", gradients))
+        gradients = [parameter.grad for parameter in self.parameters.values()]
+        found = zip(gradients, self._places.values(), strict=True)
+        if self.together and all(g is not None and not g.is_sparse and g.data_ptr() != place for g, place in found):
+            torch._foreach_copy_(list(self.views.values()), cast("list[Tensor]", gradients))
             self.buffer.mul_(1 / divisor)
-            if self._as_view:
-                for parameter, view in zip(self.parameters.values(), views, strict=True):
-                    parameter.grad = view
+            for index in self.parameters if self._as_view else ():
+                self.hand_out(index)
             return
         for index in list(self.to_copy):
             self.copy_in(index, divisor)
@@ -104,12 +75,30 @@ class Bucket:
     @torch.no_grad()
     def finalize(self, receivers: Container[int]) -> None:
         """Make the averages in the buffer the gradients of the parameters whose indices are in ``receivers``."""
-        for (index, parameter), view in zip(self.parameters.items(), self.views.values(), strict=True):
-            if index in receivers and parameter.grad is not view:
-                if parameter.grad is None or self._as_view:
-                    parameter.grad = view if self._as_view else view.clone()
+        for index, parameter in self.parameters.items():
+            if index in receivers and parameter.grad is not self._gradients[index]:
+                if self._as_view:
+                    self.hand_out(index)
+                elif parameter.grad is None:
+                    parameter.grad = self.views[index].clone()
                 else:
-                    parameter.grad.copy_(view)
+                    parameter.grad.copy_(self.views[index])
+
+    def holds(self, index: int) -> bool:
+        """Whether a gradient lies in this bucket. Its memory tells: ``.grad.data = ...`` moves a tensor to another place."""
+        gradient = self.parameters[index].grad
+        return gradient is not None and gradient.data_ptr() == self._places[index]
+
+    def hand_out(self, index: int) -> None:
+        """Let ``.grad`` be the view into this bucket."""
+        if self._gradients[index].data_ptr() != self._places[index]:  # the last one was moved
+            self._gradients[index] = self.views[index].detach()
+        self.parameters[index].grad = self._gradients[index]
+
+    def drop(self) -> None:
+        """Forget the gradients that lie in this bucket."""
+        for index in filter(self.holds, self.parameters):
+            self.parameters[index].grad = None
 
 
 def shaped(piece: Tensor, parameter: Tensor) -> Tensor:

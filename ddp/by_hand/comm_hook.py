@@ -39,13 +39,15 @@ class HookableDDP:
 class GradBucket:
     """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
 
-    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes and
-    strides of the ``parameters()``. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for the last one.
+    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes and strides that the
+    ``parameters()`` had when they were wrapped. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for
+    the last one.
     """
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
         self.set_buffer(bucket.buffer)
         self.parameters: Callable[[], list[nn.Parameter]] = lambda: list(bucket.parameters.values())
+        self._views = list(bucket.views.values())
         self.index, self.is_last = lambda: index, lambda: is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -53,9 +55,8 @@ class GradBucket:
         self.buffer: Callable[[], Tensor] = lambda: buffer
 
     def gradients(self) -> list[Tensor]:
-        parameters = self.parameters()
-        pieces = self.buffer().split([parameter.numel() for parameter in parameters])
-        return [shaped(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+        pieces = self.buffer().split([view.numel() for view in self._views])
+        return [shaped(piece, view) for piece, view in zip(pieces, self._views, strict=True)]
 
 
 class HookedAverage:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 
 def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
@@ -30,11 +30,18 @@ def ready_twice(name: str, static_graph: bool) -> RuntimeError:
     )
 
 
-def ready_too_late(name: str) -> RuntimeError:
+def unknown_beginning() -> RuntimeError:
     return RuntimeError(
-        f"the gradient of {name} became ready after the gradients were averaged: the backward pass of a checkpoint, within the "
-        "whole one, was taken for all of it. Checkpoint with use_reentrant=False, or return the output in tuples, lists, dicts "
-        "or dataclasses, where it is found"
+        "the backward pass of a reentrant checkpoint came before one that begins at what forward returned, so it cannot be told "
+        "from the whole one, whose gradients are averaged: checkpoint with use_reentrant=False, or return the output in tuples, "
+        "lists, dicts or dataclasses, where it is found"
+    )
+
+
+def two_wrappers() -> RuntimeError:
+    return RuntimeError(
+        "two wrappers of the same parameters take part in one backward pass, and both would let .grad be a view into their "
+        "buckets: wrap a module that holds both parts, or pass gradient_as_bucket_view=False to both"
     )
 
 
@@ -42,19 +49,29 @@ def sparse(shape: Iterable[int]) -> RuntimeError:
     return RuntimeError(f"a gradient of {list(shape)} is sparse: build its embedding with sparse=False")
 
 
-def require_same_dtypes(names: Sequence[str], parameters: Sequence[Tensor], dtypes: Iterable[torch.dtype]) -> None:
-    """:raises RuntimeError: if parameters were converted after wrapping: autograd then forgets who waits for their gradients"""
-    changed = [name for name, p, dtype in zip(names, parameters, dtypes, strict=True) if p.dtype != dtype]
-    if changed:
-        raise RuntimeError(
-            f"{len(changed)} parameters have another dtype than when they were wrapped: {_first(changed)}. Their gradients "
-            "are not averaged any more: convert the module first, then wrap it"
-        )
+def converted(names: Sequence[str], parameters: Sequence[Tensor], nodes: Iterable[Node]) -> RuntimeError | None:
+    """An error if parameters were converted after wrapping: autograd gives them new nodes, without our hooks.
+
+    :param nodes: which had accumulated the parameters' gradients when they were wrapped
+    """
+    changed = [
+        name
+        for name, parameter, node in zip(names, parameters, nodes, strict=True)
+        if parameter.requires_grad and get_gradient_edge(parameter).node is not node
+    ]
+    if not changed:
+        return None
+    return RuntimeError(
+        f"{len(changed)} parameters were converted after they were wrapped, to another dtype or device: {_first(changed)}. Their "
+        "gradients are not averaged any more: convert the module first, then wrap it"
+    )
 
 
 def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) -> None:
     """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
-    changed = [name for name, parameter in wrapped.items() if _attribute(module, name) is not parameter]
+    changed = [
+        name for name, parameter in wrapped.items() if (now := _now(module, name)) is not None and now is not parameter
+    ]
     if changed:
         raise RuntimeError(
             f"{len(changed)} parameters were replaced after wrapping: {_first(changed)}. Their gradients are not averaged any "
@@ -62,11 +79,13 @@ def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) ->
         )
 
 
-def _attribute(module: nn.Module, name: str) -> object:
+def _now(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter of that name, if there is one. (Pruning and weight norm make what was a parameter a function of others.)"""
     try:
-        return operator.attrgetter(name)(module)
+        found = operator.attrgetter(name)(module)
     except AttributeError:
         return None
+    return found if isinstance(found, nn.Parameter) else None
 
 
 def _first(names: Sequence[str]) -> str:

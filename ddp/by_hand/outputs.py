@@ -11,13 +11,17 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors in tuples, lists, dicts and dataclasses, however nested."""
+def tensors_in(output: Any, within: tuple[object, ...] = ()) -> Iterator[Tensor]:
+    """The tensors in tuples, lists, dicts and dataclasses, however nested.
+
+    :param within: the dataclasses around it, of which one may refer to another one around itself
+    """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_in(vars(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and not any(leaf is one for one in within):
+            fields = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+            yield from tensors_in(fields, (*within, leaf))
 
 
 def depend_on(nodes: Iterable[Node | None], parameters: Container[int]) -> bool:

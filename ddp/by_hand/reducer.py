@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ddp.all_reduce.base import AllReduce, Pending
-from ddp.by_hand import errors
-from ddp.by_hand.buckets import Bucket, Kind, assign_buckets
+from ddp.by_hand import errors, running
+from ddp.by_hand.assignment import Kind, assign_buckets
+from ddp.by_hand.buckets import Bucket
 from ddp.by_hand.outputs import depend_on
 
 
@@ -29,7 +30,7 @@ class Reducer:
     :param parameters: by name, in the same order on all ranks
     :param group: the ranks that train together
     :param all_reduce: sums a bucket
-    :param limits: see :func:`ddp.by_hand.buckets.assign_buckets`
+    :param limits: see :func:`ddp.by_hand.assignment.assign_buckets`
     :param as_view, find_unused, static_graph: the wrapper's gradient_as_bucket_view, find_unused_parameters and static_graph
     """
 
@@ -48,19 +49,20 @@ class Reducer:
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
         self.names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits, self._static_graph = group, all_reduce, limits, static_graph
-        self._as_view, self._find_unused = as_view, find_unused and not static_graph and bool(parameters)
-        self._ids, self._dtypes = set(map(id, self.parameters)), [parameter.dtype for parameter in self.parameters]
+        self.as_view, self._find_unused = as_view, find_unused and not static_graph
+        # The nodes that put gradients into .grad. (A parameter that is converted gets another one.)
+        self.ids, self.nodes = set(map(id, self.parameters)), [get_gradient_edge(p).node for p in self.parameters]
         indices = range(len(self.parameters))
         sizes: Counter[Kind] = Counter()
         for parameter in self.parameters:
             sizes[parameter.dtype, parameter.device] += parameter.numel()
         self.memory = {kind: all_reduce.allocate(size, *kind) for kind, size in sizes.items()}
         # The order in which gradients become ready in the first backward pass; None afterwards.
-        self._order: list[int] | None = []
+        self._order: list[int] | None = [] if parameters else None
         # How often each gradient becomes ready in a backward pass. The first pass of a static graph counts.
         self._counting, self._uses = static_graph, [0 if static_graph else 1 for _ in indices]
         # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
-        self._receivers = None if static_graph or self._find_unused else set(indices)
+        self._receivers = None if parameters and (static_graph or find_unused) else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
         # Of the running backward pass: whether it began from an output that depends on any parameter, how often each gradient will
         # still become ready, the sent all-reduces, its number, and a reference to its end that dies with it in an exception.
@@ -72,6 +74,7 @@ class Reducer:
         """A backward pass that synchronizes begins from ``outputs``, or goes on. Autograd calls :meth:`_finish` when it is over."""
         self._leave_interrupted()
         if not self._running:
+            running.enter(self, is_whole=bool(outputs))
             self._running, self.expecting, self._depends = True, True, False
             self._remaining, self.sent = list(self._uses), []
             self._divisor_now = 1 if self.hook else self.divisor  # communication hooks divide by themselves
@@ -81,7 +84,7 @@ class Reducer:
             self._task, self._end = torch._C._current_graph_task_id(), weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
         if self._find_unused and not self._depends:
-            self._depends = depend_on(outputs, self._ids)
+            self._depends = depend_on(outputs, self.ids)
 
     def ready(self, index: int, *_: object) -> None:
         """The gradient of parameter ``index`` is in ``.grad``, or there is none.
@@ -90,7 +93,7 @@ class Reducer:
         """
         if not self.expecting:
             if 0 <= torch._C._current_graph_task_id() < self._task:  # a pass around the one that has been averaged
-                raise errors.ready_too_late(self.names[index])
+                raise errors.unknown_beginning()
             return
         self.begin()
         if self._order is not None:
@@ -114,10 +117,16 @@ class Reducer:
         in_backward = torch._C._current_graph_task_id() != -1  # activation checkpointing runs forward within backward
         self.expecting = synchronize or (in_backward and self.expecting)
 
+    def goes_on(self) -> bool:
+        """Whether a backward pass is running, and no exception has ended it."""
+        return self._running and self._end() is not None
+
     def _leave_interrupted(self) -> None:
-        if self._running and self._end() is None:
+        if self._running and not self.goes_on():
             self._running = False  # first: to wait may raise what ended the pass
             self.wait()
+            for bucket in self.buckets[: len(self.sent)]:
+                bucket.drop()  # the sums came into these gradients when they may have been zero again
 
     def _send(self) -> None:
         bucket = self.buckets[len(self.sent)]
@@ -139,13 +148,15 @@ class Reducer:
     def _finish(self) -> None:
         """Backward is over: send the remaining buckets, wait for all, and make the averages the gradients."""
         self._running = False
-        if self._remaining == self._uses and (not self._find_unused or self._depends):
-            errors.require_same_dtypes(self.names, self.parameters, self._dtypes)
-            return  # no gradient became ready: this was torch.autograd.grad, which leaves .grad unchanged
-        if not self._find_unused and max(self._remaining) > 0:
+        running.leave(self)
+        none_ready, missing = self._remaining == self._uses, max(self._remaining, default=0) > 0
+        error = errors.converted(self.names, self.parameters, self.nodes) if none_ready or missing else None
+        if none_ready and not error and (not self._find_unused or self._depends):
+            return  # this was torch.autograd.grad, which leaves .grad unchanged
+        if error or (missing and not self._find_unused):
             self.wait()
             self.expecting = False
-            raise errors.unused(self.names, self._remaining)
+            raise error or errors.unused(self.names, self._remaining)
         while len(self.sent) < len(self.buckets):
             self._send()
         self.wait()
@@ -177,13 +188,13 @@ class Reducer:
         dist.broadcast(order, group=self._group, group_src=0)
         self._order = None
         # All buckets share one buffer per dtype, in which the new order gives each average another place.
-        before = {index: view for bucket in self.buckets for index, view in bucket.views.items()}
-        averages = {index: view.clone() for index, view in before.items()}
+        averages = {index: view.clone() for bucket in self.buckets for index, view in bucket.views.items()}
+        gradients = [index for bucket in self.buckets for index in filter(bucket.holds, bucket.parameters)]
         self._build_buckets(order.tolist())
         for index, average in averages.items():
-            view, parameter = self._bucket_of[index].views[index].copy_(average), self.parameters[index]
-            if parameter.grad is before[index]:
-                parameter.grad = view
+            self._bucket_of[index].views[index].copy_(average)
+        for index in gradients:
+            self._bucket_of[index].hand_out(index)
 
     def _build_buckets(self, order: Iterable[int]) -> None:
         indices = {self.parameters[index]: index for index in order}
@@ -193,5 +204,5 @@ class Reducer:
             kind = (parameters[0].dtype, parameters[0].device)
             size = sum(parameter.numel() for parameter in parameters)
             buffer, free[kind] = free[kind][:size], free[kind][size:]
-            self.buckets.append(Bucket({indices[p]: p for p in parameters}, buffer, self._as_view))
+            self.buckets.append(Bucket({indices[p]: p for p in parameters}, buffer, self.as_view))
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.parameters}

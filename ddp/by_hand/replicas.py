@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,19 +70,19 @@ def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True)
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters whose gradients are averaged, by name."""
     tensors = replicated(module, buffers=False).items()
-    return {name: t for name, t in tensors if isinstance(t, nn.Parameter) and t.requires_grad}
+    return {name: cast("nn.Parameter", tensor) for name, tensor in tensors if tensor.requires_grad}
 
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
-    from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
+    from ddp.by_hand.assignment import DEFAULT_LIMITS, assign_buckets
 
     for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
-        if group.rank() != source:
-            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.detach().copy_(piece.view(tensor.shape))
+        # On the source rank, too: if a tensor cannot be written to, since elements share memory, all ranks say so.
+        for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(piece.view(tensor.shape))
 
 
 def _describe(tensor: Tensor) -> str:

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import replicas
-from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
+from ddp.by_hand.assignment import DEFAULT_LIMITS, MIB
 from ddp.by_hand.comm_hook import HookableDDP
 from ddp.by_hand.join import JoinableDDP
 from ddp.by_hand.outputs import tensors_in
@@ -96,8 +95,7 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         options = (self.bucket_limits, self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
         reducer = self.reducer = self.reducer_type(trained, self.process_group, all_reduce, *options)
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in trained.values()]
-        self._hooks = [n.register_hook(functools.partial(self.reducer.ready, i)) for i, n in enumerate(self._nodes)]
+        self._hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
         self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
         for hook in self._hooks:  # are removed with this wrapper and the outputs that still lead to a backward pass
             weakref.finalize(self.begin_backward, hook.remove)
@@ -131,5 +129,6 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self.begin_backward)
+            for one in (tensor, tensor._base):  # changing a view in place gives it another node; that of its base stays
+                if one is not None and one.grad_fn is not None:
+                    one.register_hook(self.begin_backward)

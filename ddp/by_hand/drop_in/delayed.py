@@ -1,60 +1,90 @@
 """Parameters whose gradients are averaged when the gradient of another parameter is ready, all in one all-reduce.
 
-torch's own: ``_register_delay_all_reduce_hook`` in torch/nn/parallel/distributed.py. It never waits for the all-reduce, and sends
-under ``no_sync`` too; this one does neither.
+torch's own: ``_register_delay_all_reduce_hook`` in torch/nn/parallel/distributed.py. It never waits for the all-reduce, sends under
+``no_sync`` too, and averages what lies in its own memory, which need not be what is in ``.grad``. This one does none of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
+from ddp.by_hand import errors
 from ddp.by_hand.drop_in.reducer import DropInReducer
 
 
 class DelayedAverage:
-    """Keeps the gradients of some parameters in one tensor, and averages it during backward.
+    """Averages the gradients of some parameters in one tensor, when all of them and that of another parameter are ready.
 
-    :param parameters: of one dtype and device
-    :param trigger: the gradients of the others must be ready before that of this parameter
+    :param parameters: by name, of one dtype and device
+    :param trigger: the parameter whose gradient is waited for; that it is ready after the others is usual, and not needed
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         trigger: nn.Parameter,
         group: dist.ProcessGroup,
         reducer: DropInReducer,
     ) -> None:
-        self._parameters, self._group, self._reducer = list(parameters), group, reducer
-        first = self._parameters[0]
-        self._buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        pieces = self._buffer.split([p.numel() for p in parameters])
-        self._views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._group, self._reducer = group, reducer
+        first, sizes = self._parameters[0], [parameter.numel() for parameter in self._parameters]
+        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        pieces = self._buffer.split(sizes)
+        self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
+        self._missing: set[int] = set()  # gradients that are waited for in this pass; the last one is the trigger's
         self._work: dist.Work | None = None
-        self.hooks = [trigger.register_hook(self._average)]
-        reducer.after_backward.append(self._wait)
+        self._nodes = [get_gradient_edge(parameter).node for parameter in (*self._parameters, trigger)]
+        self.hooks = [n.register_hook(functools.partial(self._ready, i)) for i, n in enumerate(self._nodes)]
+        reducer.ids.update(map(id, self._parameters))
+        reducer.before_backward.append(self._begin)
+        reducer.after_backward.append(self._finish)
 
-    @torch.no_grad()
-    def prepare(self) -> None:
-        """After a forward pass: let autograd add the gradients up where they are averaged."""
-        self._wait()  # an exception may have ended the backward pass before
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
-            elif parameter.grad is not view:
-                parameter.grad = view.copy_(parameter.grad)
+    def _begin(self) -> None:
+        self._wait()  # an exception may have ended the pass before
+        self._missing = set(range(len(self._nodes)))
 
-    def _average(self, _: Tensor) -> None:
+    def _ready(self, index: int, *_: object) -> None:
         if not self._reducer.expecting:
             return
         self._reducer.begin()  # it ends this pass, also if none of its own gradients becomes ready
         self._reducer.others_ready = True
+        self._missing.discard(index)
+        if not self._missing and self._work is None:
+            self._start()
+
+    @torch.no_grad()
+    def _start(self) -> None:
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
         self._buffer.div_(self._reducer.divisor)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Backward is over: start now if a parameter was not used, and make the averages the gradients.
+
+        :raises RuntimeError: if parameters were converted after wrapping
+        """
+        if error := errors.converted(self._names, self._parameters, self._nodes[:-1]):
+            raise error
+        if self._work is None:
+            self._start()
+        self._wait()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.detach().clone()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad.copy_(view)
 
     def _wait(self) -> None:
         work, self._work = self._work, None

@@ -16,13 +16,14 @@ from ddp.by_hand.reducer import Reducer
 class DropInReducer(Reducer):
     """A reducer to which other parts of a wrapper can be attached.
 
-    ``after_backward`` are called at the end of each backward pass that synchronized, ``after_none`` at the end of one that gave no
-    parameter a gradient. ``moments`` are of the latest one, in nanoseconds: the begin of backward, the first all-reduce, the end
-    of backward's own computation, and the end of all.
+    ``before_backward`` are called when a backward pass that synchronizes begins, ``after_backward`` when it has ended, ``after_none``
+    when one has ended that gave no parameter a gradient. ``moments`` are of the latest one, in nanoseconds: the begin of backward,
+    the first all-reduce, the end of backward's own computation, and the end of all.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self.after_none: list[Callable[[], None]] = []
         self.skip_unused = False  # whether buckets without any gradient are not sent
@@ -38,13 +39,16 @@ class DropInReducer(Reducer):
 
     def unused(self) -> dict[str, nn.Parameter]:
         """The parameters, by name, that got no gradient in the latest backward pass, in which others might stand for them."""
-        named = zip(self.names, self.parameters, self._remaining, strict=True)
+        named = zip(self.names, self.parameters, self._remaining, strict=False)
         return {name: parameter for name, parameter, remaining in named if remaining > 0}
 
     def begin(self, *outputs: Node | None) -> None:
+        self._leave_interrupted()
         if not self._running:
             self.others_ready, self.moments = False, {"backward": time.perf_counter_ns()}
             self._skipped.clear()
+            for call in self.before_backward:
+                call()
         super().begin(*outputs)
 
     def ready(self, index: int, *arguments: object) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ddp.by_hand import errors
 from ddp.by_hand.drop_in.reducer import DropInReducer
 
 
@@ -36,9 +37,11 @@ class SparseAverage:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, reducer: DropInReducer
     ) -> None:
-        self._parameters, self._group, self._reducer = list(parameters.values()), group, reducer
+        self._names, self._parameters = list(parameters), list(parameters.values())
+        self._group, self._reducer = group, reducer
         self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
         self.hooks = [node.register_hook(self._ready) for node in self._nodes]
+        reducer.ids.update(map(id, self._parameters))
         reducer.after_backward.append(self._average)
 
     def _ready(self, *_: object) -> None:
@@ -48,6 +51,8 @@ class SparseAverage:
 
     @torch.no_grad()
     def _average(self) -> None:
+        if error := errors.converted(self._names, self._parameters, self._nodes):
+            raise error
         for parameter in self._parameters:
             gradient = _no_rows_of(parameter) if parameter.grad is None else parameter.grad
             total = gradient / self._reducer.divisor

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
-from ddp.by_hand.buckets import MIB
+from ddp.by_hand.assignment import MIB
 from ddp.by_hand.comm_hook import Hook
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.buffer_hook import BufferHookedDDP
@@ -141,6 +141,10 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self._all_reduce = all_reduce
         self.bucket_limits = self._limits or self.bucket_limits
         sparse = {name: trained[name] for name in trained if name in sparse_parameters(self.module)}
+        if sparse and self.mixed_precision is not None:
+            raise NotImplementedError(
+                "mixed_precision: torch has no sparse gradients of embeddings in another precision: use sparse=False or autocast"
+            )
         buckets = {
             name: p for name, p in trained.items() if name not in self._delayed_parameters and name not in sparse
         }
@@ -149,8 +153,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         if sparse:
             self._sparse = SparseAverage(sparse, self.process_group, self.reducer)
         if self._trigger[0] is not None and self._delayed_parameters:
-            parameters = list(self._delayed_parameters.values())
-            self._delayed = DelayedAverage(parameters, self._trigger[0], self.process_group, self.reducer)
+            self._delayed = DelayedAverage(self._delayed_parameters, self._trigger[0], self.process_group, self.reducer)
         for part in (self._sparse, self._delayed):
             for hook in part.hooks if part is not None else ():
                 self._hooks.append(hook)
@@ -208,8 +211,6 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self._times.forward_begins()
         output = super().forward(*inputs, **kwargs)
         self.synchronize_buffers_after_forward()
-        if self._delayed is not None:
-            self._delayed.prepare()
         return output
 
     def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -306,7 +307,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             raise RuntimeError(
                 "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
             )
-        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_nodes", "_hooks"}
+        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks"}
         parts |= {"_sparse", "_delayed", "_times", "_fused"}
         return {name: value for name, value in self.__dict__.items() if name not in parts}
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import prune
 
 from common.distributed.process_group import process_group
 from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel
@@ -39,22 +39,12 @@ from ddp.conformance.tools import (
 )
 from tests.support.launch import run_ranks
 
-PROGRAMS: list[Callable[[], None]] = []
+Program = Callable[[], None]
 
 
-def program(function: Callable[[], None]) -> Callable[[], None]:
-    PROGRAMS.append(function)
-    return function
-
-
-def run(number: int) -> None:
+def run(program: Program) -> None:
     with process_group(timeout_s=20):
-        PROGRAMS[number]()
-
-
-@pytest.mark.parametrize("number", range(13), ids=lambda number: PROGRAMS[number].__name__)
-def test_program(number: int) -> None:
-    run_ranks(run, 2, number)
+        program()
 
 
 def message_of(error: Exception | None) -> str:
@@ -70,7 +60,6 @@ def expect_equal_replicas(network: nn.Module) -> None:
 # What is averaged
 
 
-@program
 def optimizers_in_backward_step_after_delayed_averages() -> None:
     network, reference = layers(3, 1000, 2000), layers(3, 1000, 2000)  # so large that the average takes a while
     first, *_, weight, bias = network.parameters()
@@ -85,31 +74,6 @@ def optimizers_in_backward_step_after_delayed_averages() -> None:
         expect_same(list(network.parameters()), list(reference.parameters()), "parameter")
 
 
-def fail_once(parameter: Tensor) -> None:
-    def fail(_: Tensor) -> Tensor:
-        hook.remove()
-        raise ArithmeticError
-
-    hook = parameter.register_hook(fail)
-
-
-@program
-def a_backward_pass_that_failed_may_be_repeated_without_a_forward_pass() -> None:
-    for engine, failing in itertools.product((HandwrittenDistributedDataParallel, DistributedDataParallel), range(4)):
-        network = layers(3, 5, 2)
-        expected = average(alone(network))
-        model = engine(network, bucket_cap_mb=EACH_ALONE)
-        backward(model)
-        loss = loss_of(model(inputs()))
-        fail_once(list(network.parameters())[failing])
-        with contextlib.suppress(ArithmeticError):
-            loss.backward(retain_graph=True)
-        model.zero_grad()
-        loss.backward()
-        expect_same(gradients(network), expected)
-
-
-@program
 def what_was_accumulated_is_averaged_though_unused_buckets_are_skipped() -> None:
     for as_view in (True, False):
         network = Branches(2)
@@ -137,7 +101,6 @@ def what_was_accumulated_is_averaged_though_unused_buckets_are_skipped() -> None
         assert all((p.grad == 5.0).all() for p in network.branches[1].parameters())  # type: ignore[union-attr]
 
 
-@program
 def another_process_group_is_that_of_mixed_precision_too() -> None:
     network = layers(3, 5, 2)
     model = DistributedDataParallel(network, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
@@ -152,7 +115,6 @@ def another_process_group_is_that_of_mixed_precision_too() -> None:
     assert mine[0] != mine[1]
 
 
-@program
 def a_communication_hook_sees_gradients_with_the_strides_of_their_parameters() -> None:
     seen: list[bool] = []
 
@@ -170,7 +132,6 @@ def a_communication_hook_sees_gradients_with_the_strides_of_their_parameters() -
     assert seen == [True] * 4
 
 
-@program
 def parameters_of_every_kind_may_be_the_only_ones() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     model = DistributedDataParallel(embedding, find_unused_parameters=True)
@@ -186,7 +147,6 @@ def parameters_of_every_kind_may_be_the_only_ones() -> None:
     expect_same(gradients(network), expected)
 
 
-@program
 def tied_weights_are_cast_together_in_mixed_precision() -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     network[1].weight = network[0].weight
@@ -198,7 +158,6 @@ def tied_weights_are_cast_together_in_mixed_precision() -> None:
     expect_same(found, average([gradient for gradient in found if gradient is not None]))
 
 
-@program
 def a_copy_can_be_made_after_optimizers_have_stepped_in_backward() -> None:
     network = layers(3, 5, 2)
     _apply_optimizer_in_backward(torch.optim.SGD, network.parameters(), {"lr": 0.1})
@@ -212,30 +171,105 @@ def a_copy_can_be_made_after_optimizers_have_stepped_in_backward() -> None:
     expect_same(found, average([gradient for gradient in found if gradient is not None]))
 
 
+def two_steps(network: nn.Module) -> None:
+    for number in range(2):
+        backward(network, number)
+
+
+def delayed_averages_are_of_what_is_in_the_gradients() -> None:
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = layers(3, 3), layers(3, 2, seed=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
+
+    for trigger in ("first.0.weight", "last.0.weight"):  # the second is ready before what it is to wait for
+        network = Line()
+        named = dict(network.named_parameters())
+        delayed = [(name, named[name]) for name in named if not name.startswith(trigger.partition(".")[0])]
+        model = DistributedDataParallel(
+            network, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=named[trigger]
+        )
+        for create_graph in (False, True):
+            expected = average(alone(network))
+            network.zero_grad()
+            loss = loss_of(model(inputs()))
+            network.zero_grad()  # between forward and backward
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a cycle
+                loss.backward(create_graph=create_graph)
+            expect_same(gradients(network), expected)
+        network.zero_grad()
+        twice = average(alone(network, two_steps))
+        losses = [loss_of(model(inputs(number))) for number in range(2)]
+        for loss in losses:
+            loss.backward()
+        expect_same(gradients(network), twice)
+
+
+def a_rank_without_rows_takes_part_in_sparse_averages() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(3, 1, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.rows(torch.tensor([0])) if dist.get_rank() == 0 else x
+
+    network = Rows()
+    model = DistributedDataParallel(network, find_unused_parameters=True)
+    model(nn.Parameter(torch.ones(1, 1)) * 1).sum().backward()
+    assert network.rows.weight.grad is not None
+    assert network.rows.weight.grad.to_dense().tolist() == [[0.5], [0], [0]]
+
+
+def a_failed_pass_leaves_nothing_to_the_next_one() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rows = nn.Linear(3, 1, bias=False), nn.Embedding(2, 1, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.square()) + self.rows(torch.tensor([0]))  # type: ignore[no-any-return]
+
+    def penalty(output: Tensor, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    network, x = Both(), inputs().requires_grad_()
+    expected = average(alone(network.layer, lambda layer: penalty(layer(x.square()), x).backward()))
+    model = DistributedDataParallel(network)
+    output = model(x)
+
+    def fail(_: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    hook = next(network.layer.parameters()).register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        output.sum().backward(retain_graph=True)
+    hook.remove()
+    network.zero_grad()
+    penalty(output, x).backward()
+    expect_same(gradients(network.layer), expected)
+
+
+def pruned_parameters_were_not_replaced() -> None:
+    network = layers(3, 5, 2)
+    model = DistributedDataParallel(network, find_unused_parameters=True)
+    prune.l1_unstructured(network[0], "weight", 0.5)  # weight is now computed from weight_orig
+    backward(model)
+    network[2].register_parameter("bias", None)
+    network.zero_grad()
+    backward(model)
+    found = [gradient for gradient in gradients(network) if gradient is not None]
+    expect_same(found, average(found))
+
+
 # What is refused
 
 
-@program
-def layers_below_a_checkpoint_in_a_hidden_output_are_not_left_alone() -> None:
-    class Hidden:
-        def __init__(self, value: Tensor) -> None:
-            self.value = value
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.below, self.within = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Hidden:
-            return Hidden(checkpoint(self.within, self.below(x), use_reentrant=True))
-
-    for engine in (HandwrittenDistributedDataParallel, DistributedDataParallel):
-        model = engine(Network(), find_unused_parameters=True)
-        error = error_of(lambda: model(inputs()).value.square().sum().backward())  # noqa: B023
-        assert "became ready after the gradients were averaged" in message_of(error), error
-
-
-@program
 def replaced_parameters_are_named_though_unused_ones_are_allowed() -> None:
     network = layers(3, 5, 2)
     model = DistributedDataParallel(network, find_unused_parameters=True)
@@ -249,10 +283,11 @@ def replaced_parameters_are_named_though_unused_ones_are_allowed() -> None:
     assert "2 parameters were replaced after wrapping: 2.weight, 2.bias" in message_of(error)
 
 
-@program
 def a_block_of_join_says_what_it_cannot_do_and_ends_after_errors() -> None:
     model = DistributedDataParallel(Branches(2), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     assert "skip_all_reduce_unused_params=False" in message_of(error_of(model.join))
+    error = error_of(lambda: DistributedDataParallel(nn.Embedding(3, 2, sparse=True), mixed_precision=MixedPrecision()))
+    assert "use sparse=False or autocast" in message_of(error)
     model = DistributedDataParallel(layers(3, 5, 2), find_unused_parameters=True)
     assert isinstance(model.join(), Join)
     with contextlib.suppress(RuntimeError), model.join(throw_on_early_termination=True):
@@ -266,7 +301,6 @@ def a_block_of_join_says_what_it_cannot_do_and_ends_after_errors() -> None:
 # What is left behind
 
 
-@program
 def nothing_outlives_its_use() -> None:
     class KeepsItsOutput(nn.Module):
         def __init__(self) -> None:
@@ -298,7 +332,6 @@ def nothing_outlives_its_use() -> None:
     assert old() is None
 
 
-@program
 def a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first() -> None:
     network = layers(3, 64, 64, 2)
     model = DistributedDataParallel(network, static_graph=True, bucket_cap_mb=EACH_ALONE)
@@ -316,4 +349,26 @@ def a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first() -> None:
     assert sum(message.at < products[-1] for message in record.gradients) >= 2
 
 
-assert len(PROGRAMS) == 13
+@pytest.mark.parametrize(
+    "program",
+    [
+        optimizers_in_backward_step_after_delayed_averages,
+        delayed_averages_are_of_what_is_in_the_gradients,
+        a_rank_without_rows_takes_part_in_sparse_averages,
+        a_failed_pass_leaves_nothing_to_the_next_one,
+        pruned_parameters_were_not_replaced,
+        what_was_accumulated_is_averaged_though_unused_buckets_are_skipped,
+        another_process_group_is_that_of_mixed_precision_too,
+        a_communication_hook_sees_gradients_with_the_strides_of_their_parameters,
+        parameters_of_every_kind_may_be_the_only_ones,
+        tied_weights_are_cast_together_in_mixed_precision,
+        a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
+        replaced_parameters_are_named_though_unused_ones_are_allowed,
+        a_block_of_join_says_what_it_cannot_do_and_ends_after_errors,
+        nothing_outlives_its_use,
+        a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_program(program: Program) -> None:
+    run_ranks(run, 2, program)

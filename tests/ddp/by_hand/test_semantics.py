@@ -845,8 +845,8 @@ def refused_nesting_and_conversion() -> None:
             model = wrap(network, find_unused_parameters=find_unused)
             network.double()
             assert message(RuntimeError, lambda model=model: loss_of(model(inputs().double())).backward()) == (  # type: ignore[misc]
-                "2 parameters have another dtype than when they were wrapped: 0.weight, 0.bias. Their gradients are not "
-                "averaged any more: convert the module first, then wrap it"
+                "2 parameters were converted after they were wrapped, to another dtype or device: 0.weight, 0.bias. Their "
+                "gradients are not averaged any more: convert the module first, then wrap it"
             )
 
 

@@ -1,0 +1,240 @@
+"""ddp/by_hand: backward passes that fail, are nested, or find other gradients than they left, with the lesson and with the drop-in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from common.distributed.process_group import process_group
+from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel
+from ddp.conformance.tools import (
+    EACH_ALONE,
+    alone,
+    average,
+    backward,
+    error_of,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    of_all_ranks,
+)
+from tests.support.launch import run_ranks
+
+ENGINES: tuple[Any, ...] = (HandwrittenDistributedDataParallel, DistributedDataParallel)
+Program = Callable[[], None]
+
+
+def run(program: Program) -> None:
+    with process_group(timeout_s=20):
+        program()
+
+
+def fail_once(parameter: Tensor) -> None:
+    def fail(_: Tensor) -> Tensor:
+        hook.remove()
+        raise ArithmeticError
+
+    hook = parameter.register_hook(fail)
+
+
+def a_backward_pass_that_failed_may_be_repeated_without_a_forward_pass() -> None:
+    for engine, failing in itertools.product(ENGINES, range(4)):
+        network = layers(3, 5, 2)
+        expected = average(alone(network))
+        model = engine(network, bucket_cap_mb=EACH_ALONE)
+        backward(model)
+        loss = loss_of(model(inputs()))
+        fail_once(list(network.parameters())[failing])
+        with contextlib.suppress(ArithmeticError):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+        expect_same(gradients(network), expected)
+
+
+def two_reentrant_checkpoints(x: Tensor, first: nn.Module, second: nn.Module) -> Tensor:
+    return checkpoint(second, checkpoint(first, x, use_reentrant=True), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class Hidden:
+    """An output of a class of its own, in which no wrapper finds the tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class InPlace(nn.Module):
+    """Two reentrant checkpoints, and an output that is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers(3, 3), layers(3, 4, seed=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return two_reentrant_checkpoints(x, self.first, self.second)[:, :2]
+
+
+class HidesItsOutput(InPlace):
+    """The same, hidden, above a layer that is in no checkpoint."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Hidden(super().forward(self.first(x)))
+
+
+def masked(network: nn.Module, number: int = 0) -> None:
+    """Forward, a change of the output in place, and backward."""
+    output = network(inputs(number).requires_grad_())
+    output.masked_fill_(torch.tensor([True, False]), 0.5)
+    loss_of(output).backward()
+
+
+def an_output_that_is_a_view_may_be_changed_in_place() -> None:
+    for engine, options in itertools.product(ENGINES, ({}, {"find_unused_parameters": True}, {"static_graph": True})):
+        network = InPlace()
+        model = engine(network, **options)
+        for number in range(3):
+            expected = average(alone(network, functools.partial(masked, number=number)))
+            network.zero_grad()
+            masked(model, number)
+            expect_same(gradients(network), expected)
+
+
+def checkpoints_in_a_hidden_output_are_not_taken_for_the_whole_pass() -> None:
+    for engine, options in itertools.product(ENGINES, ({}, {"find_unused_parameters": True}, {"static_graph": True})):
+        model = engine(HidesItsOutput(), **options)
+        error = error_of(lambda: model(inputs()).value.square().sum().backward())  # noqa: B023
+        assert "the backward pass of a reentrant checkpoint came before" in str(error), error
+
+
+def parameters_that_were_converted_are_named_also_if_they_were_converted_back() -> None:
+    for engine, find_unused, part in itertools.product(ENGINES, (False, True), ("", "0")):
+        network = layers(3, 5, 2)
+        model = engine(network, find_unused_parameters=find_unused)
+        network.get_submodule(part).double().float()
+        error = error_of(lambda: backward(model))  # noqa: B023
+        number = 4 if part == "" else 2
+        assert f"{number} parameters were converted after they were wrapped" in str(error), error
+
+
+def gradients_that_were_moved_are_averaged_where_they_are() -> None:
+    for engine in ENGINES:
+        network = layers(3, 5, 2)
+        model = engine(network, gradient_as_bucket_view=True)
+        for number in range(4):
+            expected = average(alone(network, functools.partial(backward, number=number)))
+            backward(model, number)
+            expect_same(gradients(network), expected)
+            for parameter in network.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data = parameter.grad.data * 2  # as some recipes of pruning do
+            network.zero_grad()
+
+
+def two_wrappers_of_a_layer_are_not_mixed_up_in_one_pass() -> None:
+    for engine, first in itertools.product(ENGINES, range(2)):
+        shared = layers(3, 3)
+        models = [
+            engine(nn.Sequential(shared, head), gradient_as_bucket_view=True)
+            for head in (nn.Linear(3, 2), nn.Linear(3, 2))
+        ]
+        for model in models:  # one after the other they may take part
+            loss_of(model(inputs())).backward()
+        shared.zero_grad()
+        losses = [loss_of(models[index](inputs())) for index in (first, 1 - first)]
+        error = error_of(torch.stack(losses).sum().backward)
+        assert "two wrappers of the same parameters take part in one backward pass" in str(error), error
+
+
+def gradients_that_are_zeroed_after_an_error_stay_zero() -> None:
+    for engine in ENGINES:
+        network = layers(3, 5, 2)
+        model = engine(network, bucket_cap_mb=EACH_ALONE, gradient_as_bucket_view=True)
+        backward(model)
+        network.zero_grad(set_to_none=False)
+        expected = average(alone(network))
+        loss = loss_of(model(inputs()))
+        fail_once(next(network.parameters()))
+        if dist.get_rank() == 1:
+            time.sleep(0.3)  # its sums reach rank 0 after that one has zeroed its gradients
+        with contextlib.suppress(ArithmeticError):
+            loss.backward()
+        network.zero_grad(set_to_none=False)
+        backward(model)
+        expect_same(gradients(network), expected)
+
+
+def outputs_may_be_dataclasses_of_every_kind() -> None:
+    @dataclasses.dataclass(slots=True)
+    class Slots:
+        value: Tensor
+        around: Any = None
+
+    class Network(nn.Sequential):
+        def forward(self, x: Tensor) -> Slots:
+            output = Slots(super().forward(x))  # type: ignore[no-untyped-call]
+            output.around = [output]
+            return output
+
+    for engine in ENGINES:
+        network = Network(nn.Linear(3, 2))
+        expected = average(alone(network, lambda module: loss_of(module(inputs()).value).backward()))
+        loss_of(engine(network)(inputs()).value).backward()
+        expect_same(gradients(network), expected)
+
+
+def trained_tensors_need_not_be_parameters() -> None:
+    for engine in ENGINES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated
+            file = io.BytesIO()
+            torch.jit.save(torch.jit.script(nn.Linear(3, 2)), file)
+            file.seek(0)
+            loaded = torch.jit.load(file)
+        model = engine(nn.Sequential(loaded, nn.Linear(2, 2)))
+        backward(model)
+        found = gradients(model)
+        assert len(found) == 4
+        expect_same(found, average([gradient for gradient in found if gradient is not None]))
+
+
+def tensors_that_cannot_be_written_to_are_refused_by_all_ranks() -> None:
+    for engine in ENGINES:
+        network = layers(3, 2)
+        network.register_buffer("shared", torch.zeros(1).expand(4))
+        errors = of_all_ranks(str(error_of(lambda: engine(network))))  # noqa: B023
+        assert all("single memory location" in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        a_backward_pass_that_failed_may_be_repeated_without_a_forward_pass,
+        an_output_that_is_a_view_may_be_changed_in_place,
+        checkpoints_in_a_hidden_output_are_not_taken_for_the_whole_pass,
+        parameters_that_were_converted_are_named_also_if_they_were_converted_back,
+        gradients_that_were_moved_are_averaged_where_they_are,
+        two_wrappers_of_a_layer_are_not_mixed_up_in_one_pass,
+        gradients_that_are_zeroed_after_an_error_stay_zero,
+        outputs_may_be_dataclasses_of_every_kind,
+        trained_tensors_need_not_be_parameters,
+        tensors_that_cannot_be_written_to_are_refused_by_all_ranks,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_program(program: Program) -> None:
+    run_ranks(run, 2, program)
