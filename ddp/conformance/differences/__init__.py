@@ -18,6 +18,7 @@ Functions without `Reducer::` are those of `torch/nn/parallel/distributed.py` as
 pytorch/pytorch; where none is named, we found none.
 
 The other way round, ours refuses what torch's can do, each with an error that says so: `join` with sparse or delayed gradients
-or with `skip_all_reduce_unused_params`, `lazy_bucket_allocation`, `require_manual_backward_finalization`, parameters that are
-DTensors, and compiled autograd.
+or with `skip_all_reduce_unused_params`, communication hooks with sparse gradients, `mixed_precision` with sparse gradients or with
+checkpoints, reentrant checkpoints below an output that is not found, `lazy_bucket_allocation`,
+`require_manual_backward_finalization`, parameters that are DTensors, and compiled autograd.
 """
