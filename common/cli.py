@@ -47,6 +47,7 @@ def option(
     *,
     choices: Sequence[str] | None = None,
     or_function: bool = False,
+    implied: str | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
     above: float | None = None,
@@ -60,12 +61,14 @@ def option(
     and the range then apply to each value.
 
     :param or_function: accept ``module:function`` besides the choices; see common/functions.py
+    :param implied: the value of a flag that is given without one
     :param former_name: the field's name in an older version, whose flag is still understood
     :param per_node: whether the nodes of a job may have different values: for paths and interfaces
     """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    names = {"choices": choices, "or_function": or_function, "former_name": former_name, "per_node": per_node}
-    return dataclasses.field(default=default, metadata={"help": help, **names, **limits})
+    values = {"choices": choices, "or_function": or_function, "implied": implied}
+    names = {"former_name": former_name, "per_node": per_node}
+    return dataclasses.field(default=default, metadata={"help": help, **values, **names, **limits})
 
 
 def settings_of(config: Any) -> dict[str, str]:
@@ -129,6 +132,8 @@ def parse(
             if _is_list(hints[field.name]):
                 settings |= {"type": _list_of(kind, choices), "choices": None}
                 settings["metavar"] = f"{'|'.join(choices or [kind.__name__.upper()])},..."
+            if field.metadata["implied"] is not None:
+                settings |= {"nargs": "?", "const": field.metadata["implied"]}
         flags = [flag_of(field.name), *([f"-{field.name}"] if underscores else [])]
         parser.add_argument(*flags, **settings)
         if field.metadata["former_name"]:
@@ -153,7 +158,7 @@ def from_settings(config_type: type[Config], program: str, settings: Mapping[str
     arguments = []
     for name, value in settings.items():
         if isinstance(value, bool):
-            if value is not defaults.get(name):
+            if value is not (defaults.get(name, ...) or False):  # a switch of an older version may take a value now
                 arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
         elif value is not None:
             arguments.append(f"{flag_of(name)}={value}")

@@ -22,6 +22,11 @@ DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
 REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
 STRATEGIES = (*REPLICATED, *SHARDED)
+IN_BUCKETS = ("torch", "handwritten")  # of replicas, those that average their gradients in buckets
+
+GRADIENT_PRECISIONS = ("fp32", "bf16")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 TEXT = "sums"
 
@@ -32,6 +37,21 @@ FROM_FILES: dict[str, dict[str, Any]] = {
 }
 # Where a run's directory is and how this start was asked for. They change nothing in the run.
 LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir", "interface")
+
+
+class Averaging(NamedTuple):
+    """How the gradients of replicas are averaged over the ranks; see the flags of these names.
+
+    :param strategy: one of :data:`REPLICATED`
+    :param all_reduce: one of :data:`ddp.all_reduce.ALL_REDUCES`, for ``handwritten``; ``"backend"`` when None
+    :param bucket_mib: MiB of a bucket; DDP's default when None
+    :param gradient_precision: one of :data:`GRADIENT_PRECISIONS`
+    """
+
+    strategy: str = "torch"
+    all_reduce: str | None = None
+    bucket_mib: float | None = None
+    gradient_precision: str = "fp32"
 
 
 class Loading(NamedTuple):
@@ -107,8 +127,24 @@ class TrainConfig(LearningConfig):
         "how handwritten sums its buckets over the ranks, and whose halves zero1, zero2 and zero3 use (default: backend)",
         choices=ALL_REDUCES,
     )
+    bucket_mib: float | None = option(
+        None,
+        "MiB of gradients that torch's DDP or handwritten sends at once (default: 25, and 1 for the first bucket)",
+        above=0,
+        maximum=1e6,
+    )
+    gradient_precision: str = option(
+        "fp32",
+        "in which torch's DDP or handwritten sends gradients: bf16 halves the bytes and rounds each gradient to 8 bits",
+        choices=GRADIENT_PRECISIONS,
+    )
     sync_batchnorm: bool = option(False, "normalize by the statistics of the global batch instead of each rank's")
-    compile: bool = option(False, "torch.compile the model (on the CPU this needs a C++ compiler)")
+    compile: str | None = option(
+        None,
+        "torch.compile the model, in this mode (on the CPU this needs a C++ compiler); without a value: default",
+        choices=COMPILE_MODES,
+        implied="default",
+    )
     device: str = option("auto", "auto takes CUDA where there is any, unless --backend is gloo", choices=DEVICES)
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
     interface: str | None = option(
@@ -172,6 +208,11 @@ class TrainConfig(LearningConfig):
         if not from_files and self.loader == "fast":
             raise UsageError(f"--loader fast is for {' and '.join(FROM_FILES)}: {self.dataset} has no files to decode")
         self._check_strategy()
+        if self.compile in WITH_CUDA_GRAPHS and self.grad_accumulation_steps > 1:
+            raise UsageError(  # .grad may lie in memory that the next micro-step's graph overwrites (pytorch#169545)
+                f"--compile {self.compile} uses CUDA graphs, which lose the gradients of earlier micro-steps: use --compile "
+                f"default, or --grad-accumulation-steps 1 instead of {self.grad_accumulation_steps}"
+            )
         if self.overwrite and (self.resume or self.auto_resume):
             flag = "--resume" if self.resume else "--auto-resume"
             raise UsageError(f"{flag} continues the run in its directory and --overwrite deletes it: give one of them")
@@ -203,6 +244,7 @@ class TrainConfig(LearningConfig):
                 f"--all-reduce {self.all_reduce} is for the strategies written by hand: add --strategy handwritten"
             )
         self._default("all_reduce", "backend" if by_hand else None)
+        self._check_buckets()
         if not self.is_sharded:
             return
         if by_hand:
@@ -215,6 +257,23 @@ class TrainConfig(LearningConfig):
             )
         if self.check_replicas_every is not None:
             raise UsageError(f"--check-replicas-every: with --strategy {self.strategy} there are none to compare")
+
+    def _check_buckets(self) -> None:
+        given = {"bucket_mib": self.bucket_mib is not None, "gradient_precision": self.gradient_precision != "fp32"}
+        for name in (name for name, is_given in given.items() if is_given):
+            if self.strategy not in IN_BUCKETS:
+                raise UsageError(
+                    f"{flag_of(name)} {getattr(self, name)} is for --strategy {' and '.join(IN_BUCKETS)}: {self.strategy} "
+                    "sends no buckets of gradients"
+                )
+        if self.gradient_precision != "fp32" and self.all_reduce not in (None, "backend"):
+            raise UsageError(
+                f"--gradient-precision {self.gradient_precision} is summed by the backend: leave out --all-reduce {self.all_reduce}"
+            )
+
+    @property
+    def averaging(self) -> Averaging:
+        return Averaging(self.strategy, self.all_reduce, self.bucket_mib, self.gradient_precision)
 
     @property
     def is_sharded(self) -> bool:

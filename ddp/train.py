@@ -35,12 +35,12 @@ from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast, set_arithmetic
 from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
-from ddp import by_hand, sharded
+from ddp import by_hand, compression, sharded
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import load_weights
-from ddp.config import TrainConfig
+from ddp.config import Averaging, TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job, StepGuard
 from ddp.resilience.device_guard import choose_guard
@@ -119,9 +119,9 @@ def build_job(
         network = sharded.shard_network(network, env, config.strategy, config.all_reduce, config.precision)
         model = guard.wrap(network)
     else:
-        model = (wrap or wrap_in_ddp)(guard.wrap(network), env, config.strategy, config.all_reduce)
+        model = (wrap or wrap_in_ddp)(guard.wrap(network), env, config.averaging)
     if config.compile:
-        model = torch.compile(model)  # type: ignore[assignment]
+        model = torch.compile(model, mode=config.compile)  # type: ignore[assignment]
     accumulation = config.grad_accumulation_steps
     sampler = MicroBatchSampler(data.train, config.batch_size, accumulation, env.world_size, env.rank, config.seed)
     loader = open_loader(data.train, sampler, env, config.loading)
@@ -136,25 +136,25 @@ def build_job(
     return job
 
 
-def wrap_in_ddp(module: nn.Module, env: DistEnv, strategy: str = "torch", all_reduce: str | None = None) -> nn.Module:
+def wrap_in_ddp(module: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:
     """The module in DDP, which from here on averages its gradients over the ranks in every backward pass.
 
-    :param strategy: one of :data:`ddp.config.STRATEGIES`
-    :param all_reduce: which one a hand-written strategy uses, see ddp/all_reduce/choice.py
-    :raises UsageError: on every rank, if the ranks' models or strategies differ
+    :raises UsageError: on every rank, if the ranks' models or settings differ
     """
-    require_same_modules(module, {"--strategy": strategy, "--all-reduce": all_reduce})
-    if strategy != "torch":
-        return by_hand.wrap_by_hand(module, env, strategy, all_reduce)  # DDP in readable Python
+    require_same_modules(module, averaging._asdict())
+    if averaging.strategy != "torch":
+        return by_hand.wrap_by_hand(module, env, averaging)  # DDP in readable Python
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         module,
         device_ids=[env.device] if env.device.type == "cuda" else None,
         # DDP all-reduces gradients in buckets of many gradients each. With .grad a view into its bucket, nothing is copied.
+        bucket_cap_mb=averaging.bucket_mib,
         gradient_as_bucket_view=True,
     )
     # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
     # once per epoch. (Set here, since the constructor's argument has another name since torch 2.15.)
     model.broadcast_buffers = False
+    compression.compress_gradients(model, averaging.gradient_precision)
     return model
 
 

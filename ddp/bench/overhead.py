@@ -138,7 +138,7 @@ def _steps(config: OverheadConfig, env: DistEnv, step: Callable[[], None]) -> Ca
 def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
     """The mathematics of one step, on a copy of the model and one batch that is already on the device."""
     network = copy.deepcopy(job.network)
-    model: nn.Module = wrap_in_ddp(network, job.env) if with_ddp else network
+    model: nn.Module = wrap_in_ddp(network, job.env, job.config.averaging) if with_ddp else network
     optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)
     images, labels = _first_batch(job)
     precision, device = job.config.precision, job.env.device

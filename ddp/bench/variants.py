@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from common.training.models import MODELS, build_model
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.compression import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
@@ -84,9 +85,7 @@ class DDPVariant:
                 all_reduce=all_reduce,
             )
         if self.hook:
-            state, hook = HOOKS[self.hook]()
-            # The lambda hides the name: torch refuses bf16_compress_hook by name without NCCL, but gloo sums bf16 too.
-            model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
+            register_hook(model, *HOOKS[self.hook]())
         return model, close
 
 

@@ -166,4 +166,6 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each setting that differs, but for those that say where the run lies and how it is begun."""
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
-    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in names if before[name] != now[name]]
+    # What an older version wrote as False may be None now.
+    changed = [name for name in names if (before[name] or None) != (now[name] or None)]
+    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in changed]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cli import command, option, parse
+from common.cli import command, from_settings, option, parse
 from common.errors import UsageError
 from tests.support.launch import REPOSITORY, run_ranks
 
@@ -174,6 +174,29 @@ def test_a_percent_sign_in_a_default_is_shown_as_it_is(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parse(Titled, "titled", None, ["--help"])
     assert "(default: 100%)" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Moded:
+    """A switch that takes a value since some version."""
+
+    compile: str | None = option(None, "with a mode", choices=("default", "fast"), implied="default")
+    seed: int = option(0, "any number at all")
+
+
+@pytest.mark.parametrize(
+    ("line", "mode"),
+    [("", None), ("--compile", "default"), ("--compile fast", "fast"), ("--compile --seed 1", "default")],
+)
+def test_a_flag_may_be_given_with_or_without_its_value(line: str, mode: str | None) -> None:
+    assert parse(Moded, "moded", None, line.split()).compile == mode
+
+
+def test_settings_of_a_version_in_which_it_was_a_switch_are_still_read() -> None:
+    modes = [from_settings(Moded, "moded", {"compile": was}).compile for was in (False, None, True, "fast")]
+    assert modes == [None, None, "default", "fast"]
+    with pytest.raises(UsageError, match="unrecognized arguments: --no-later"):
+        from_settings(Moded, "moded", {"later": False})
 
 
 def test_an_option_of_a_type_that_no_flag_can_have_is_the_programs_mistake() -> None:

@@ -76,6 +76,17 @@ def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str,
             {"deterministic": True, "cudnn_benchmark": True},
             "--deterministic and --cudnn-benchmark contradict each other",
         ),
+        ({"bucket_mib": 4.0, "strategy": "naive"}, "--bucket-mib 4.0 is for --strategy torch and handwritten: naive"),
+        ({"bucket_mib": 4.0, "strategy": "zero2"}, "--bucket-mib 4.0 is for --strategy torch and handwritten: zero2"),
+        ({"gradient_precision": "bf16", "strategy": "fsdp2"}, "--gradient-precision bf16 is for --strategy torch and"),
+        (
+            {"gradient_precision": "bf16", "strategy": "handwritten", "all_reduce": "ring"},
+            "--gradient-precision bf16 is summed by the backend: leave out --all-reduce ring",
+        ),
+        (
+            {"compile": "reduce-overhead", "grad_accumulation_steps": 2},
+            "--compile reduce-overhead uses CUDA graphs.*--grad-accumulation-steps 1 instead of 2",
+        ),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -56,7 +56,7 @@ def test_lines_are_sums() -> None:
         ({"width": 64}, "--width is for --model gpt, not for fashion-cnn"),
         ({"layers": 2, "model": "mlp"}, "--layers is for --model gpt, not for mlp"),
         ({"model": "gpt", "width": 100}, "--width 100 is no multiple of 64, the width of a head: use 64 or 128"),
-        ({"strategy": "zero1", "compile": True}, "--compile is for replicas"),
+        ({"strategy": "zero1", "compile": "default"}, "--compile is for replicas"),
         ({"strategy": "zero2", "async_checkpoint": True}, "--async-checkpoint is for replicas"),
         (
             {"strategy": "zero3", "check_replicas_every": 5},

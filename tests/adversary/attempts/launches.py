@@ -29,7 +29,10 @@ DIFFERENT: list[tuple[str, str, str]] = [
     ("", "--dataset lfw", "--dataset is glyphs on rank 0, but lfw on rank 1"),
     ("--no-channels-last", "", "--channels-last is False on rank 0, but True on rank 1"),
     ("--sync-batchnorm", "", "--sync-batchnorm is True on rank 0, but False on rank 1"),
-    ("--compile", "", "--compile is True on rank 0, but False on rank 1"),
+    ("--compile", "", "--compile is default on rank 0, but None on rank 1"),
+    ("--compile", "--compile max-autotune", "--compile is default on rank 0, but max-autotune on rank 1"),
+    ("", "--bucket-mib 5", "--bucket-mib is None on rank 0, but 5.0 on rank 1"),
+    ("--gradient-precision bf16", "", "--gradient-precision is bf16 on rank 0, but fp32 on rank 1"),
     ("--strategy handwritten", "", "--strategy is handwritten on rank 0, but torch on rank 1"),
     ("--strategy naive", "--strategy handwritten", "--strategy is naive on rank 0, but handwritten on rank 1"),
     (

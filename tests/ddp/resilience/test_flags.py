@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from common.distributed.process_group import DistEnv, process_group
 from common.training.models import build_model
 from ddp.config import REPLICATED as STRATEGIES
+from ddp.config import Averaging
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
 from ddp.train import wrap_in_ddp
 from tests.support.launch import run_ranks
@@ -77,7 +78,7 @@ def agreed_in(case: Case, env: DistEnv) -> Flags:
     flagged = WithFlags(nn.Linear(3, 2), env.device)
     model: Any = flagged
     if env.world_size > 1:
-        model = wrap_in_ddp(flagged, env, case.strategy)
+        model = wrap_in_ddp(flagged, env, Averaging(case.strategy))
         if case.hook and case.strategy != "naive":
             hook = HOOKS[case.hook]
             model.register_comm_hook(
@@ -134,7 +135,7 @@ def step(env: DistEnv, strategy: str, flags: bool) -> Step:
     torch.manual_seed(0)
     network = build_model("fashion-cnn", (1, 28, 28), 10)
     flagged = WithFlags(network, env.device) if flags else None
-    model: Any = wrap_in_ddp(flagged or network, env, strategy)
+    model: Any = wrap_in_ddp(flagged or network, env, Averaging(strategy))
     losses = []
     for micro_step in range(2):
         torch.manual_seed(10 * env.rank + micro_step)

@@ -188,6 +188,7 @@ def test_differences_are_a_line_each_but_for_what_cannot_change_the_result() -> 
     assert differences(before, before) == []
     assert differences(before, now) == ["--lr was 0.1 and is now 0.2", "--grad-accumulation-steps was 1 and is now 2"]
     assert differences({}, now) == []  # of a version that had none of them
+    assert differences(before | {"compile": False}, before) == []  # of one in which it was a switch
     assert differences(before, config_with(seed=7).as_json() | {"lr": 0.1, "run_dir": "a"}) == []  # refused elsewhere
 
 
