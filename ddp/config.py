@@ -35,6 +35,7 @@ FROM_FILES: dict[str, dict[str, Any]] = {
     "lfw": {"min_images_per_person": 40, "image_size": 64, "decoder": "pillow"},
     "folder": {"image_size": 64},
 }
+TAKERS = {**FROM_FILES, "glyphs": {"image_size": None}}  # the data sets that take any of these
 # Where a run's directory is and how this start was asked for. They change nothing in the run.
 LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir", "interface")
 
@@ -91,7 +92,11 @@ class TrainConfig(LearningConfig):
         None, "of lfw, take the people with so many images; a fifth of each is for testing (default: 40)", minimum=2
     )
     image_size: int = option(
-        None, "height and width to which images from files are resized (default: 64)", minimum=8, maximum=1024
+        None,
+        "height and width to which images from files are resized (default: 64), or glyphs enlarged, with three channels: a "
+        "multiple of 28 (default: as they are; 224 for resnet50)",
+        minimum=8,
+        maximum=1024,
     )
     model: str = option(
         None,
@@ -198,8 +203,8 @@ class TrainConfig(LearningConfig):
             raise UsageError("--dataset folder needs --data-dir DIR, a folder with a folder of images for each class")
         from_files = FROM_FILES.get(self.dataset, {})
         for name in FROM_FILES["lfw"]:
-            if name not in from_files and getattr(self, name) is not None:
-                takers = " and ".join(dataset for dataset, settings in FROM_FILES.items() if name in settings)
+            if name not in TAKERS.get(self.dataset, {}) and getattr(self, name) is not None:
+                takers = " and ".join(dataset for dataset, settings in TAKERS.items() if name in settings)
                 reason = "has no files to choose from or decode" if not from_files else "does not take it"
                 raise UsageError(f"{flag_of(name)} is for {takers}: {self.dataset} {reason}")
             self._default(name, from_files.get(name))

@@ -1,4 +1,4 @@
-"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18, a GPT, and the user's own models.
+"""The models: a small CNN, a wide MLP whose gradients are large, ResNet-18 and -50, a GPT, and the user's own models.
 
 All but the GPT (common/training/gpt.py) take float images ``[n, channels, height, width]`` and return logits ``[n, classes]``.
 """
@@ -16,11 +16,12 @@ from common.cli import is_function_name
 from common.errors import UsageError
 from common.training.gpt import HEAD_WIDTH, TextModel
 
-MODELS = ("fashion-cnn", "mlp", "resnet18")  # of images
+RESNETS = ("resnet18", "resnet50")
+MODELS = ("fashion-cnn", "mlp", *RESNETS)  # of images
 TEXT_MODEL = "gpt"
-# Minimum samples of a forward pass in training, where it is more than one. The last feature maps of resnet18 have one pixel for
+# Minimum samples of a forward pass in training, where it is more than one. The last feature maps of a ResNet have one pixel for
 # images of up to 32x32, and BatchNorm finds no variance in a single value.
-LEAST_SAMPLES = {"resnet18": 2}
+LEAST_SAMPLES = dict.fromkeys(RESNETS, 2)
 LEAST_SIDE = 8  # pixels; below, nothing is left after the pooling of fashion-cnn
 
 
@@ -102,10 +103,10 @@ def build_model(
         return FashionCNN(channels, height, width, classes, dropout)
     if name == "mlp":
         return MLP(channels * height * width, classes, dropout)
-    if name == "resnet18":
-        from torchvision.models import resnet18  # takes a second to import
+    if name in RESNETS:
+        from torchvision import models  # takes a second to import
 
-        model: nn.Module = resnet18(num_classes=classes)
+        model: nn.Module = getattr(models, name)(num_classes=classes)
         model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.cli import is_function_name, option
+from common.cli import flag_of, is_function_name, option
 from common.data import datasets
 from common.data.augmentation import Augmentation
 from common.data.datasets import IN_MEMORY, ImageData
@@ -31,6 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 # Of one's own data set nothing is known, so its images are left as they are.
 OWN_RECIPE: dict[str, Any] = {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 0, "flip": False}
+IMAGE_SIZES = {"resnet50": 224}  # to which glyphs are enlarged for a model
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
 WEIGHT_DECAYS = {"sgd": 5e-4, "adam": 0.0, "adamw": 0.05}
 ONE_CYCLE_WARMUP = 0.3  # share of the run, as in torch.optim.lr_scheduler.OneCycleLR
@@ -57,6 +58,13 @@ class LearningConfig:
     download: bool = option(False, "let one process per node download fashion-mnist to --data-dir first")
     train_samples: int | None = option(None, "train on the first so many samples only", minimum=1)
     test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
+    image_size: int = option(
+        None,
+        "height and width to which glyphs are enlarged, with three channels: a multiple of 28 (default: as they are; 224 for "
+        "resnet50)",
+        minimum=8,
+        maximum=1024,
+    )
     augment: bool = option(
         True, "shift (and, except for glyphs, mirror) the training images; your own are left as they are"
     )
@@ -112,6 +120,9 @@ class LearningConfig:
             raise UsageError(f"--download is for fashion-mnist: {self.dataset} has no such place on the internet")
         for name in ("model", "epochs", "batch_size"):
             self._default(name, self._recipe[name])
+        if self.dataset == "glyphs":
+            self._default("image_size", IMAGE_SIZES.get(self.model))
+            self._check_enlargement()
         self._default("lr", LEARNING_RATES[self.optimizer])
         self._default("weight_decay", WEIGHT_DECAYS[self.optimizer])
         one_cycle = self.schedule == "one-cycle"
@@ -123,6 +134,16 @@ class LearningConfig:
             )
         if self.warmup_epochs > self.epochs:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs:g} is longer than --epochs {self.epochs}")
+
+    def _check_enlargement(self) -> None:
+        if self.image_size is not None:
+            from common.data.glyphs import SIDE  # and Pillow with it
+
+            if self.image_size % SIDE:
+                nearest = max(1, round(self.image_size / SIDE)) * SIDE
+                raise UsageError(
+                    f"--image-size {self.image_size} is no multiple of {SIDE}, the size of a glyph: use {nearest}"
+                )
 
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
@@ -180,13 +201,16 @@ def load_dataset(config: LearningConfig) -> ImageData:
         "augmentation": config.augmentation,
         "seed": config.seed,
     }
-    if is_function_name(config.dataset):
-        from common.data.own_dataset import load_own
+    folder = Path(config.data_dir) if config.data_dir else None
+    if not is_function_name(config.dataset):
+        return datasets.load(config.dataset, folder, image_size=config.image_size, **taken)
+    from common.data.own_dataset import load_own
 
-        if config.data_dir is not None:
-            raise UsageError(f"--data-dir {config.data_dir} is not passed to --dataset {config.dataset}: leave it out")
-        return load_own(config.dataset, **taken)
-    return datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **taken)
+    for name in ("data_dir", "image_size"):
+        if getattr(config, name) is not None:
+            flag = f"{flag_of(name)} {getattr(config, name)}"
+            raise UsageError(f"{flag} is not passed to --dataset {config.dataset}: leave it out")
+    return load_own(config.dataset, **taken)
 
 
 def require_a_batch(config: LearningConfig, data: ImageData) -> None:

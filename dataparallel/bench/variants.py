@@ -26,7 +26,7 @@ from dataparallel.parallel import HandwrittenDataParallel
 from dataparallel.threads import intra_op_threads, share_of_threads
 
 CLASSES = 10
-SHAPES = {"fashion-cnn": (1, 28, 28), "mlp": (1, 28, 28), "resnet18": (3, 64, 64)}
+SHAPES = {"fashion-cnn": (1, 28, 28), "mlp": (1, 28, 28), "resnet18": (3, 64, 64), "resnet50": (3, 224, 224)}
 MODES = ("inference", "training")
 TIMING_S = 0.06  # least length of a timing; one of a small batch takes many calls
 MOST_CALLS = 200

@@ -6,6 +6,10 @@ time is that of the slowest rank, per step. The processor time of all threads of
 not show waiting, but it separates the variants even on a machine that others use. One variant does not synchronize at all:
 no DDP can be faster.
 
+By default there is a rank for each GPU, over NCCL; with one GPU, one rank, whose time is what a wrapper costs without any
+communication. Without a GPU there are two ranks over gloo, with a thread each. ``--device cuda`` with more ranks than GPUs lets
+ranks share a GPU, over gloo, which copies through the host: a functional test more than a measurement.
+
 malloc is told to keep freed memory. By default it returns freed gradients to the kernel, or keeps them, depending on where
 they happen to lie. To get them back takes up to a third of a step, and no variant can influence that.
 
@@ -20,7 +24,8 @@ Then, on one model, the options of the wrappers:
 - hooks: gradients sent as bf16, or compressed by PowerSGD of rank 4. PowerSGD gets all gradients in one bucket: it starts a
   second all-reduce when the first is done, from any of gloo's threads. With several buckets at once the ranks would start
   them in different orders and deadlock.
-- all-reduce: how the hand-written wrapper sums a bucket over the ranks, by each algorithm of ddp/all_reduce/choice.py.
+- all-reduce: how the hand-written wrapper sums a bucket over the ranks, by each algorithm of ddp/all_reduce/choice.py. (Those
+  but the backend's are for the CPU.)
 """
 
 from __future__ import annotations
@@ -31,51 +36,54 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
 from common.cli import option, parse
-from common.distributed.process_group import DistEnv
+from common.distributed.placement import Placement, place_ranks
+from common.distributed.process_group import DEVICES, DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.machine import usable_cores
 from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
-from common.training.optimization import build_optimizer
-from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn, keep_freed_memory, timed_steps
+from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn
 from ddp.bench.variants import (
     BUCKETED,
     BY_HAND,
-    CLASSES,
     CLIMB,
     DDP_VARIANTS,
-    IMAGE,
+    LARGE,
     NAIVE,
     NETWORKS,
     PLAIN,
+    SAMPLES,
     SHARED,
     VIEWS,
     DDPVariant,
+    DDPVariantWorker,
     Rung,
     build_network,
+    variants_on,
     variations,
 )
 
 LONGEST_TURN = 6  # times the length of a turn, by the settling steps, which are slower than the rest
-SAMPLES = {name: 16 if name == "resnet18" else 72 for name in NETWORKS}  # of a rank in a step
 
 
 @dataclass(frozen=True)
 class EnginesConfig:
     """Settings of ``ddp.bench engines``."""
 
-    models: tuple[str, ...] = option(NETWORKS, "models on which the DDP variants are compared", choices=NETWORKS)
+    models: tuple[str, ...] = option(
+        None,
+        f"models on which the DDP variants are compared (default: all; on the CPU not {', '.join(LARGE)})",
+        choices=NETWORKS,
+    )
     variations: bool = option(True, "compare also the options of the wrappers")
     model: str = option("mlp", "the model on which options are compared", choices=NETWORKS)
-    ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
+    ranks: int = option(
+        None, "processes (default: one per GPU; on the CPU 2, each with one thread)", minimum=1, maximum=64
+    )
+    device: str = option("auto", "auto takes CUDA where there is a GPU for each rank", choices=DEVICES)
     keep_memory: bool = option(
         True, "let malloc keep freed memory; otherwise chance decides which variant pays for its return"
     )
@@ -88,42 +96,16 @@ class EnginesConfig:
     turn: float = option(0.25, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-engines"), "folder of the JSON and the figures")
 
+    def __post_init__(self) -> None:
+        placement = self.placement
+        models = tuple(name for name in NETWORKS if placement.gpus or name not in LARGE)
+        defaults = {"ranks": placement.ranks, "device": placement.device, "models": self.models or models}
+        for name, value in defaults.items():
+            object.__setattr__(self, name, value)
 
-class DDPVariantWorker:
-    """The service of one rank: for every variant a copy of the model with an optimizer, and one batch for all.
-
-    The learning rate is 0: constant weights make every step the same work.
-    """
-
-    def __init__(self, env: DistEnv, model: str, variants: Mapping[str, DDPVariant], keep_memory: bool) -> None:
-        if keep_memory:
-            keep_freed_memory()
-        generator = torch.Generator().manual_seed(env.rank)
-        self._images = torch.randn(SAMPLES[model], *IMAGE, generator=generator)
-        self._labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator)
-        self._closing: list[Callable[[], None]] = []
-        self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        for name, variant in variants.items():
-            wrapped, close = variant.wrap(build_network(model))
-            optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)
-            self._models[name] = wrapped, optimizer
-            self._closing.append(close)
-
-    def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Train some steps. See :func:`timed_steps`."""
-        model, optimizer = self._models[name]
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            F.cross_entropy(model(self._images), self._labels).backward()
-            optimizer.step()
-
-        return timed_steps(step, steps)
-
-    def close(self) -> None:
-        self._models.clear()
-        for close in self._closing:
-            close()
+    @property
+    def placement(self) -> Placement:
+        return place_ranks(self.device, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -150,11 +132,15 @@ def main(argv: Sequence[str]) -> None:
 def measure(config: EnginesConfig) -> tuple[list[DDPVariantsMeasurement], list[DDPVariantsMeasurement]]:
     """Measure the variants on each model, and the options on one model."""
     subjects = variations() if config.variations else {}
+    if config.device != "cpu":
+        subjects.pop("all-reduce", None)  # there is none but the backend's
     total = (len(config.models) + len(subjects)) * config.builds * (config.rounds + WARMUP)
     compared, varied = [], []
     with Progress(DistEnv.alone(CPU), "bench", total) as progress:
         for model in config.models:
-            taken = take_turns(config, model, DDP_VARIANTS, functools.partial(progress.advance, 1, model))
+            taken = take_turns(
+                config, model, variants_on(config.device, DDP_VARIANTS), functools.partial(progress.advance, 1, model)
+            )
             reference = min((PLAIN, VIEWS), key=lambda name: statistics.median(taken[0][name]))
             compared.append(DDPVariantsMeasurement(model, *taken, reference))
         for subject, variants in subjects.items():
@@ -176,7 +162,11 @@ def take_turns(
         # The order of construction decides where tensors lie in memory, so every other build reverses it.
         order = list(variants)[:: -1 if build % 2 else 1]
         built = {name: variants[name] for name in order}
-        with WorkerGroup(config.ranks, DDPVariantWorker, model, built, config.keep_memory, threads=1) as ranks:
+        arguments = (model, built, config.keep_memory)
+        device, backend = config.placement.device, config.placement.backend
+        with WorkerGroup(
+            config.ranks, DDPVariantWorker, *arguments, device=device, backend=backend, threads=1
+        ) as ranks:
             settling = {name: VariantTurn(ranks, name, SETTLING_STEPS)() for name in order}
             steps = max(1, round(config.turn / VariantTurn(ranks, order[0], SETTLING_STEPS)()))
             # All variants take as many steps, but for one that is far slower, as the naive one with hundreds of parameters.
@@ -196,6 +186,7 @@ def report(config: EnginesConfig, compared: list[DDPVariantsMeasurement], varied
         config.output / "engines.json",
         {
             "config": asdict(config),
+            "placement": str(config.placement),
             "samples_per_rank": SAMPLES,
             "models": [asdict(one) for one in compared],
             "climb": {
@@ -208,11 +199,11 @@ def report(config: EnginesConfig, compared: list[DDPVariantsMeasurement], varied
             "variations": [asdict(one) for one in varied],
         },
     )
-    title = f"{config.ranks} ranks on {usable_cores()} cores, gloo; {config.builds} x {config.rounds} rounds"
+    title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
     files = ["engines.json", "engines.png", "climb.png"]
     torchs, rungs = "the faster of torch's two", {rung.variant: rung.name for rung in CLIMB}
     # The two lower rungs have a picture of their own: next to them, the others would all look alike.
-    real = {name: name for name in DDP_VARIANTS if name not in (NAIVE, BUCKETED)}
+    real = {name: name for name in compared[0].seconds if name not in (NAIVE, BUCKETED)}
     _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", torchs, real)
     _plot(config.output / "climb.png", compared, f"the climb, by hand: {title}", torchs, rungs)
     if varied:
@@ -222,7 +213,7 @@ def report(config: EnginesConfig, compared: list[DDPVariantsMeasurement], varied
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
     lines += ["", *_climb_table(compared)]
-    lines += ["", *(verdict(one, name) for one in compared for name in (BY_HAND, SHARED))]
+    lines += ["", *(verdict(one, name) for one in compared for name in (BY_HAND, SHARED) if name in one.seconds)]
     if varied:
         lines += ["", f"{config.model}, the options of the wrappers:"]
     for one in varied:

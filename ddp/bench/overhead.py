@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.cli import option, parse
-from common.data import datasets
 from common.data.datasets import Batch
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
@@ -32,6 +31,7 @@ from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
+from common.training.recipes import load_dataset
 from ddp.bench.step_loops import timed, trainer_step
 from ddp.config import TrainConfig, require_samples
 from ddp.job import Job
@@ -46,6 +46,7 @@ class OverheadConfig:
     """Settings of ``ddp.bench overhead``."""
 
     model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
+    image_size: int = option(None, "as in ddp.train", minimum=8, maximum=1024)
     batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     workers: int = option(0, "loader processes per rank, as in ddp.train", minimum=0)
@@ -61,6 +62,21 @@ class OverheadConfig:
     interface: str | None = option(None, "as in ddp.train", per_node=True)
     threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG", per_node=True)
+
+    def __post_init__(self) -> None:
+        _ = self.training  # which may be wrong
+
+    @property
+    def training(self) -> TrainConfig:
+        """Of the trainer's loop."""
+        return TrainConfig(
+            model=self.model,
+            image_size=self.image_size,
+            batch_size=self.batch_size,
+            precision=self.precision,
+            workers=self.workers,
+            epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
+        )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -80,14 +96,8 @@ def main(argv: Sequence[str]) -> None:
 
 def measure(config: OverheadConfig, env: DistEnv) -> dict[str, list[float]]:
     """Measure the seconds per step of each loop, one entry per round."""
-    train_config = TrainConfig(
-        model=config.model,
-        batch_size=config.batch_size,
-        precision=config.precision,
-        workers=config.workers,
-        epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
-    )
-    data = datasets.load("glyphs", augmentation=train_config.augmentation)
+    train_config = config.training
+    data = load_dataset(train_config)
     seconds: dict[str, list[float]] = {}
     with Progress(env, "bench", config.builds * (config.rounds + WARMUP)) as progress:
         for _ in range(config.builds):

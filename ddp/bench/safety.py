@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.cli import option, parse
-from common.data import datasets
 from common.data.datasets import ImageData
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
@@ -34,6 +33,7 @@ from common.reporting.run_directory import files_line, prepare_output, results_i
 from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.metrics import MetricsWriter
 from common.training.models import MODELS
+from common.training.recipes import load_dataset
 from ddp.bench.guard_costs import time_guards
 from ddp.bench.step_loops import timed, trainer_step
 from ddp.checkpoint.checkpointer import Checkpointer
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
             run_dir=config.output / "checkpoints",
             epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
         )
-        data = datasets.load("glyphs", augmentation=run.augmentation)
+        data = load_dataset(run)
         seconds = measure(config, run, data, env)
         guards = time_guards(build_job(run, env, data), config.looks)
         if env.is_main:

@@ -47,6 +47,7 @@ class StrategiesConfig:
     """
 
     model: str = option("fashion-cnn", "the model that is trained, on glyphs", choices=MODELS)
+    image_size: int = option(None, "as in ddp.train", minimum=8, maximum=1024)
     batch_size: int = option(144, "samples per step, over all processes", minimum=1, maximum=12_000)
     processes: tuple[int, ...] = option(
         None,
@@ -151,6 +152,7 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     """Start all jobs, let them take turns, and end them; once per build."""
     train_config = TrainConfig(
         model=config.model,
+        image_size=config.image_size,
         batch_size=config.batch_size,
         precision=config.precision,
         epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it

@@ -11,9 +11,12 @@ import statistics
 import time
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from common.distributed.worker_group import WorkerGroup
+from common.reporting.benchmark import CPU
+from common.reporting.clock import clock_of
 
 WARMUP = 1  # rounds
 # Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
@@ -36,16 +39,21 @@ class VariantTurn:
         return max(seconds for seconds, _ in taken)
 
 
-def timed_steps(step: Callable[[], None], steps: int) -> tuple[float, float]:
+def timed_steps(step: Callable[[], None], steps: int, device: torch.device = CPU) -> tuple[float, float]:
     """Call ``step`` so often, on all ranks at once.
 
-    :returns: wall seconds of a step, and processor seconds of all threads of this rank in it, both means
+    :param device: where its work is done
+    :returns: wall seconds of a step, until its work is done, and processor seconds of all threads of this rank in it, both
+        means. (On a GPU the latter are those that it takes to queue the work.)
     """
+    clock = clock_of(device)
     dist.barrier()
-    began, processor_began = time.perf_counter(), time.process_time()
+    clock.start()
+    began, processor_began = clock.stamp(), time.process_time()
     for _ in range(steps):
         step()
-    return (time.perf_counter() - began) / steps, (time.process_time() - processor_began) / steps
+    ended, processor_seconds = clock.stamp(), time.process_time() - processor_began
+    return (clock.seconds(ended) - clock.seconds(began)) / steps, processor_seconds / steps
 
 
 def keep_freed_memory() -> None:

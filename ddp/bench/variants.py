@@ -1,4 +1,4 @@
-"""The DDP variants and the models that ``ddp.bench engines`` compares."""
+"""The DDP variants and the models that ``ddp.bench engines`` compares, and what a rank does with them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from common.distributed.process_group import DistEnv
 from common.training.models import MODELS, build_model
+from common.training.optimization import build_optimizer
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.bench.turns import keep_freed_memory, timed_steps
 from ddp.compression import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
 NETWORKS = (*MODELS, DEEP)
+LARGE = {"resnet50": (3, 224, 224)}  # its images; for GPUs
+SAMPLES = dict.fromkeys(NETWORKS, 72) | {"resnet18": 16, "resnet50": 32}  # of a rank in a step
 ONE_BUCKET_MIB = 10**6  # a bucket that holds all gradients of any model
 AT_THE_END = "all-reduce at the end"
 NO_SUM = "no sum"
 
 
+def image_shape(name: str) -> tuple[int, int, int]:
+    """Channels, height and width of a model's images."""
+    return LARGE.get(name, IMAGE)
+
+
 def build_network(name: str) -> nn.Module:
-    """Build a model of :data:`NETWORKS` for images of 28x28, with the same weights on every rank."""
+    """Build a model of :data:`NETWORKS` for images of :func:`image_shape`, with the same weights on every rank."""
     torch.manual_seed(0)
     if name != DEEP:
-        return build_model(name, IMAGE, CLASSES)
+        return build_model(name, image_shape(name), CLASSES)
     blocks: list[nn.Module] = []
     for _ in range(DEEP_BLOCKS):
         blocks += [nn.Linear(DEEP_WIDTH, DEEP_WIDTH), nn.LayerNorm(DEEP_WIDTH), nn.ReLU()]
@@ -146,6 +157,14 @@ CLIMB = (
 )
 
 
+def variants_on(device: str, variants: Mapping[str, DDPVariant]) -> dict[str, DDPVariant]:
+    """Those that can run there: on a GPU only the backend can sum.
+
+    :param device: ``"cpu"`` or ``"cuda"``
+    """
+    return {name: one for name, one in variants.items() if device == "cpu" or one.all_reduce == "backend"}
+
+
 def variations() -> dict[str, dict[str, DDPVariant]]:
     """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults."""
     found: dict[str, dict[str, DDPVariant]] = {
@@ -178,8 +197,10 @@ class _AtTheEnd:
         self._held: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
 
     def __call__(self, _: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        future_average: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._held.append((bucket.buffer().div_(dist.get_world_size()), future_average))
+        buffer = bucket.buffer()
+        devices = [buffer.device] if buffer.is_cuda else None  # on whose streams its waiters wait
+        future_average: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._held.append((buffer.div_(dist.get_world_size()), future_average))
         if bucket.is_last():  # all gradients are computed, so nothing overlaps with this wait
             works = [dist.all_reduce(buffer, async_op=True) for buffer, _ in self._held]
             for work, (buffer, future) in zip(works, self._held, strict=True):
@@ -198,3 +219,41 @@ HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     "bf16": lambda: (None, bf16_compress_hook),
     "PowerSGD": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),
 }
+
+
+class DDPVariantWorker:
+    """The service of one rank: for every variant a copy of the model with an optimizer, and one batch for all.
+
+    The learning rate is 0: constant weights make every step the same work.
+    """
+
+    def __init__(self, env: DistEnv, model: str, variants: Mapping[str, DDPVariant], keep_memory: bool) -> None:
+        if keep_memory:
+            keep_freed_memory()
+        generator = torch.Generator().manual_seed(env.rank)
+        self._device = env.device
+        self._images = torch.randn(SAMPLES[model], *image_shape(model), generator=generator).to(env.device)
+        self._labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator).to(env.device)
+        self._closing: list[Callable[[], None]] = []
+        self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        for name, variant in variants.items():
+            wrapped, close = variant.wrap(build_network(model).to(env.device))
+            optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)
+            self._models[name] = wrapped, optimizer
+            self._closing.append(close)
+
+    def run(self, name: str, steps: int) -> tuple[float, float]:
+        """Train some steps. See :func:`timed_steps`."""
+        model, optimizer = self._models[name]
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(model(self._images), self._labels).backward()
+            optimizer.step()
+
+        return timed_steps(step, steps, self._device)
+
+    def close(self) -> None:
+        self._models.clear()
+        for close in self._closing:
+            close()

@@ -231,6 +231,8 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Sig
     [
         (["--batch-size", "1", "--devices", "cpu,cpu"], ["--batch-size 1", "1 of 2 devices", "multiple of 2"]),
         (["--batch-size", "5", "--devices", "cpu,cpu,cpu,cpu"], ["--batch-size 5", "1 of 4 devices", "multiple of 4"]),
+        (["--image-size", "100"], ["--image-size 100 is no multiple of 28, the size of a glyph: use 112"]),
+        (["--image-size", "56", "--dataset", "fashion-mnist"], ["--image-size 56 is for glyphs and files"]),
         (["--batch-size", "2", "--devices", "cpu,cpu", "--model", "resnet18"], ["resnet18", "larger --batch-size"]),
         (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
         (["--devices", "cuda:77"], ["--devices cuda:77", "not there"]),

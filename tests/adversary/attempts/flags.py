@@ -92,7 +92,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--log-every 0", r"--log-every 0 is out of range"),
         ("--seed many", r"--seed: invalid int value: 'many'"),
         ("--seed -99999999999999999999999", r"--seed"),
-        ("--image-size 32", r"--image-size"),
+        ("--image-size 32", r"--image-size 32 is no multiple of 28, the size of a glyph: use 28"),
         ("--dataset lfw --image-size 4", r"--image-size 4 is out of range: it must be at least 8"),
         ("--dataset lfw --image-size 1000000", r"--image-size 1000000"),
         ("--min-images-per-person 20", r"--min-images-per-person"),

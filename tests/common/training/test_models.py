@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from common.training.models import MLP, MODELS, FashionCNN, build_model
+from common.training.models import MLP, MODELS, RESNETS, FashionCNN, build_model
 
 GREY, RGB = (1, 28, 28), (3, 32, 32)
 
@@ -54,10 +54,11 @@ def test_mlp_has_57_megabytes_of_gradients() -> None:
     assert round(4 * layers / 1e6) == 57
 
 
-def test_resnet18_is_torchvisions_with_the_images_channels() -> None:
-    from torchvision.models import resnet18
+@pytest.mark.parametrize("name", RESNETS)
+def test_a_resnet_is_torchvisions_with_the_images_channels(name: str) -> None:
+    from torchvision import models
 
-    ours, theirs = build_model("resnet18", GREY, 10), resnet18(num_classes=10)
+    ours, theirs = build_model(name, GREY, 10), getattr(models, name)(num_classes=10)
     shapes = {name: tuple(value.shape) for name, value in theirs.state_dict().items()} | {"conv1.weight": (64, 1, 7, 7)}
     assert {name: tuple(value.shape) for name, value in ours.state_dict().items()} == shapes
     # He et al.'s initialization by fan-out, as torchvision's own first layer has it

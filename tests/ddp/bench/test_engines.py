@@ -27,9 +27,10 @@ from ddp.bench.variants import (
     VIEWS,
     DDPVariant,
     build_network,
+    variants_on,
     variations,
 )
-from tests.support.launch import run_command, run_ranks
+from tests.support.launch import ALL_GPUS, run_command, run_ranks
 from tests.support.user_errors import UserError
 
 STEPS = 4  # PowerSGD begins with the third
@@ -151,14 +152,35 @@ def test_powersgd_has_one_bucket() -> None:
     assert all(variant.bucket_mib == 10**6 for variant in hooks.values() if variant.hook == "PowerSGD")
 
 
-def test_all_models_are_compared_by_default() -> None:
-    assert EnginesConfig().models == ("fashion-cnn", "mlp", "resnet18", DEEP)
+@pytest.mark.parametrize(("gpus", "large", "ranks"), [(0, False, 2), (1, True, 1), (4, True, 4)])
+def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, large: bool, ranks: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = EnginesConfig()
+    assert config.models == ("fashion-cnn", "mlp", "resnet18", *["resnet50"] * large, DEEP)
+    assert (config.ranks, config.device) == (ranks, "cuda" if gpus else "cpu")
+    assert (SHARED in variants_on(config.device, DDP_VARIANTS)) is not large
+    assert EnginesConfig(models=(DEEP,), device="cpu").models == (DEEP,)
+
+
+@pytest.mark.gpu
+def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--builds", "1", "--ranks", "1", "--model", DEEP, "--output", str(tmp_path))
+    done = run_command("ddp.bench", "engines", *arguments, env=ALL_GPUS, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 rank on 1 GPU, nccl; ")
+    written = json.loads((tmp_path / "engines.json").read_text())
+    assert SHARED not in written["models"][0]["seconds"]
+    assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "--ranks 1 is out of range"),
+        (("--ranks", "0"), "--ranks 0 is out of range"),
+        (("--device", "cuda"), "--device cuda, but no CUDA device is usable here"),
         (("--models", "mlp,transformer"), "invalid choice: 'transformer'"),
         (("--models", "mlp,mlp"), "names a value twice"),
         (("--model", "transformer"), "invalid choice: 'transformer'"),

@@ -1,0 +1,58 @@
+"""Where the ranks of a benchmark run: on the CPU, each on a GPU of its own, or several on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import UsageError
+from common.reporting.machine import usable_cores
+
+RANKS_ON_THE_CPU = 2
+
+
+@dataclass(frozen=True)
+class Placement:
+    """So many ranks, on so many GPUs of this machine.
+
+    :param gpus: 0 on the CPU; fewer than ``ranks`` where ranks share a GPU
+    """
+
+    ranks: int
+    gpus: int
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda"``."""
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def backend(self) -> str:
+        """NCCL wants a GPU for each rank. Gloo copies through the host, and so serves ranks that share one."""
+        return "nccl" if 0 < self.ranks <= self.gpus else "gloo"
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        if not self.gpus:
+            cores = usable_cores()
+            return f"{ranks} on {cores} core{'s' * (cores > 1)}, {self.backend}"
+        if self.ranks > self.gpus:
+            return f"{ranks} that share {self.gpus} GPU{'s' * (self.gpus > 1)}, {self.backend}"
+        return f"{ranks} on {self.ranks} GPU{'s' * (self.ranks > 1)}, {self.backend}"
+
+
+def place_ranks(device: str, ranks: int | None, least: int = 1) -> Placement:
+    """Choose the device, and the number of ranks if it is not given.
+
+    :param device: one of :data:`common.distributed.DEVICES`; ``auto`` takes CUDA where each rank gets a GPU of its own
+    :param ranks: one per GPU when None, or 2 on the CPU
+    :param least: the fewest ranks with which there is something to measure
+    :raises UsageError: for CUDA where there is no GPU
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    if device == "cuda" and not gpus:
+        raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
+    if device == "auto" and gpus < (ranks or least):
+        gpus = 0
+    return Placement(ranks or max(least, gpus or RANKS_ON_THE_CPU), gpus)

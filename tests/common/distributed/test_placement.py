@@ -1,0 +1,49 @@
+"""``common.distributed.placement``: which device a benchmark's ranks get, on machines with any number of GPUs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from common.distributed.placement import Placement, place_ranks
+from common.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "placement", "backend", "words"),
+    [
+        (0, ("auto", None, 1), Placement(2, 0), "gloo", r"2 ranks on \d+ cores?, gloo"),
+        (0, ("cpu", 3, 1), Placement(3, 0), "gloo", r"3 ranks on \d+ cores?, gloo"),
+        (1, ("auto", None, 1), Placement(1, 1), "nccl", "1 rank on 1 GPU, nccl"),
+        (1, ("auto", None, 2), Placement(2, 0), "gloo", r"2 ranks on \d+ cores?, gloo"),  # one GPU has nothing to sum
+        (1, ("auto", 2, 1), Placement(2, 0), "gloo", r"2 ranks on \d+ cores?, gloo"),
+        (1, ("cuda", 2, 1), Placement(2, 1), "gloo", "2 ranks that share 1 GPU, gloo"),
+        (1, ("cuda", None, 2), Placement(2, 1), "gloo", "2 ranks that share 1 GPU, gloo"),
+        (1, ("cpu", None, 1), Placement(2, 0), "gloo", r"2 ranks on \d+ cores?, gloo"),
+        (8, ("auto", None, 1), Placement(8, 8), "nccl", "8 ranks on 8 GPUs, nccl"),
+        (8, ("auto", 3, 2), Placement(3, 8), "nccl", "3 ranks on 3 GPUs, nccl"),
+        (2, ("cuda", 5, 1), Placement(5, 2), "gloo", "5 ranks that share 2 GPUs, gloo"),
+    ],
+)
+def test_each_rank_gets_a_gpu_or_all_a_place_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    asked: tuple[str, int | None, int],
+    placement: Placement,
+    backend: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = place_ranks(*asked)
+    assert (found, found.backend, found.device) == (placement, backend, "cuda" if placement.gpus else "cpu")
+    assert re.fullmatch(words, str(found))
+    assert place_ranks(found.device, found.ranks) == found  # as a configuration has it
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="--device cuda, but no CUDA device is usable here"):
+        place_ranks("cuda", 2)

@@ -1,0 +1,83 @@
+"""``common.reporting.clock``: when a rank's work was done, by the host's clock and by a GPU's events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from common.reporting.clock import DeviceClock, HostClock, clock_of
+
+
+class FakeGPU:
+    """A GPU whose work takes as long as it is told. Its events are complete as soon as the host waits for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self.waits = 0.0, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                self.at_ms: float | None = None
+
+            def record(self, stream: str) -> None:
+                assert stream == "the current stream"
+                self.at_ms = gpu.now_ms
+
+            def synchronize(self) -> None:
+                gpu.waits += 1
+
+            def elapsed_time(self, other: Event) -> float:
+                assert self.at_ms is not None and other.at_ms is not None
+                return other.at_ms - self.at_ms
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
+
+
+def test_a_gpus_stamps_are_seconds_of_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(monkeypatch)
+    clock = clock_of(torch.device("cuda", 0))
+    assert isinstance(clock, DeviceClock)
+    gpu.now_ms = 500.0
+    before = time.perf_counter()
+    clock.start()
+    after = time.perf_counter()
+    gpu.waits = 0
+    stamps = []
+    for _ in range(3):
+        gpu.now_ms += 40.0
+        stamps.append(clock.stamp())
+    assert gpu.waits == 0  # to stamp is not to wait
+    seconds = [clock.seconds(stamp) for stamp in stamps]
+    assert gpu.waits == 3
+    assert [b - a for a, b in itertools.pairwise(seconds)] == pytest.approx([0.04, 0.04])
+    assert before + 0.04 <= seconds[0] <= after + 0.04
+    assert clock.seconds(before) == before  # what the host itself has told
+
+
+def test_the_cpus_stamps_are_the_hosts_clock() -> None:
+    clock = clock_of(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    clock.start()
+    before, stamp, after = time.perf_counter(), clock.stamp(), time.perf_counter()
+    assert before <= clock.seconds(stamp) <= after
+
+
+@pytest.mark.gpu
+def test_a_gpus_work_takes_time_after_the_call_has_returned() -> None:
+    device = torch.device("cuda", 0)
+    clock = clock_of(device)
+    matrix = torch.randn(4096, 4096, device=device)
+    matrix @ matrix
+    clock.start()
+    began = clock.stamp()
+    for _ in range(50):
+        matrix @ matrix
+    returned, ended = time.perf_counter(), clock.stamp()
+    assert clock.seconds(began) < clock.seconds(ended)
+    assert clock.seconds(ended) > returned
