@@ -193,7 +193,7 @@ def plot_all_reduce(
     seconds: Mapping[str, Mapping[int, list[float]]],
     lines: Mapping[str, tuple[float, float]],
     bandwidths: Mapping[str, Mapping[int, float]],
-    limit: float,
+    limit: float | None,
     sizes: Mapping[int, str],
     title: str,
 ) -> None:
@@ -202,7 +202,7 @@ def plot_all_reduce(
     :param seconds: for each algorithm, by size in bytes, its seconds, one entry per round
     :param lines: for each algorithm, alpha in seconds and beta in seconds per byte: alpha + beta * bytes
     :param bandwidths: for each algorithm, by size, bytes per second
-    :param limit: the bus bandwidth that memory allows, in bytes per second
+    :param limit: the bus bandwidth that memory allows, in bytes per second; None draws none
     :param sizes: the name of each size, from the smallest to the largest
     """
     figure, axes = new_figure(1, 2, (14, 6), title)
@@ -217,8 +217,9 @@ def plot_all_reduce(
         time_plot.plot(curve, 1e6 * (alpha + beta * curve), color=style["color"], linewidth=1)
         values = [1e-9 * value for value in bandwidths[name].values()]
         bandwidth_plot.plot(list(bandwidths[name]), values, linewidth=1.4, label=name, **style)
-    words = "memory bandwidth limit\n(without caches)"
-    bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
+    if limit is not None:
+        words = "memory bandwidth limit\n(without caches)"
+        bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
     time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
     bandwidth_plot.set_ylabel("bus bandwidth, GB/s")
     larger = [*list(sizes)[1:], math.inf]

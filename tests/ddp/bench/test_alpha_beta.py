@@ -1,4 +1,4 @@
-"""ddp/bench/alpha_beta.py: fits against known lines and all other lines; bandwidths against the definition of nccl-tests."""
+"""ddp/bench/allreduce/alpha_beta.py: fits against known lines and all other lines; bandwidths against the definition of nccl-tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.bench.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds
+from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds
 
 SIZES = tuple(4**power for power in range(1, 14))
 alphas = st.floats(1e-7, 1e-2)
