@@ -2,14 +2,15 @@
 
     python -m ddp.timeline
     python -m ddp.timeline --model resnet18 --all-reduce shared-memory
-    python -m ddp.timeline --bucket-cap-mb 1000    # one bucket: no overlap
+    python -m ddp.timeline --bucket-mib 1000       # one bucket: no overlap
     python -m ddp.timeline --strategy zero3        # shards: gathers, computation, reduce-scatters, and memory below them
 
-Trains with the hand-written DDP on the CPU and draws the step of median duration: forward, backward with the moment at which
+Trains with the hand-written DDP and draws the step of median duration: forward, backward with the moment at which
 each gradient is ready, each bucket's all-reduce below, the wait for the rest of them, and the optimizer. A trace of all steps
 is written too; open it at https://ui.perfetto.dev. For the sharded strategies see ddp/timeline/sharded/.
 
-For GPUs use ``ddp.train --profile``: this command reads the host's clock, which does not show when a GPU is done.
+With a GPU for each rank it records on GPUs, over NCCL: the moments are those of the GPU's streams, by CUDA events. What the host
+does meanwhile, ``ddp.train --profile`` shows.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
     learning = TrainConfig(model=config.model, batch_size=config.batch_size, epochs=10**6)
     alone: list[list[float]] = [[] for _ in range(config.ranks)]
     with WorkerGroup(
-        config.ranks, Recorder, learning, load_dataset(learning), config.all_reduce, config.bucket_cap_mb,
-        threads=config.threads,
+        config.ranks, Recorder, learning, load_dataset(learning), config.all_reduce, config.bucket_mib,
+        device=config.device, backend=config.placement.backend, threads=config.threads,
     ) as ranks:  # fmt: skip
 
         def compute_alone(count: int) -> None:
@@ -101,7 +102,7 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     write_trace(config.output / "trace.json", trace_events(run, steps))
     facts = {"parameters": run.parameters, "buckets": run.buckets, "backward_alone": run.alone}
     write_steps(config.output, config, facts, steps, parts)
-    return summary(config.output, [title, *table(ROWS, parts), *_sentences(run, parts)], steps)
+    return summary(config.output, [title, *table(ROWS, parts), *_sentences(config, run, parts)], steps)
 
 
 def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
@@ -109,9 +110,11 @@ def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
 
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in run.buckets]
     shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
-    ranks, threads = counted(config.ranks, "rank"), counted(config.threads, "thread")
+    ranks = f"{counted(config.ranks, 'rank')} of {counted(config.threads, 'thread')}"
+    if config.placement.gpus:
+        ranks = str(config.placement)
     return (
-        f"{config.model}, global batch {config.batch_size}, {ranks} of {threads}, all-reduce: {config.all_reduce}, "
+        f"{config.model}, global batch {config.batch_size}, {ranks}, all-reduce: {config.all_reduce}, "
         f"{counted(len(sizes), 'bucket')} of {', '.join(shown)} MiB"
     )
 
@@ -130,7 +133,7 @@ ROWS = {
 }
 
 
-def _sentences(run: RecordedSteps, steps: list[list[OverlapParts]]) -> list[str]:
+def _sentences(config: StepTimelineConfig, run: RecordedSteps, steps: list[list[OverlapParts]]) -> list[str]:
     """Sum up the table over all ranks, with medians over the steps."""
     shares = [sum(rank.hidden for rank in step) / sum(rank.all_reduce for rank in step) for step in steps]
     hidden = Spread.of([100 * share for share in shares])
@@ -139,10 +142,11 @@ def _sentences(run: RecordedSteps, steps: list[list[OverlapParts]]) -> list[str]
         for name in ("exposed", "waiting", "compute")
     )
     alone = 1e3 * statistics.median(map(statistics.fmean, zip(*run.alone, strict=True)))
+    shared = "GPU" if config.placement.gpus else "cores"
     return [
         f"hidden: {hidden:.0f} % of the time of the all-reduces, behind the computation of gradients; {exposed:.1f} ms of a step "
         f"are exposed, and for {waiting:.1f} ms more the ranks wait for the slowest",
-        f"all-reduces share the cores with the computation that hides them: all gradients are ready after {compute:.1f} ms of "
+        f"all-reduces share the {shared} with the computation that hides them: all gradients are ready after {compute:.1f} ms of "
         f"backward, and after {alone:.1f} ms without communication: {compute / alone:.2f} times as long",
     ]
 

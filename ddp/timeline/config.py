@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import flag_of, option
+from common.distributed import DEVICES
+from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
 from common.training.models import MODELS, require_heads
 from ddp.all_reduce import ALL_REDUCES
@@ -15,7 +17,7 @@ from ddp.config import STAGES, micro_batch_size, require_halves, require_samples
 REPLICAS = "handwritten"
 
 # Flags that one kind of strategy has, and flags whose default depends on it.
-OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_cap_mb": None}
+OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_mib": None}
 OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64}
 BATCH_SIZES = {True: 12, False: 144}  # of stages, and of replicas
 
@@ -24,8 +26,8 @@ BATCH_SIZES = {True: 12, False: 144}  # of stages, and of replicas
 class StepTimelineConfig:
     """Settings of ``ddp.timeline``.
 
-    :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples, and for a
-        flag that the strategy does not have
+    :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples, for a flag
+        that the strategy does not have, and for what is not recorded on GPUs
     """
 
     strategy: str = option(
@@ -44,13 +46,21 @@ class StepTimelineConfig:
         minimum=1,
         maximum=12_000,
     )
-    ranks: int = option(2, "processes", minimum=1, maximum=64)
+    ranks: int = option(None, "processes (default: one per GPU; on the CPU 2)", minimum=1, maximum=64)
+    device: str = option(
+        "auto",
+        "auto takes CUDA where there is a GPU for each rank; shards and all-reduces by hand are recorded on the CPU",
+        choices=DEVICES,
+    )
     threads: int = option(1, "compute threads of each rank", minimum=1, maximum=1024)
     all_reduce: str = option(
         "backend", "algorithm that sums the buckets over the ranks, or whose halves the shards use", choices=ALL_REDUCES
     )
-    bucket_cap_mb: float | None = option(
-        None, "size of a bucket in MiB (default: 1 for the first, 25 for the others)", above=0
+    bucket_mib: float | None = option(
+        None,
+        "MiB of a bucket (default: 25, and 1 for the first)",
+        above=0,
+        former_name="bucket_cap_mb",
     )
     steps: int = option(20, "recorded steps; the one of median duration is drawn", minimum=2)
     output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
@@ -62,6 +72,12 @@ class StepTimelineConfig:
                 raise UsageError(
                     f"{flag_of(name)} {getattr(self, name)} is for {others}: leave it out with --strategy {self.strategy}"
                 )
+        if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
+            object.__setattr__(self, "device", "cpu")
+        placement = place_ranks(self.device, self.ranks)
+        object.__setattr__(self, "ranks", placement.ranks)
+        object.__setattr__(self, "device", placement.device)
+        self._check_gpus()
         defaults = OF_STAGES if self.stage else OF_REPLICAS
         for name, value in {**defaults, "batch_size": BATCH_SIZES[bool(self.stage)]}.items():
             if getattr(self, name) is None:
@@ -72,6 +88,22 @@ class StepTimelineConfig:
         _ = self.sequences  # the batch may not divide
         require_halves(self.all_reduce, self.strategy)
         require_heads(self.width)
+
+    def _check_gpus(self) -> None:
+        if not self.placement.gpus:
+            return
+        if self.stage:
+            raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
+        if self.all_reduce != "backend":
+            raise UsageError(f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu")
+        if self.placement.backend != "nccl":
+            raise UsageError(
+                f"--ranks {self.ranks} is more than the {self.placement.gpus} usable GPUs: give fewer, or --device cpu"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        return place_ranks(self.device, self.ranks)
 
     @property
     def stage(self) -> int:

@@ -31,7 +31,9 @@ class AllReduceConfig:
     ranks: int = option(
         None, "processes (default: one per GPU; on the CPU 2, each with one thread)", minimum=2, maximum=64
     )
-    device: str = option("auto", "auto takes CUDA where there is a GPU for each rank", choices=DEVICES)
+    device: str = option(
+        "auto", "auto takes CUDA where there is a GPU for each rank, unless algorithms are named", choices=DEVICES
+    )
     algorithms: tuple[str, ...] = option(
         None,
         "algorithms to compare with the backend's own (default: all on the CPU, hierarchical only with --hosts; none on GPUs)",
@@ -46,11 +48,11 @@ class AllReduceConfig:
     output: Path = option(Path("runs/bench-allreduce"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
+        if self.device == "auto" and (self.algorithms or self.hosts > 1):
+            object.__setattr__(self, "device", "cpu")
         placement = self.placement
         if placement.gpus and (self.algorithms or self.hosts > 1):
-            raise UsageError(
-                "--algorithms and --hosts are for tensors of the CPU: leave them out, or add --device cpu to measure them"
-            )
+            raise UsageError("--algorithms and --hosts are for tensors of the CPU: leave them out, or --device cuda")
         # On one host, hierarchical is shared memory.
         algorithms = () if placement.gpus else tuple(name for name in BY_HAND if name != HIERARCHICAL)
         defaults = {"ranks": placement.ranks, "device": placement.device, "algorithms": self.algorithms or algorithms}

@@ -139,8 +139,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "ddp.timeline": [
         ("--model vgg", r"--model: invalid choice: 'vgg'"),
-        ("--bucket-cap-mb 0", r"--bucket-cap-mb"),
-        ("--bucket-cap-mb nan", r"--bucket-cap-mb"),
+        ("--bucket-mib 0", r"--bucket-mib"),
+        ("--bucket-mib nan", r"--bucket-mib"),
         ("--ranks 0", r"--ranks"),
         ("--steps 0", r"--steps"),
         ("--output /dev/null", r"--output /dev/null"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
+from tests.support.timed_gpu import pretend_gpus
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,7 @@ def test_each_rank_gets_a_gpu_or_all_a_place_that_is_named(
     backend: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     found = place_ranks(*asked)
     assert (found, found.backend, found.device) == (placement, backend, "cuda" if placement.gpus else "cpu")
     assert re.fullmatch(words, str(found))
@@ -44,6 +43,6 @@ def test_each_rank_gets_a_gpu_or_all_a_place_that_is_named(
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend_gpus(monkeypatch, 0)
     with pytest.raises(UsageError, match="--device cuda, but no CUDA device is usable here"):
         place_ranks("cuda", 2)

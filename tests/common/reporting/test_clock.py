@@ -9,48 +9,21 @@ import pytest
 import torch
 
 from common.reporting.clock import DeviceClock, HostClock, clock_of
-
-
-class FakeGPU:
-    """A GPU whose work takes as long as it is told. Its events are complete as soon as the host waits for them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_ms, self.waits = 0.0, 0
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
-                assert enable_timing
-                self.at_ms: float | None = None
-
-            def record(self, stream: str) -> None:
-                assert stream == "the current stream"
-                self.at_ms = gpu.now_ms
-
-            def synchronize(self) -> None:
-                gpu.waits += 1
-
-            def elapsed_time(self, other: Event) -> float:
-                assert self.at_ms is not None and other.at_ms is not None
-                return other.at_ms - self.at_ms
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
+from tests.support.timed_gpu import TimedGPU
 
 
 def test_a_gpus_stamps_are_seconds_of_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGPU(monkeypatch)
+    gpu = TimedGPU(monkeypatch)
     clock = clock_of(torch.device("cuda", 0))
     assert isinstance(clock, DeviceClock)
-    gpu.now_ms = 500.0
+    gpu.now_ms["default"] = 500.0
     before = time.perf_counter()
     clock.start()
     after = time.perf_counter()
     gpu.waits = 0
     stamps = []
     for _ in range(3):
-        gpu.now_ms += 40.0
+        gpu.now_ms["default"] += 40.0
         stamps.append(clock.stamp())
     assert gpu.waits == 0  # to stamp is not to wait
     seconds = [clock.seconds(stamp) for stamp in stamps]

@@ -14,7 +14,8 @@ from ddp.bench import __main__ as bench
 from ddp.bench.allreduce.config import AllReduceConfig, size_name
 from ddp.bench.allreduce.measuring import AllReduceMeasurement
 from ddp.bench.allreduce.report import report
-from tests.support.launch import ALL_GPUS, run_command
+from tests.support.timed_gpu import pretend_gpus
+from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
 ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "shared-memory, copied"]
@@ -76,15 +77,13 @@ def test_sizes_have_names() -> None:
 
 
 def test_on_gpus_nccl_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
+    pretend_gpus(monkeypatch, 4)
     config = AllReduceConfig(sizes=(4, 4096), rounds=2, output=tmp_path)
     assert (config.ranks, config.device, config.algorithms) == (4, "cuda", ())
     for settings in ({"algorithms": ("ring",)}, {"hosts": 2}):
         with pytest.raises(UsageError, match="--algorithms and --hosts are for tensors of the CPU"):
-            AllReduceConfig(**settings)
-        assert AllReduceConfig(device="cpu", **settings).ranks == 2
+            AllReduceConfig(device="cuda", **settings)
+        assert AllReduceConfig(**settings).ranks == 2
     text = report(config, [AllReduceMeasurement("backend", 4, {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]})], None)
     assert text.startswith("all-reduce, 4 ranks on 4 GPUs, nccl, float32; 2 rounds")
     assert "backend: alpha " in text
@@ -106,7 +105,7 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
         "--rounds",
         "2",
     )
-    done = run_command("ddp.bench", "allreduce", *arguments, "--output", str(tmp_path), env=ALL_GPUS, timeout_s=280)
+    done = run_command("ddp.bench", "allreduce", *arguments, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert " GPU" in done.stdout.splitlines()[0]
     written = json.loads((tmp_path / "allreduce.json").read_text())

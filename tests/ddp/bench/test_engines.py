@@ -30,7 +30,8 @@ from ddp.bench.variants import (
     variants_on,
     variations,
 )
-from tests.support.launch import ALL_GPUS, run_command, run_ranks
+from tests.support.timed_gpu import pretend_gpus
+from tests.support.launch import run_command, run_ranks
 from tests.support.user_errors import UserError
 
 STEPS = 4  # PowerSGD begins with the third
@@ -156,8 +157,7 @@ def test_powersgd_has_one_bucket() -> None:
 def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
     monkeypatch: pytest.MonkeyPatch, gpus: int, large: bool, ranks: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     config = EnginesConfig()
     assert config.models == ("fashion-cnn", "mlp", "resnet18", *["resnet50"] * large, DEEP)
     assert (config.ranks, config.device) == (ranks, "cuda" if gpus else "cpu")
@@ -168,7 +168,7 @@ def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
 @pytest.mark.gpu
 def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     arguments = (*SMALL, "--builds", "1", "--ranks", "1", "--model", DEEP, "--output", str(tmp_path))
-    done = run_command("ddp.bench", "engines", *arguments, env=ALL_GPUS, timeout_s=280)
+    done = run_command("ddp.bench", "engines", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1 rank on 1 GPU, nccl; ")
     written = json.loads((tmp_path / "engines.json").read_text())

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import UsageError
+from common.reporting.clock import clock_of
+from ddp.all_reduce.backend import Backend
 from ddp.timeline import __main__ as timeline
 from ddp.timeline.__main__ import RecordedSteps, measure, trace_events
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.figure import lanes, plot_step
 from ddp.timeline.overlap import Interval, after, divide, length, union
-from ddp.timeline.recording import Sending, Step
+from ddp.timeline.recording import RecordingNCCL, Sending, Step
+from tests.support.timed_gpu import TimedGPU, pretend_gpus
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
@@ -83,8 +89,8 @@ def check_trace(events: list[dict[str, Any]], run: RecordedSteps) -> None:
 @pytest.mark.parametrize(
     ("changes", "buckets"),
     [
-        ({"all_reduce": "backend", "bucket_cap_mb": 0.01}, 4),
-        ({"all_reduce": "shared-memory", "bucket_cap_mb": 1000}, 1),
+        ({"all_reduce": "backend", "bucket_mib": 0.01}, 4),
+        ({"all_reduce": "shared-memory", "bucket_mib": 1000}, 1),
         pytest.param({"all_reduce": "ring", "ranks": 3}, 2, marks=pytest.mark.slow),
         pytest.param({"ranks": 1, "model": "resnet18", "batch_size": 2}, 3, marks=pytest.mark.slow),
     ],
@@ -197,6 +203,82 @@ def test_all_reduces_of_a_lane_follow_each_other(ranks: list[Step]) -> None:
             assert all(a.ended <= b.started for a, b in itertools.pairwise(mine))
 
 
+class FakeWork:
+    """An all-reduce that ends 30 ms after what the default stream has done."""
+
+    def __init__(self, gpu: TimedGPU) -> None:
+        self._gpu, self._ends_ms = gpu, gpu.now_ms["default"] + 30
+
+    def wait(self) -> None:
+        stream = self._gpu.current
+        self._gpu.now_ms[stream] = max(self._gpu.now_ms.get(stream, 0.0), self._ends_ms)
+
+
+def test_the_end_of_nccls_sum_is_told_by_a_stream_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, device = TimedGPU(monkeypatch), torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "all_reduce", lambda buffer, async_op: FakeWork(gpu))
+    clock = clock_of(device)
+    clock.start()
+    waited = gpu.waits
+    recording = RecordingNCCL(Backend(), clock, device)
+    for _ in range(2):  # backward goes on meanwhile: the second sum starts before the first has ended
+        gpu.now_ms["default"] += 10
+        recording.start(torch.zeros(1))
+    assert gpu.now_ms["default"] == 20
+    assert gpu.waits == waited
+    recording.close()
+    now = clock.seconds(clock.stamp())
+    moments = [(clock.seconds(s.started) - now, clock.seconds(s.ended) - now) for s in recording.sent]
+    assert moments == [pytest.approx((-0.01, 0.02)), pytest.approx((0.0, 0.03))]
+
+
+def test_a_step_is_read_with_all_its_moments() -> None:
+    step = Step(1, 2, 3, [4, 5], [6, 7], [Sending(8, 9)], 10, 11)
+    assert step.read(lambda moment: -moment) == Step(-1, -2, -3, [-4, -5], [-6, -7], [Sending(-8, -9)], -10, -11)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({}, ("cuda", 2)),
+        ({"ranks": 1}, ("cuda", 1)),
+        ({"device": "cpu"}, ("cpu", 2)),
+        ({"ranks": 3}, ("cpu", 3)),
+        ({"all_reduce": "ring"}, ("cpu", 2)),
+        ({"strategy": "zero3"}, ("cpu", 2)),
+        ({"device": "cuda", "ranks": 3}, "--ranks 3 is more than the 2 usable GPUs"),
+        ({"device": "cuda", "all_reduce": "ring"}, "--all-reduce ring sums tensors of the CPU"),
+        ({"device": "cuda", "strategy": "zero1"}, "--device cuda is for --strategy handwritten: zero1"),
+    ],
+)
+def test_where_a_step_is_recorded(
+    settings: dict[str, Any], found: tuple[str, int] | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpus(monkeypatch, 2)
+    if isinstance(found, str):
+        with pytest.raises(UsageError, match=found):
+            StepTimelineConfig(**settings)
+    else:
+        config = StepTimelineConfig(**settings)
+        assert (config.device, config.ranks) == found
+
+
+@pytest.mark.gpu
+def test_a_step_on_gpus(tmp_path: Path) -> None:
+    arguments = ("--model", "resnet18", "--steps", "6", "--output", str(tmp_path))
+    done = run_command("ddp.timeline", *arguments, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    assert ", nccl, all-reduce: backend" in done.stdout
+    written = json.loads((tmp_path / "steps.json").read_text())
+    for rank in itertools.chain(*written["steps"]):
+        moments = rank["moments"]
+        in_order = [moments[name] for name in ("began", "loaded", "forwarded", "returned", "ended")]
+        assert in_order == sorted(in_order)
+        assert moments["forwarded"] < min(moments["ready"]) <= max(moments["ready"]) <= moments["returned"]
+        for sending in moments["sent"]:
+            assert moments["forwarded"] < sending["started"] <= sending["ended"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -208,7 +290,7 @@ def test_all_reduces_of_a_lane_follow_each_other(ranks: list[Step]) -> None:
             ("--model", "resnet18", "--batch-size", "2"),
             "resnet18 cannot normalize a single sample per rank and micro-step",
         ),
-        (("--bucket-cap-mb", "0"), "--bucket-cap-mb 0.0 is out of range"),
+        (("--bucket-mib", "0"), "--bucket-mib 0.0 is out of range"),
         (("--steps", "1"), "--steps 1 is out of range"),
         (("--output", __file__), "is a file: give a folder"),
         (("--output", "/dev/null/out"), "--output /dev/null/out cannot be written"),
