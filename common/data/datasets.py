@@ -23,7 +23,6 @@ from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.errors import UsageError
 
 IN_MEMORY = ("glyphs", "fashion-mnist")
-CHANNELS = 3  # of images that are enlarged
 
 
 class BatchKey(NamedTuple):
@@ -67,7 +66,6 @@ class ImageDataset(Dataset[Any]):
     :param labels: int64 ``[samples]``
     :param augmentation: of a fetched batch, a pure function of (seed, epoch, sample)
     :param seed: of the augmentation
-    :param side: height and width to which fetched images are enlarged, see :func:`enlarged`; None leaves them as they are
     """
 
     def __init__(
@@ -76,17 +74,16 @@ class ImageDataset(Dataset[Any]):
         labels: npt.NDArray[np.int64],
         augmentation: Augmentation = NO_AUGMENTATION,
         seed: int = 0,
-        side: int | None = None,
     ) -> None:
         self.images, self.labels = images, labels
-        self.augmentation, self.seed, self._side = augmentation, seed, side
+        self.augmentation, self.seed = augmentation, seed
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return (CHANNELS, self._side, self._side) if self._side else self.images.shape[1:]
+        return self.images.shape[1:]
 
     def __getitem__(self, sample: int) -> tuple[Tensor, Tensor]:
         """Image uint8 ``[channels, height, width]`` and label int64 ``[]``, as they are in epoch 0."""
@@ -106,21 +103,7 @@ class ImageDataset(Dataset[Any]):
         images = self.images[key.samples]
         if self.augmentation:
             images = self.augmentation(images, self.seed, key.epoch, key.samples)
-        if self._side:
-            images = enlarged(images, self._side)
         return Batch(torch.from_numpy(images), torch.from_numpy(self.labels[key.samples]))
-
-
-def enlarged(images: npt.NDArray[np.uint8], side: int) -> npt.NDArray[np.uint8]:
-    """Each pixel as a square of pixels, in three equal channels: images as large as ImageNet's, from a few bytes each.
-
-    :param images: uint8 ``[n, 1, s, s]``
-    :param side: a multiple of s
-    :returns: uint8 ``[n, 3, side, side]``
-    """
-    n, _, rows, columns = images.shape
-    wide = images.repeat(side // columns, axis=3)[:, :, :, None]
-    return np.broadcast_to(wide, (n, CHANNELS, rows, side // rows, side)).reshape(n, CHANNELS, side, side)
 
 
 def fetch_batches(images: Images, samples: npt.NDArray[np.int64], batch_size: int, epoch: int = 0) -> Iterator[Batch]:
@@ -184,7 +167,6 @@ def load(
     test_samples: int | None = None,
     augmentation: Augmentation = NO_AUGMENTATION,
     seed: int = 0,
-    image_size: int | None = None,
 ) -> ImageData:
     """Load a data set of :data:`IN_MEMORY`.
 
@@ -192,14 +174,10 @@ def load(
     :param train_samples: use only the first so many; all when None
     :param test_samples: likewise
     :param seed: of the augmentation. The data itself is the same for every seed.
-    :param image_size: height and width to which glyphs are enlarged, a multiple of 28; as they are, in one channel, when None
-    :raises UsageError: when files are missing, damaged, of another data set or not needed, or have too few samples; for an image
-        size of another data set
+    :raises UsageError: when files are missing, damaged, of another data set or not needed, or have too few samples
     """
     if name == "glyphs" and folder is not None:
         raise UsageError(f"--data-dir {folder} is for fashion-mnist and files: glyphs are rendered, not read")
-    if name != "glyphs" and image_size is not None:
-        raise UsageError(f"--image-size {image_size} is for glyphs and files: {name} has images of one size")
     source: ModuleType
     read: Callable[[str, int], tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]
     if name == "glyphs":
@@ -221,8 +199,8 @@ def load(
     digest = hashlib.sha256(b"".join(array.tobytes() for half in halves.values() for array in half))
     return ImageData(
         name=name,
-        train=ImageDataset(images, labels, replace(augmentation, fill=source.BACKGROUND), seed, image_size),
-        test=ImageDataset(*halves["test"], side=image_size),
+        train=ImageDataset(images, labels, replace(augmentation, fill=source.BACKGROUND), seed),
+        test=ImageDataset(*halves["test"]),
         classes=tuple(source.CLASSES),
         mean=mean,
         std=std,

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from common.cli import flag_of, is_function_name, option
+from common.cli import is_function_name, option
 from common.data import datasets
 from common.data.augmentation import Augmentation
 from common.data.datasets import IN_MEMORY, ImageData
+from common.data.enlarged import enlarge
 from common.errors import UsageError
 from common.training.models import MODELS
 from common.training.optimization import learning_rate
@@ -193,7 +194,8 @@ class LearningConfig:
 def load_dataset(config: LearningConfig) -> ImageData:
     """The data set: one of :data:`common.data.datasets.IN_MEMORY`, or one's own.
 
-    :raises UsageError: as :func:`common.data.datasets.load` and :func:`common.data.own_dataset.load_own`
+    :raises UsageError: as :func:`common.data.datasets.load` and :func:`common.data.own_dataset.load_own`; for an image size
+        that the data set cannot have
     """
     taken: dict[str, Any] = {
         "train_samples": config.train_samples,
@@ -201,15 +203,17 @@ def load_dataset(config: LearningConfig) -> ImageData:
         "augmentation": config.augmentation,
         "seed": config.seed,
     }
-    folder = Path(config.data_dir) if config.data_dir else None
+    if config.image_size is not None and config.dataset != "glyphs":
+        raise UsageError(
+            f"--image-size {config.image_size} is for glyphs and files: {config.dataset} has images of one size"
+        )
     if not is_function_name(config.dataset):
-        return datasets.load(config.dataset, folder, image_size=config.image_size, **taken)
+        data = datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **taken)
+        return data if config.image_size is None else enlarge(data, config.image_size)
     from common.data.own_dataset import load_own
 
-    for name in ("data_dir", "image_size"):
-        if getattr(config, name) is not None:
-            flag = f"{flag_of(name)} {getattr(config, name)}"
-            raise UsageError(f"{flag} is not passed to --dataset {config.dataset}: leave it out")
+    if config.data_dir is not None:
+        raise UsageError(f"--data-dir {config.data_dir} is not passed to --dataset {config.dataset}: leave it out")
     return load_own(config.dataset, **taken)
 
 

@@ -53,21 +53,6 @@ def test_a_limit_takes_the_first_samples() -> None:
         np.testing.assert_array_equal(half.labels, labels)
 
 
-def test_enlarged_images_are_the_augmented_ones_with_each_pixel_as_a_square() -> None:
-    settings: dict[str, Any] = {"augmentation": AUGMENTATION, "seed": 3}
-    plain, large = load_few(**settings), load_few(**settings, image_size=84)
-    assert (large.shape, large.test.shape, large.mean) == ((3, 84, 84), (3, 84, 84), plain.mean)
-    for half in ("train", "test"):
-        few = key(5, 0, 19, epoch=2)
-        small, batch = (getattr(data, half).__getitems__(few) for data in (plain, large))
-        assert batch.images.is_contiguous()
-        for channel in range(3):
-            assert torch.equal(
-                batch.images[:, channel], small.images[:, 0].repeat_interleave(3, 1).repeat_interleave(3, 2)
-            )
-        assert torch.equal(batch.labels, small.labels)
-
-
 @pytest.mark.parametrize(
     "name, split, available",
     [

@@ -14,8 +14,8 @@ from ddp.bench import __main__ as bench
 from ddp.bench.allreduce.config import AllReduceConfig, size_name
 from ddp.bench.allreduce.measuring import AllReduceMeasurement
 from ddp.bench.allreduce.report import report
-from tests.support.timed_gpu import pretend_gpus
 from tests.support.launch import run_command
+from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
 
 ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "shared-memory, copied"]

@@ -30,8 +30,8 @@ from ddp.bench.variants import (
     variants_on,
     variations,
 )
-from tests.support.timed_gpu import pretend_gpus
 from tests.support.launch import run_command, run_ranks
+from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
 
 STEPS = 4  # PowerSGD begins with the third

@@ -22,8 +22,8 @@ from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.figure import lanes, plot_step
 from ddp.timeline.overlap import Interval, after, divide, length, union
 from ddp.timeline.recording import RecordingNCCL, Sending, Step
-from tests.support.timed_gpu import TimedGPU, pretend_gpus
 from tests.support.launch import run_command
+from tests.support.timed_gpu import TimedGPU, pretend_gpus
 from tests.support.user_errors import UserError
 
 SMALL = {"model": "fashion-cnn", "batch_size": 12, "steps": 2}

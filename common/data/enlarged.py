@@ -1,0 +1,49 @@
+"""Images in memory that are enlarged as they are fetched: a workload of ImageNet's size, drawn from a few megabytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from common.data.datasets import Batch, BatchKey, ImageData, Images
+
+CHANNELS = 3
+
+
+def enlarge(data: ImageData, side: int) -> ImageData:
+    """The data set with images of this height and width; see :class:`EnlargedImages`."""
+    return replace(data, train=EnlargedImages(data.train, side), test=EnlargedImages(data.test, side))
+
+
+class EnlargedImages(Dataset[Batch]):
+    """Each pixel as a square of pixels, in three equal channels.
+
+    :param images: square ones of one channel
+    :param side: height and width of the enlarged ones, a multiple of theirs
+    """
+
+    def __init__(self, images: Images, side: int) -> None:
+        self._images, self._side = images, side
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    @property
+    def labels(self) -> npt.NDArray[np.int64]:
+        return self._images.labels
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (CHANNELS, self._side, self._side)
+
+    def __getitems__(self, key: BatchKey) -> Batch:
+        images, labels = self._images.__getitems__(key)
+        n, _, rows, columns = images.shape
+        # One wide row for each row, which is then copied as often as it is needed, for all channels.
+        wide = images.numpy().repeat(self._side // columns, axis=3)[:, :, :, None]
+        squares = np.broadcast_to(wide, (n, CHANNELS, rows, self._side // rows, self._side))
+        return Batch(torch.from_numpy(squares.reshape(n, *self.shape)), labels)
