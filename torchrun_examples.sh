@@ -12,7 +12,7 @@ cd "$(dirname "$0")"
 names=()
 declare -A shows needs commands
 
-# example NAME 'what it shows' 'what it needs: -, so many GPUs, or the program of a cluster' 'command, with FLAGS where ddp.train's flags go (AGAIN, if it is to
+# example NAME 'what it shows' 'what it needs: -, so many GPUs, the program of a cluster, or time: then all leaves it out' 'command, with FLAGS where ddp.train's flags go (AGAIN, if it is to
 # continue what it has begun) and RUN for its run directory, or OPTIONS where those of another command do'
 example() {
     names+=("$1")
@@ -93,6 +93,8 @@ example timeline-zero3 'one training step of ZeRO-3 on every rank, and its memor
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 
+example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
+    'python -m ddp.gpu_check OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \
     'torchrun --nproc_per_node=2 -m ddp.launch.doctor OPTIONS'
 example slurm 'a batch job of SLURM: a torchrun agent on each node' sbatch \
@@ -113,7 +115,7 @@ gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true; }
 # Why an example cannot run here; nothing when it can.
 obstacle() {
     case ${needs[$1]} in
-    -) ;;
+    - | time) ;;
     [0-9]*) [ "$(gpus)" -ge "${needs[$1]}" ] || echo "needs ${needs[$1]} GPUs, this machine has $(gpus)" ;;
     *) command -v "${needs[$1]}" >/dev/null || echo "needs a cluster, and its ${needs[$1]} here" ;;
     esac
@@ -151,7 +153,10 @@ all)
     failed=()
     for name in "${names[@]}"; do
         reason=$(obstacle "$name")
-        case ${needs[$name]} in [a-z]*) reason=${reason:-it takes other machines: run it by its name} ;; esac
+        case ${needs[$name]} in
+        time) reason='it runs most of the others, for minutes: run it by its name' ;;
+        [a-z]*) reason=${reason:-it takes other machines: run it by its name} ;;
+        esac
         if [ -n "$reason" ]; then
             printf '\n# %s: skipped, %s\n' "$name" "$reason"
         else

@@ -75,7 +75,7 @@ def listed() -> list[str]:
 def test_it_lists_every_example_with_what_it_shows() -> None:
     status, out = run_script()
     assert status == 0
-    for name in (*listed(), "two-gpus", "slurm", "slurm-srun", "lsf", "azure", "kubeflow", "kubernetes"):
+    for name in (*listed(), "two-gpus", "gpu-check", "slurm", "slurm-srun", "lsf", "azure", "kubeflow", "kubernetes"):
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
@@ -124,6 +124,13 @@ def test_an_example_that_measures_is_a_command_with_options(name: str) -> None:
 
 
 @pytest.mark.examples
+def test_the_check_of_a_gpu_is_a_command_with_options() -> None:
+    status, out = run_script("gpu-check", "--minutes", "5", "--help")
+    assert status == 0, out
+    assert "python -m ddp.gpu_check --minutes 5 --help" in out
+
+
+@pytest.mark.examples
 def test_the_doctor_finds_two_ranks() -> None:
     status, out = run_script("doctor", "--mebibytes", "1")
     assert status == 0, out
@@ -133,7 +140,7 @@ def test_the_doctor_finds_two_ranks() -> None:
     assert re.search(r"^rank 0 +rank 1 +\d+ us +\d+ MiB/s$", out, re.MULTILINE)
 
 
-def test_all_submits_nothing_to_a_cluster(tmp_path: Path) -> None:
+def test_all_submits_nothing_to_a_cluster_and_checks_no_gpu(tmp_path: Path) -> None:
     """With programs that would tell, and in the place of all others some that do nothing."""
     for program in ("sbatch", "bsub", "az", "kubectl"):
         (tmp_path / program).write_text(f"#!/bin/sh\necho {program} was started\n")
@@ -147,6 +154,8 @@ def test_all_submits_nothing_to_a_cluster(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "was started" not in done.stdout
     assert len(re.findall(r"skipped, it takes other machines: run it by its name", done.stdout)) == 6
+    assert "# gpu-check: skipped, it runs most of the others, for minutes: run it by its name" in done.stdout
+    assert "ddp.gpu_check" not in done.stdout
 
 
 def test_a_cluster_that_is_not_here_is_one_line() -> None:

@@ -1,0 +1,127 @@
+"""Runs a check as a user would, with a limit. Whatever happens, nothing that it has started outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+PASSED, FAILED, HUNG, LEFT_OUT, NO_TIME = "passed", "FAILED", "HUNG", "left out", "no time"
+LEAST_S = 5.0  # below which a check is not begun
+END_S = 5.0  # for what a check has started to end by itself, after it has ended
+MOST_ROUNDS = 3  # of kills; a process that a driver holds in the kernel cannot be waited for
+PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
+LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check ended.
+
+    :param reason: why it did not pass; empty if it did
+    """
+
+    status: str
+    seconds: float = 0.0
+    reason: str = ""
+
+
+def adopt_orphans() -> None:
+    """Let processes whose parent ends become children of this one, where Linux can: so they are found, and ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def run_command(command: str, log: Path, limit_s: float, left_s: float, device: str, expects: str = "") -> Outcome:
+    """Run a command of the shell, and wait for it.
+
+    :param log: a file for what it prints
+    :param limit_s: after which it hangs
+    :param left_s: after which there is no time left for any check
+    :param device: ``"cpu"`` hides the GPUs from it
+    :param expects: a regular expression that its output must match if its exit status is 0
+    """
+    if left_s < LEAST_S:
+        return Outcome(NO_TIME, 0.0, "the total limit was reached before it began")
+    status: int | None = None
+    before, began = _descendants(), time.monotonic()
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            ["sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(device),
+            start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends that one
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(min(limit_s, left_s))
+        finally:  # also when a signal ends this process
+            seconds, text = time.monotonic() - began, log.read_text(errors="replace")
+            left = _end_all_but(before, patiently=status is not None)
+            process.wait()
+    if status is None and limit_s <= left_s:
+        return Outcome(HUNG, seconds, f"it did not end within {limit_s:.0f} s: {_last_line(text)}")
+    if status is None:
+        return Outcome(NO_TIME, seconds, f"the total limit was reached after {seconds:.0f} of its {limit_s:.0f} s")
+    if status != 0:
+        return Outcome(FAILED, seconds, f"exit status {status}: {_last_line(text)}")
+    if left:
+        return Outcome(FAILED, seconds, f"it left {left} process{'es' * (left > 1)} running")
+    if expects and not re.search(expects, text):
+        return Outcome(FAILED, seconds, f"its output has no '{expects}'")
+    return Outcome(PASSED, seconds)
+
+
+def _environment(device: str) -> dict[str, str]:
+    """This process's, with the programs of its own Python first: torchrun is one."""
+    found = dict(os.environ)
+    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
+    found["PYTHONUNBUFFERED"] = "1"  # or what a check said before it hung would be lost
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+
+
+def _descendants() -> set[psutil.Process]:
+    import psutil  # not for --help
+
+    return set(psutil.Process().children(recursive=True))
+
+
+def _end_all_but(before: set[psutil.Process], patiently: bool) -> int:
+    """SIGKILL all processes below this one that were not there before.
+
+    :param patiently: give them a few seconds to end by themselves
+    :returns: how many did not
+    """
+    import psutil
+
+    _, alive = psutil.wait_procs(_descendants() - before, timeout=END_S if patiently else 0)
+    for _ in range(MOST_ROUNDS):  # one that is killed may just have started another
+        processes = _descendants() - before
+        if not processes:
+            break
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=END_S)
+    return len(alive)
+
+
+def _last_line(text: str) -> str:
+    """The line that says what went wrong: a user error, or else an exception, or else the last one with a word in it."""
+    lines = [line.strip() for line in text.splitlines() if re.search("[a-z]", line)] or ["it printed nothing"]
+    for sign in (r"^error: ", r"\w(Error|Exception)\b"):
+        if signed := [line for line in lines if re.search(sign, line)]:
+            return signed[-1][:LONGEST_REASON]
+    return lines[-1][:LONGEST_REASON]
