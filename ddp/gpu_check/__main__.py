@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from common.cli import command, option, parse
+from common.distributed import DEVICES
 from common.distributed.dist_env import require_alone
 from common.errors import UsageError
 from common.reporting.machine import describe_machine
@@ -41,7 +42,6 @@ from ddp.gpu_check.summary import SUMMARY, TEXT, Entry
 
 PRINTED = "output.txt"
 KEPT, MOST_KEPT_BYTES = (".json", ".jsonl", ".txt"), 1_000_000
-DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,11 @@ def run_all(config: GpuCheckConfig, todo: list[Check]) -> list[Entry]:
     for number, check in enumerate(todo, 1):
         entry = run_check(check, sizes, config, deadline - time.monotonic())
         entries.append(entry)
+        text = summary.write_summary(config.output, machine, entries, [other.name for other in todo[number:]])
         outcome = entry.outcome
         words = f" in {outcome.seconds:.0f} s" if outcome.seconds else ""
         reason = f": {outcome.reason}" if outcome.reason else ""
         print(f"[{number}/{len(todo)}] {check.name}: {outcome.status}{words}{reason}", flush=True)
-        text = summary.write_summary(config.output, machine, entries, [other.name for other in todo[number:]])
     print(f"\n{text}\n\nresults in {config.output}: {SUMMARY}, {TEXT}, and a folder for each check")
     return entries
 

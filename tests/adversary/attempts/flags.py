@@ -135,9 +135,23 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("allreduce --output /dev/null", r"--output /dev/null"),
         ("strategies --device cuda", r"--device"),
         ("engines --models vgg", r"--models: invalid choice: 'vgg'"),
+        ("engines --device cuda", r"--device cuda, but no CUDA device"),
+        ("allreduce --device cuda", r"--device cuda, but no CUDA device"),
+        ("overhead --image-size 30", r"--image-size 30 is no multiple of 28, the size of a glyph: use 28"),
         ("safety --rounds 0", r"--rounds 0 is out of range"),
     ],
+    "ddp.gpu_check": [
+        ("--device cuda", r"--device cuda, but no CUDA device"),
+        ("--minutes 0.1", r"--minutes 0\.1 is out of range: it must be at least 1"),
+        ("--output /dev/null", r"--output /dev/null"),
+    ],
+    "ddp.gpu_check.gaps": [
+        ("", r"which trace\? give --trace"),
+        ("--trace nowhere.json.gz", r"nowhere\.json\.gz cannot be read: No such file"),
+    ],
+    "ddp.gpu_check.pinned": [("", r"copies to a GPU cannot be timed: no CUDA device")],
     "ddp.timeline": [
+        ("--device cuda", r"--device cuda, but no CUDA device"),
         ("--model vgg", r"--model: invalid choice: 'vgg'"),
         ("--bucket-mib 0", r"--bucket-mib"),
         ("--bucket-mib nan", r"--bucket-mib"),

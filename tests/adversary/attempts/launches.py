@@ -106,7 +106,7 @@ ATTEMPTS = [
         for command in (
             "ddp.bench allreduce", "ddp.bench strategies", "ddp.bench engines", "ddp.timeline", "dataparallel.bench",
             "dataparallel.train --run-dir {here}/run", "dataloading.bench", "dataloading.timeline", "dataloading.ladder",
-            "dataloading.lfw_dataset", "ddp.checkpoint inspect --run-dir {run}",
+            "dataloading.lfw_dataset", "ddp.checkpoint inspect --run-dir {run}", "ddp.gpu_check",
         )
     ),
     # Mistakes that both ranks make are said once.
