@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from common.errors import UsageError
+from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.machine import usable_cores
 
 RANKS_ON_THE_CPU = 2
@@ -50,9 +49,9 @@ def place_ranks(device: str, ranks: int | None, least: int = 1) -> Placement:
     :param least: the fewest ranks with which there is something to measure
     :raises UsageError: for CUDA where there is no GPU
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() and device != "cpu" else 0
+    gpus = 0 if device == "cpu" else count_gpus()
     if device == "cuda" and not gpus:
-        raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
+        raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
     if device == "auto" and gpus < (ranks or least):
         gpus = 0
     return Placement(ranks or max(least, gpus or RANKS_ON_THE_CPU), gpus)

@@ -30,7 +30,7 @@ from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 from ddp.bench.engines import EnginesConfig, take_turns
 from ddp.bench.turns import WARMUP
-from ddp.bench.variants import NETWORKS, NO_SUM, DDPVariant
+from ddp.bench.variants import NETWORKS, NO_SUM, ON_THE_CPU, DDPVariant
 
 NOTHING = "no synchronization"
 HOOKS, COPIES, HOOKS_AND_COPIES = "hooks", "copies", "hooks and copies"
@@ -76,7 +76,7 @@ VARIANTS = {NOTHING: DDPVariant("none")} | {str(variant): variant for ddp in DDP
 class CostsConfig:
     """Settings of ``ddp.bench costs``."""
 
-    models: tuple[str, ...] = option(NETWORKS, "models on which the DDPs are taken apart", choices=NETWORKS)
+    models: tuple[str, ...] = option(ON_THE_CPU, "models on which the DDPs are taken apart", choices=NETWORKS)
     ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
     builds: int = option(2, "times that all variants are rebuilt", minimum=1)
     rounds: int = option(6, "measured rounds per build; in each, every variant takes one turn", minimum=2)
@@ -106,7 +106,9 @@ def main(argv: Sequence[str]) -> None:
 
 def measure(config: CostsConfig) -> list[Costs]:
     """Take the DDPs apart on each model."""
-    turns = EnginesConfig(ranks=config.ranks, builds=config.builds, rounds=config.rounds, turn=config.turn)
+    turns = EnginesConfig(
+        device="cpu", ranks=config.ranks, builds=config.builds, rounds=config.rounds, turn=config.turn
+    )
     measured = []
     with Progress(
         DistEnv.alone(CPU), "bench", len(config.models) * config.builds * (config.rounds + WARMUP)

@@ -54,6 +54,7 @@ from ddp.bench.variants import (
     LARGE,
     NAIVE,
     NETWORKS,
+    ON_THE_CPU,
     PLAIN,
     SAMPLES,
     SHARED,
@@ -98,7 +99,7 @@ class EnginesConfig:
 
     def __post_init__(self) -> None:
         placement = self.placement
-        models = tuple(name for name in NETWORKS if placement.gpus or name not in LARGE)
+        models = NETWORKS if placement.gpus else ON_THE_CPU
         defaults = {"ranks": placement.ranks, "device": placement.device, "models": self.models or models}
         for name, value in defaults.items():
             object.__setattr__(self, name, value)

@@ -25,6 +25,7 @@ IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
 NETWORKS = (*MODELS, DEEP)
 LARGE = {"resnet50": (3, 224, 224)}  # its images; for GPUs
+ON_THE_CPU = tuple(name for name in NETWORKS if name not in LARGE)
 SAMPLES = dict.fromkeys(NETWORKS, 72) | {"resnet18": 16, "resnet50": 32}  # of a rank in a step
 ONE_BUCKET_MIB = 10**6  # a bucket that holds all gradients of any model
 AT_THE_END = "all-reduce at the end"

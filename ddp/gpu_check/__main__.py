@@ -31,6 +31,7 @@ from common.cli import command, option, parse
 from common.distributed import DEVICES
 from common.distributed.dist_env import require_alone
 from common.errors import UsageError
+from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.machine import describe_machine
 from common.reporting.run_directory import prepare_output, results_in
 from common.reporting.run_files import CHECKPOINT_FOLDER
@@ -59,14 +60,14 @@ class GpuCheckConfig:
     overwrite: bool = option(False, "delete the results of an earlier check that are in the folder")
 
     def __post_init__(self) -> None:
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda, but no CUDA device is usable here: use --device cpu, or check nvidia-smi")
+        if self.device == "cuda" and not count_gpus():
+            raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
 
     @property
     def machine(self) -> Machine:
-        if self.device == "cpu" or not torch.cuda.is_available():
+        if self.device == "cpu" or not (gpus := count_gpus()):
             return Machine(0)
-        return Machine(torch.cuda.device_count(), 1e-9 * torch.cuda.get_device_properties(0).total_memory)
+        return Machine(gpus, 1e-9 * torch.cuda.get_device_properties(0).total_memory)
 
 
 @command

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common.cli import command, option, parse
 from common.errors import UsageError
+from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.benchmark import run_alone, write_results
 from common.reporting.clock import clock_of
 from common.reporting.run_directory import files_line
@@ -41,8 +42,8 @@ class PinnedConfig:
     output: Path = option(Path("runs/gpu-check-pinned"), "folder of the JSON")
 
     def __post_init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise UsageError("copies to a GPU cannot be timed: no CUDA device is usable here: check nvidia-smi")
+        if not count_gpus():
+            raise UsageError(f"copies to a GPU cannot be timed: {why_no_gpu()}")
 
 
 @command

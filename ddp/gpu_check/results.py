@@ -13,19 +13,19 @@ from typing import Any
 from common.reporting.timing import Spread, paired_ratio
 from common.training.metrics import read_metrics
 
-AT_MOST = ("memory", "peak")  # of what these words name, the largest value counts
+MEMORY = "peak GB"  # of the rank that needed most
 
 
 def of_training(folder: Path) -> dict[str, Any]:
-    """Medians over the windows but the first, in which kernels are chosen and caches filled."""
+    """Medians over the windows but the first, in which kernels are chosen and caches filled; of memory the most."""
     windows = [record for record in read_metrics(folder / "run") if record["kind"] == "step"]
     counted = windows[1:] or windows
     found: dict[str, Any] = {"loss": windows[-1]["loss"]}
-    for name in windows[-1]:
-        if name in ("images_per_s", "data_wait") or any(word in name for word in ("mfu", *AT_MOST)):
-            values = [window[name] for window in counted if window.get(name) is not None]
-            if values:
-                found[name] = max(values) if any(word in name for word in AT_MOST) else statistics.median(values)
+    for name in ("images_per_s", "data_wait", "gpu_ms_per_step", "gpu_busy", "mfu"):
+        if values := [window[name] for window in counted if name in window]:
+            found[name] = statistics.median(values)
+    if peaks := [window["gpu_memory"] for window in windows if "gpu_memory" in window]:
+        found[MEMORY] = 1e-9 * max(peaks)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.reporting.atomic_files import write_bytes, write_json
-from ddp.gpu_check.results import AT_MOST
+from ddp.gpu_check.results import MEMORY
 from ddp.gpu_check.runner import FAILED, HUNG, LEFT_OUT, NO_TIME, PASSED, Outcome
 
 SUMMARY, TEXT = "summary.json", "summary.txt"
@@ -47,10 +47,11 @@ class Rule:
 
 RULES = (
     Rule("data_wait", lambda share: share > 0.1, "the ranks wait for batches: more --workers, or a faster disk"),
+    Rule("gpu_busy", lambda share: share < 0.8, "the GPU waits for the host, or for batches"),
     Rule(
-        ".*mfu.*",
+        "mfu",
         lambda share: share < 0.2,
-        "the GPU waits, or its kernels are too small: a larger batch, bf16, --compile",
+        "the GPU waits, or its kernels are too small for it: a larger batch, bf16, --compile",
     ),
     Rule(
         "idle behind a synchronization",
@@ -104,11 +105,14 @@ def numbers(entries: Sequence[Entry]) -> list[str]:
     precise = next((entry.found for entry in entries if entry.name == PRECISE), {})
     lines = []
     for entry in entries:
-        words = []
-        for name, value in entry.found.items():
-            words.append(f"{name} {_shown(value)}")
-            if any(word in name for word in AT_MOST) and entry.name.startswith("precision-") and precise.get(name):
-                words[-1] += f" ({value / precise[name]:.2f} of fp32's)" if entry.name != PRECISE else ""
+        words = [f"{name} {_shown(value)}" for name, value in entry.found.items()]
+        if (
+            entry.name.startswith("precision-")
+            and entry.name != PRECISE
+            and MEMORY in precise
+            and MEMORY in entry.found
+        ):
+            words.append(f"{entry.found[MEMORY] / precise[MEMORY]:.2f} of fp32's memory")
         if words:
             lines.append(f"{entry.name}: {', '.join(words)}")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,4 +54,5 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Let torch count so many GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
+    properties = SimpleNamespace(name="a GPU", uuid="1", total_memory=80 * 10**9, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

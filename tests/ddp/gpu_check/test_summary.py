@@ -13,20 +13,14 @@ from ddp.gpu_check.runner import FAILED, LEFT_OUT, PASSED, Outcome
 from ddp.gpu_check.summary import Entry, explain, numbers, write_summary
 
 
-def passed(name: str, **found: Any) -> Entry:
-    return Entry(
-        name,
-        "something",
-        f"run {name}",
-        Outcome(PASSED, 12.4),
-        {key.replace("__", " / "): v for key, v in found.items()},
-    )
+def passed(name: str, found: dict[str, Any]) -> Entry:
+    return Entry(name, "something", f"run {name}", Outcome(PASSED, 12.4), found)
 
 
 def test_the_text_has_each_check_its_numbers_and_how_to_repeat_what_failed(tmp_path: Path) -> None:
     entries = [
-        passed("precision-fp32", images_per_s=800.0, peak_memory_mb=20_000.0),
-        passed("precision-bf16", images_per_s=2_000.0, peak_memory_mb=11_000.0, mfu=0.35),
+        passed("precision-fp32", {"images_per_s": 800.0, "peak GB": 20.0}),
+        passed("precision-bf16", {"images_per_s": 2_000.0, "peak GB": 11.0, "mfu": 0.35}),
         Entry("safety", "guards", "run safety", Outcome(FAILED, 3.0, "exit status 1: Error: no")),
         Entry("pinned", "copies", "run pinned", Outcome(LEFT_OUT, 0.0, "it needs a GPU")),
     ]
@@ -40,13 +34,13 @@ def test_the_text_has_each_check_its_numbers_and_how_to_repeat_what_failed(tmp_p
         "left out         pinned              copies: it needs a GPU",
         "",
         "found:",
-        "  precision-fp32: images_per_s 800, peak_memory_mb 20,000",
-        "  precision-bf16: images_per_s 2,000, peak_memory_mb 11,000 (0.55 of fp32's), mfu 0.35",
+        "  precision-fp32: images_per_s 800, peak GB 20",
+        "  precision-bf16: images_per_s 2,000, peak GB 11, mfu 0.35, 0.55 of fp32's memory",
     ]
     assert (tmp_path / "summary.txt").read_text() == text + "\n"
     written = json.loads((tmp_path / "summary.json").read_text())
     assert (written["machine"], written["remaining"], written["slow"]) == ({"torch": "2.15"}, ["lfw"], [])
-    assert written["checks"][1]["found"] == {"images_per_s": 2_000.0, "peak_memory_mb": 11_000.0, "mfu": 0.35}
+    assert written["checks"][1]["found"] == {"images_per_s": 2_000.0, "peak GB": 11.0, "mfu": 0.35}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +48,7 @@ def test_the_text_has_each_check_its_numbers_and_how_to_repeat_what_failed(tmp_p
     [
         ("data_wait", 0.05, 0.2),
         ("mfu", 0.4, 0.1),
+        ("gpu_busy", 0.95, 0.5),
         ("idle behind a synchronization", 0.01, 0.3),
         ("trainer / bare", [1.2, 1.04, 1.3], [1.2, 1.1, 1.3]),  # slow only if both quartiles are
         ("guarded / plain", [1.05, 1.0, 1.1], [1.05, 1.04, 1.1]),
@@ -73,15 +68,17 @@ def test_what_is_slow_is_named_with_its_cause(name: str, fast: Any, slow: Any) -
 
 def test_numbers_of_a_training_are_medians_without_its_first_window(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
+    of_all: dict[str, Any] = {"kind": "step", "data_wait": 0.1}
     windows = [
-        {"kind": "step", "step": step, "loss": 3.0 - step, "images_per_s": rate, "data_wait": 0.1, "peak_memory_mb": memory, "mfu": mfu}
-        for step, rate, memory, mfu in ((1, 10.0, 900.0, None), (2, 100.0, 500.0, 0.3), (3, 300.0, 400.0, 0.5))
-    ]  # fmt: skip
+        of_all | {"step": 1, "loss": 2.0, "images_per_s": 10.0, "gpu_memory": 9e9},
+        of_all | {"step": 2, "loss": 1.0, "images_per_s": 100.0, "gpu_memory": 5e9, "mfu": 0.3},
+        of_all | {"step": 3, "loss": 0.5, "images_per_s": 300.0, "gpu_memory": 4e9, "mfu": 0.5},
+    ]
     lines = [json.dumps(record) for record in [*windows, {"kind": "epoch", "step": 3, "images_per_s": 1.0}]]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert results.of_training(tmp_path) == {
-        "loss": 0.0, "images_per_s": 200.0, "data_wait": 0.1, "peak_memory_mb": 500.0, "mfu": 0.4,
-    }  # fmt: skip
+    assert results.of_training(tmp_path) == pytest.approx(
+        {"loss": 0.5, "images_per_s": 200.0, "data_wait": 0.1, "peak GB": 9.0, "mfu": 0.4}
+    )
 
 
 def test_numbers_of_pinned_memory(tmp_path: Path) -> None:
