@@ -136,7 +136,7 @@ def test_overwrite_deletes_the_results_of_an_earlier_check(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.examples
 @pytest.mark.timeout(900)
 def test_all_checks_pass_on_the_cpu(tmp_path: Path) -> None:
     done = run_command("ddp.gpu_check", "--device", "cpu", "--output", str(tmp_path / "results"), timeout_s=800)
