@@ -46,4 +46,4 @@ class EnlargedImages(Dataset[Batch]):
         # One wide row for each row, which is then copied as often as it is needed, for all channels.
         wide = images.numpy().repeat(self._side // columns, axis=3)[:, :, :, None]
         squares = np.broadcast_to(wide, (n, CHANNELS, rows, self._side // rows, self._side))
-        return Batch(torch.from_numpy(squares.reshape(n, *self.shape)), labels)
+        return Batch(torch.from_numpy(np.ascontiguousarray(squares).reshape(n, *self.shape)), labels)
