@@ -6,7 +6,7 @@ slice of it, and ``.grad`` a view into its bucket: nothing is copied back after 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import cast
 
 import torch
@@ -54,7 +54,7 @@ class Bucket:
         elif not self.holds(index):
             torch.mul(gradient.detach(), 1 / divisor, out=view)  # detached: backward may run with create_graph
             if self._as_view:
-                self.hand_out(index)
+                self.hand_out([index])
         elif divisor != 1:
             view.div_(divisor)
 
@@ -66,8 +66,8 @@ class Bucket:
         if self.together and all(g is not None and not g.is_sparse and g.data_ptr() != place for g, place in found):
             torch._foreach_copy_(list(self.views.values()), cast("list[Tensor]", gradients))
             self.buffer.mul_(1 / divisor)
-            for index in self.parameters if self._as_view else ():
-                self.hand_out(index)
+            if self._as_view:
+                self.hand_out(self.parameters)
             return
         for index in list(self.to_copy):
             self.copy_in(index, divisor)
@@ -78,7 +78,7 @@ class Bucket:
         for index, parameter in self.parameters.items():
             if index in receivers and parameter.grad is not self._gradients[index]:
                 if self._as_view:
-                    self.hand_out(index)
+                    self.hand_out([index])
                 elif parameter.grad is None:
                     parameter.grad = self.views[index].clone()
                 else:
@@ -89,11 +89,12 @@ class Bucket:
         gradient = self.parameters[index].grad
         return gradient is not None and gradient.data_ptr() == self._places[index]
 
-    def hand_out(self, index: int) -> None:
-        """Let ``.grad`` be the view into this bucket."""
-        if self._gradients[index].data_ptr() != self._places[index]:  # the last one was moved
-            self._gradients[index] = self.views[index].detach()
-        self.parameters[index].grad = self._gradients[index]
+    def hand_out(self, indices: Iterable[int]) -> None:
+        """Let ``.grad`` be the views into this bucket."""
+        for index in indices:
+            if self._gradients[index].data_ptr() != self._places[index]:  # the last one was moved
+                self._gradients[index] = self.views[index].detach()
+            self.parameters[index].grad = self._gradients[index]
 
     def drop(self) -> None:
         """Forget the gradients that lie in this bucket."""

@@ -95,7 +95,8 @@ class Reducer:
             if 0 <= torch._C._current_graph_task_id() < self._task:  # a pass around the one that has been averaged
                 raise errors.unknown_beginning()
             return
-        self.begin()
+        if not self.goes_on():
+            self.begin()
         if self._order is not None:
             self._order.append(index)
         self._remaining[index] -= 1
@@ -194,7 +195,7 @@ class Reducer:
         for index, average in averages.items():
             self._bucket_of[index].views[index].copy_(average)
         for index in gradients:
-            self._bucket_of[index].hand_out(index)
+            self._bucket_of[index].hand_out([index])
 
     def _build_buckets(self, order: Iterable[int]) -> None:
         indices = {self.parameters[index]: index for index in order}
