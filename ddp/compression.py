@@ -18,7 +18,7 @@ def compress_gradients(model: nn.Module, precision: str) -> None:
     """Let a DDP module send its gradients in this precision.
 
     :param model: torch's ``DistributedDataParallel`` or ``HandwrittenDistributedDataParallel``, before its first backward pass
-    :param precision: one of :data:`ddp.config.GRADIENT_PRECISIONS`; with ``"fp32"`` they are sent as they are
+    :param precision: one of :data:`ddp.strategies.GRADIENT_PRECISIONS`; with ``"fp32"`` they are sent as they are
     """
     if precision == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

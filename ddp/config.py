@@ -14,17 +14,20 @@ from common.errors import UsageError
 from common.training.metrics import check_tensorboard
 from common.training.models import LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own, require_heads
 from common.training.recipes import LearningConfig
-from ddp.all_reduce import ALL_REDUCES, WITH_HALVES
+from ddp.all_reduce import ALL_REDUCES
+from ddp.strategies import (
+    GRADIENT_PRECISIONS,
+    IN_BUCKETS,
+    SHARDED,
+    STAGES,
+    STRATEGIES,
+    Averaging,
+    require_halves,
+)
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
 LOADERS = ("stock", "fast")
 DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
-REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
-STRATEGIES = (*REPLICATED, *SHARDED)
-IN_BUCKETS = ("torch", "handwritten")  # of replicas, those that average their gradients in buckets
-
-GRADIENT_PRECISIONS = ("fp32", "bf16")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -38,21 +41,6 @@ FROM_FILES: dict[str, dict[str, Any]] = {
 TAKERS = {**FROM_FILES, "glyphs": {"image_size": None}}  # the data sets that take any of these
 # Where a run's directory is and how this start was asked for. They change nothing in the run.
 LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir", "interface")
-
-
-class Averaging(NamedTuple):
-    """How the gradients of replicas are averaged over the ranks; see the flags of these names.
-
-    :param strategy: one of :data:`REPLICATED`
-    :param all_reduce: one of :data:`ddp.all_reduce.ALL_REDUCES`, for ``handwritten``; ``"backend"`` when None
-    :param bucket_mib: MiB of a bucket; DDP's default when None
-    :param gradient_precision: one of :data:`GRADIENT_PRECISIONS`
-    """
-
-    strategy: str = "torch"
-    all_reduce: str | None = None
-    bucket_mib: float | None = None
-    gradient_precision: str = "fp32"
 
 
 class Loading(NamedTuple):
@@ -342,11 +330,3 @@ def require_samples(model: str, batch_size: int, world_size: int, grad_accumulat
     """:raises UsageError: when the global batch does not divide, or leaves too few samples per forward pass for BatchNorm"""
     if micro_batch_size(batch_size, world_size, grad_accumulation_steps) < LEAST_SAMPLES.get(model, 1):
         raise UsageError(f"{model} cannot normalize a single sample per rank and micro-step: use a larger --batch-size")
-
-
-def require_halves(all_reduce: str, strategy: str) -> None:
-    """:raises UsageError: when the stages of sharding by hand cannot use the halves of this all-reduce"""
-    if all_reduce not in WITH_HALVES:
-        raise UsageError(
-            f"--all-reduce {all_reduce} has no halves for --strategy {strategy}: use {', '.join(WITH_HALVES)}"
-        )

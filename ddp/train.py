@@ -35,12 +35,12 @@ from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast, set_arithmetic
 from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
-from ddp import by_hand, compression, sharded
+from ddp import by_hand, compression, sharded, strategies
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import load_weights
-from ddp.config import Averaging, TrainConfig
+from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job, StepGuard
 from ddp.resilience.device_guard import choose_guard
@@ -136,7 +136,7 @@ def build_job(
     return job
 
 
-def wrap_in_ddp(module: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:
+def wrap_in_ddp(module: nn.Module, env: DistEnv, averaging: strategies.Averaging) -> nn.Module:
     """The module in DDP, which from here on averages its gradients over the ranks in every backward pass.
 
     :raises UsageError: on every rank, if the ranks' models or settings differ

@@ -34,7 +34,7 @@ from common.reporting.run_directory import prepare_output
 from common.reporting.run_files import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
-from ddp.config import SHARDED
+from ddp.strategies import SHARDED
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training
 
 IN_A_SAVE = "in a save"

@@ -7,7 +7,7 @@ from torch import nn
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from ddp.compression import compress_gradients
-from ddp.config import Averaging
+from ddp.strategies import Averaging
 
 
 def wrap_by_hand(module: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:

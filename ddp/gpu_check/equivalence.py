@@ -26,7 +26,7 @@ from common.distributed.rank_logging import rank_logging
 from common.reporting.benchmark import write_results
 from common.reporting.run_directory import prepare_output, results_in
 from common.training.models import build_model, to_device
-from ddp.config import Averaging
+from ddp.strategies import Averaging
 from ddp.train import wrap_in_ddp
 
 TOLERANCE = 1e-9  # of the largest magnitude of a tensor, or of 1

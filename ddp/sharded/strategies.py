@@ -20,10 +20,10 @@ from common.errors import UsageError
 from common.training.models import to_device
 from common.training.precision import LOW_DTYPES
 from ddp.by_hand.replicas import require_same_modules
-from ddp.config import STAGES
 from ddp.sharded.flat import Precision
 from ddp.sharded.stages import shard
 from ddp.sharded.units import divide, materialize
+from ddp.strategies import STAGES
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def shard_network(
     must be of one dtype, all of that stays fp32.
 
     :param network: the same on every rank
-    :param strategy: one of :data:`ddp.config.SHARDED`
+    :param strategy: one of :data:`ddp.strategies.SHARDED`
     :param all_reduce: whose halves the hand-written stages use; ``"backend"`` when None
     :param precision: one of :data:`common.training.precision.PRECISIONS`
     :raises UsageError: on every rank, for a model with fewer parameters than ranks, and for ``fsdp2`` one with a parameter

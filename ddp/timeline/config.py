@@ -12,7 +12,8 @@ from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
 from common.training.models import MODELS, require_heads
 from ddp.all_reduce import ALL_REDUCES
-from ddp.config import STAGES, micro_batch_size, require_halves, require_samples
+from ddp.config import micro_batch_size, require_samples
+from ddp.strategies import STAGES, require_halves
 
 REPLICAS = "handwritten"
 

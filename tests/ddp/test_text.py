@@ -11,7 +11,8 @@ import torch
 
 from common.data import sums
 from common.errors import UsageError
-from ddp.config import STRATEGIES, TrainConfig
+from ddp.config import TrainConfig
+from ddp.strategies import STRATEGIES
 from tests.ddp.checkpoint.sharded_jobs import contents, save_each
 from tests.support.launch import run_ranks
 

@@ -18,8 +18,8 @@ from common.training.gpt import TextModel
 from ddp.checkpoint.dcp import PieceReader, load_parameters
 from ddp.checkpoint.layout import layout_of
 from ddp.checkpoint.pieces import in_memory_order
-from ddp.config import SHARDED
 from ddp.sharded.strategies import FullyShard, shard_network
+from ddp.strategies import SHARDED
 from tests.ddp.checkpoint.sharded_jobs import TINY, contents, newest, save_each
 from tests.support.launch import run_ranks
 

@@ -26,7 +26,7 @@ from ddp.checkpoint.pieces import (
     shard_content,
     shard_key,
 )
-from ddp.config import SHARDED
+from ddp.strategies import SHARDED
 from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, newest, resume_each, save_each
 from tests.support.launch import run_ranks
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from common.distributed.process_group import process_group
-from ddp.config import Averaging
 from ddp.gpu_check import equivalence
 from ddp.gpu_check.equivalence import TOLERANCE, largest_difference, train
+from ddp.strategies import Averaging
 from tests.support.launch import run_command, run_ranks
 
 

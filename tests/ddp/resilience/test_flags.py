@@ -16,9 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from common.distributed.process_group import DistEnv, process_group
 from common.training.models import build_model
-from ddp.config import REPLICATED as STRATEGIES
-from ddp.config import Averaging
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
+from ddp.strategies import REPLICATED as STRATEGIES
+from ddp.strategies import Averaging
 from ddp.train import wrap_in_ddp
 from tests.support.launch import run_ranks
 

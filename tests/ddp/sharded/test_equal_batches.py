@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from common.distributed.process_group import DistEnv, process_group
 from common.training.evaluation import Evaluation, evaluate
-from ddp.config import SHARDED
 from ddp.data import load_data
 from ddp.resilience.supervisor import Supervisor
 from ddp.sharded.zero1 import ZeRO1
+from ddp.strategies import SHARDED
 from ddp.train import build_job
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
