@@ -176,8 +176,7 @@ class Reducer:
         flags = torch.tensor(used, dtype=torch.int32, device=self.parameters[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         receivers = set(flags.nonzero().flatten().tolist())
-        if not self._find_unused:  # a static graph: they stay the same
-            self._receivers = receivers
+        self._receivers = None if self._find_unused else receivers  # those of a static graph stay the same
         return receivers
 
     def rebuild_buckets(self) -> None:
