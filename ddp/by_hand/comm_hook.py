@@ -6,7 +6,7 @@ model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.defau
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,30 +18,12 @@ from ddp.by_hand.reducer import Reducer
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
 
 
-class HookableDDP:
-    """The part of a DDP wrapper that takes a communication hook."""
-
-    reducer: Reducer
-
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` average each :class:`GradBucket` instead.
-
-        :raises TypeError: if it cannot be called
-        :raises RuntimeError: if there is a hook already
-        """
-        if not callable(hook):
-            raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
-        if self.reducer.hook is not None:
-            raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
-        self.reducer.hook = functools.partial(HookedAverage, hook, state)
-
-
 class GradBucket:
     """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
 
-    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes and strides that the
-    ``parameters()`` had when they were wrapped. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for
-    the last one.
+    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes of the
+    ``parameters()``, contiguous as torch's: of a channels-last weight, the right numbers in other places. That is enough to
+    compress them. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for the last one.
     """
 
     def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
@@ -55,8 +37,37 @@ class GradBucket:
         self.buffer: Callable[[], Tensor] = lambda: buffer
 
     def gradients(self) -> list[Tensor]:
-        pieces = self.buffer().split([view.numel() for view in self._views])
-        return [shaped(piece, view) for piece, view in zip(pieces, self._views, strict=True)]
+        return [piece.view(view.shape) for piece, view in self._pieces()]
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece of the buffer, with the bucket's view of it."""
+        return zip(self.buffer().split([view.numel() for view in self._views]), self._views, strict=True)
+
+
+class StridedGradBucket(GradBucket):
+    """One whose ``gradients()`` have every number in its place, for a hook that updates the parameters with them."""
+
+    def gradients(self) -> list[Tensor]:
+        return [shaped(piece, view) for piece, view in self._pieces()]
+
+
+class HookableDDP:
+    """The part of a DDP wrapper that takes a communication hook."""
+
+    reducer: Reducer
+    bucket_type: type[GradBucket] = GradBucket
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` average each :class:`GradBucket` instead.
+
+        :raises TypeError: if it cannot be called
+        :raises RuntimeError: if there is a hook already
+        """
+        if not callable(hook):
+            raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
+        if self.reducer.hook is not None:
+            raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
+        self.reducer.hook = functools.partial(HookedAverage, hook, state, self.bucket_type)
 
 
 class HookedAverage:
@@ -65,10 +76,12 @@ class HookedAverage:
     :raises TypeError: if the hook returned anything but a future
     """
 
-    def __init__(self, hook: Hook, state: Any, bucket: Bucket, index: int, is_last: bool) -> None:
+    def __init__(
+        self, hook: Hook, state: Any, bucket_type: type[GradBucket], bucket: Bucket, index: int, is_last: bool
+    ) -> None:
         self._name = f"the communication hook {getattr(hook, '__name__', repr(hook))}"
         self._buffer = bucket.buffer
-        self._future = hook(state, GradBucket(bucket, index, is_last))
+        self._future = hook(state, bucket_type(bucket, index, is_last))
         if not isinstance(self._future, torch._C.Future):
             raise TypeError(f"{self._name} must return a future of a tensor, not {type(self._future).__name__}")
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand.assignment import MIB
-from ddp.by_hand.comm_hook import Hook
+from ddp.by_hand.comm_hook import Hook, StridedGradBucket
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.buffer_hook import BufferHookedDDP
 from ddp.by_hand.drop_in.delayed import DelayedAverage
@@ -286,6 +286,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         """Let an optimizer update each parameter when its gradient is averaged; see torch's."""
         from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
 
+        self.bucket_type = StridedGradBucket
         optimizer_overlap._as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def join_hook(self, **settings: Any) -> JoinHook:

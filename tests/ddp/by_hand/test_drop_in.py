@@ -9,7 +9,6 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -115,21 +114,19 @@ def another_process_group_is_that_of_mixed_precision_too() -> None:
     assert mine[0] != mine[1]
 
 
-def a_communication_hook_sees_gradients_with_the_strides_of_their_parameters() -> None:
-    seen: list[bool] = []
-
-    def hook(_: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            seen.append(gradient.stride() == parameter.stride() and torch.equal(gradient, parameter.grad))
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
-    model = DistributedDataParallel(network)
-    model.register_comm_hook(None, hook)
-    loss_of(model(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))).backward()
-    assert seen == [True] * 4
+def a_fused_optimizer_updates_channels_last_weights_as_after_backward() -> None:
+    fused, plain = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    plain.load_state_dict(fused.state_dict())
+    models = [DistributedDataParallel(network) for network in (fused, plain)]
+    models[0]._register_fused_optim(torch.optim.SGD, lr=0.1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    for _ in range(3):
+        for model in models:
+            model.zero_grad()
+            loss_of(model(images)).backward()
+        optimizer.step()
+        expect_same(list(fused.parameters()), list(plain.parameters()), "parameter")
 
 
 def parameters_of_every_kind_may_be_the_only_ones() -> None:
@@ -359,7 +356,7 @@ def a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first() -> None:
         pruned_parameters_were_not_replaced,
         what_was_accumulated_is_averaged_though_unused_buckets_are_skipped,
         another_process_group_is_that_of_mixed_precision_too,
-        a_communication_hook_sees_gradients_with_the_strides_of_their_parameters,
+        a_fused_optimizer_updates_channels_last_weights_as_after_backward,
         parameters_of_every_kind_may_be_the_only_ones,
         tied_weights_are_cast_together_in_mixed_precision,
         a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
