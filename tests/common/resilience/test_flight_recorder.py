@@ -49,10 +49,12 @@ def in_two_groups(folder: Path) -> None:
 
 def test_torch_s_own_tool_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
+    from torch.distributed.flight_recorder.components import types
 
-    run_ranks(
-        in_two_groups, 3, tmp_path / "collectives", fresh=True
-    )  # the pool's have earlier groups in their recorders
+    if "gloo" not in Path(types.__file__).read_text():
+        pytest.skip("this version of torchfrtrace reads dumps of NCCL alone")
+    # Fresh ones: the pool's ranks have earlier groups in their recorders.
+    run_ranks(in_two_groups, 3, tmp_path / "collectives", fresh=True)
     (tmp_path / "collectives" / "rank2").unlink()  # as of a rank that was killed
     with caplog.at_level(logging.INFO):
         fr_trace.main(["--allow-incomplete-ranks", str(tmp_path / "collectives")])
