@@ -54,23 +54,25 @@ def run_command(command: str, log: Path, limit_s: float, left_s: float, device: 
     if left_s < LEAST_S:
         return Outcome(NO_TIME, 0.0, "the total limit was reached before it began")
     status: int | None = None
+    process: subprocess.Popen[bytes] | None = None
     before, began = _descendants(), time.monotonic()
     with open(log, "wb") as output:
-        process = subprocess.Popen(
-            ["sh", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_environment(device),
-            start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends that one
-        )
-        try:
+        try:  # which a signal may also leave while the process starts
+            process = subprocess.Popen(
+                ["sh", "-c", command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(device),
+                start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends that one
+            )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(min(limit_s, left_s))
-        finally:  # also when a signal ends this process
+        finally:
             seconds, text = time.monotonic() - began, log.read_text(errors="replace")
             left = _end_all_but(before, patiently=status is not None)
-            process.wait()
+            if process is not None:
+                process.wait()
     if status is None and limit_s <= left_s:
         return Outcome(HUNG, seconds, f"it did not end within {limit_s:.0f} s: {_last_line(text)}")
     if status is None:

@@ -134,9 +134,9 @@ def batch_sampler_and_batch_size(folder: str) -> None:
     loader(folder, batch_sampler=[[0, 1]], batch_size=2)
 
 
-@call(r"pin_memory=True needs a GPU")
-def pinned_without_a_gpu(folder: str) -> None:
-    loader(folder, pin_memory=True)
+@call(r"device cuda is not there: give one that is, or leave it out for batches on the CPU")
+def a_gpu_that_is_not_there(folder: str) -> None:
+    loader(folder, device="cuda")
 
 
 @call(r"multiprocessing_context \(--start-method\) is 'fibers'")

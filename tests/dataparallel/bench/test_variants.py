@@ -37,7 +37,7 @@ def test_processes_infer_what_the_plain_module_does(model: str) -> None:
         logits, seconds = processes.infer(images)
         with torch.inference_mode():
             expected = comparison.build().eval()(images)
-        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # a part of the batch sums in another order
         assert seconds > 0
 
 

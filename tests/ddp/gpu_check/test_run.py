@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -110,6 +112,21 @@ def test_an_interrupt_ends_what_runs(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert sleeping() == []
+
+
+def test_an_interrupt_while_a_process_starts_ends_it_too(tmp_path: Path) -> None:
+    started = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: object, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)  # type: ignore[call-overload]
+            started.append(self)
+            raise KeyboardInterrupt
+
+    with mock.patch.object(subprocess, "Popen", Interrupted), pytest.raises(KeyboardInterrupt):
+        runner.run_command("sleep 1008", tmp_path / "output.txt", 60, 60, "cpu")
+    assert sleeping() == []
+    started[0].wait()  # or Popen warns that nobody has
 
 
 def test_a_folder_that_holds_something(tmp_path: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
