@@ -35,4 +35,5 @@ for _ in range(STEPS):
     optimizer.zero_grad()
 weights = nn.utils.parameters_to_vector(model.parameters()).double().sum().item()
 print(f"rank {dist.get_rank()}: loss {MICRO_STEPS * loss.item():.3f}, sum of the weights {weights!r}", flush=True)
+del model, loss  # with them go the group's threads: one that is still busy while Python shuts down aborts the process
 dist.destroy_process_group()

@@ -6,8 +6,8 @@ torchrun --nproc_per_node=2 own_loop_checkpoints.py 100 my-checkpoints
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # DDP imports it, and it would keep a group that is there by then
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -36,4 +36,5 @@ for step in range(found.step if found else 0, steps):
         save(folder, step + 1, {name: part.state_dict() for name, part in parts.items()})
         prune(folder, keep_last=2)
 print(f"rank {dist.get_rank()}: sum of the weights {sum(p.double().sum().item() for p in ema.parameters())!r}")
+del ddp_model  # with it go the group's threads: one that is still busy while Python shuts down aborts the process
 dist.destroy_process_group()

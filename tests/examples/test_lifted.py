@@ -44,7 +44,7 @@ def weights_of_each_rank(output: str) -> list[str]:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_short_and_its_imports_are_there(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) < 40
+    assert len(text.splitlines()) <= 40
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(list(imports), []), path.name, "exec"), {})
     assert f" {path.name}" in text or path.stem == "own_model_and_dataset"  # the docstring has the command
@@ -53,6 +53,19 @@ def test_an_example_is_short_and_its_imports_are_there(path: Path) -> None:
 def test_the_readme_shows_every_example() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in readme] == []
+
+
+@pytest.mark.parametrize("name", ["own_loop_by_hand.py", "own_loop_checkpoints.py"])
+def test_a_loop_ends_the_threads_of_its_group(folder: Path, name: str) -> None:
+    """One that still frees what backward has left there while Python shuts down aborts the process: one time in some hundreds."""
+    with open(folder / name, "a") as file:
+        file.write("import pathlib, time\ntime.sleep(0.5)  # the kernel forgets one a moment after its end\n")
+        file.write(
+            "print('threads:', *(comm.read_text() for comm in pathlib.Path('/proc/self/task').glob('*/comm')))\n"
+        )
+    names = run(folder, name, "10", "kept", ranks=1).partition("threads:")[2].split()
+    assert names
+    assert [other for other in names if "gloo" in other] == []
 
 
 @pytest.mark.examples
