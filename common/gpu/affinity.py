@@ -1,4 +1,4 @@
-"""The cores beside a GPU. A rank that runs on others reaches its GPU, and the memory that it pins, through another processor.
+"""The cores beside a GPU. A rank on other cores reaches its GPU through another processor, as the GPU reaches what the rank pins.
 
 torchrun binds each rank to the cores of its GPU's NUMA node: ``torchrun --numa-binding=node`` (torch/numa/binding.py; it needs the
 program numactl). So do ``srun --gpu-bind=closest`` and ``mpirun --bind-to numa``. Here a rank finds out whether that is worth it.

@@ -119,12 +119,14 @@ def plot_stacked(
     title: str,
     line: tuple[float, str] | None = None,
     points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+    totals: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
     """Stacked bars in panels side by side: for every x, the parts of a whole.
 
     :param panels: for each panel's title its parts, from the bottom up, one value per x
     :param line: a height to compare with, and its label
     :param points: for each panel's title, the totals of other variants, one value per x
+    :param totals: for each panel's title, the numbers above the bars; without it, their heights
     """
     figure, axes = new_figure(1, len(panels), (1.2 + max(4.8, 0.95 * len(x_values) + 2.4) * len(panels), 4.8), title)
     colors: dict[str, Any] = {}
@@ -134,8 +136,8 @@ def plot_stacked(
             color = colors.setdefault(name, STACK_COLORS[len(colors) % len(STACK_COLORS)])
             plot.bar(range(len(x_values)), values, 0.62, bottoms, color=color, label=name)
             bottoms += np.array(values)
-        for position, total in enumerate(bottoms):
-            plot.text(position, total, f"{total:.2f}", ha="center", va="bottom", fontsize=8.5)
+        for position, (height, total) in enumerate(zip(bottoms, (totals or {}).get(panel, bottoms), strict=True)):
+            plot.text(position, height, f"{total:.2f}", ha="center", va="bottom", fontsize=8.5)
         for number, (name, values) in enumerate((points or {}).get(panel, {}).items()):
             plot.plot(range(len(x_values)), values, "Dos"[number % 3], color="black", markersize=5, label=name)
         if line is not None:

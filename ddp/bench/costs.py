@@ -8,9 +8,9 @@ Each DDP is taken apart into variants that each do one thing more, on the models
 - copies: each gradient is divided, and copied into its bucket; the optimizer reads it there.
 - sums: the all-reduce of each bucket: what a rank computes, copies and sends for it.
 
-What a part costs is the difference of two variants' processor times, round by round: of all threads of a rank, also those in the
-background, which take their time from the computation where each rank has a core. What the whole wrapper takes beyond these parts is
-waiting: for the slower rank, for a thread to wake up, for the last bucket. Overlap hides waiting alone.
+What a part costs is the difference of two variants' processor times, round by round. It counts all threads of a rank: where a rank
+has one core, a thread in the background takes its time from the computation. What the whole wrapper takes beyond these parts is
+waiting: for the slower rank, for a thread to wake up, for the last bucket. So overlap can hide waiting, but not work.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def report(config: CostsConfig, measured: Sequence[Costs]) -> str:
         x_title="",
         y_title="ms per step beyond one without synchronization",
         title=f"what each part of a DDP costs: {title}",
+        totals={one.model: [whole.median for whole in one.whole.values()] for one in measured},
     )
     lines = [f"{title}, milliseconds per step, median [quartiles] of the differences round by round"]
     for one in measured:

@@ -8,8 +8,8 @@ drop_in/      the lesson with all of torch's arguments and methods
 
     from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
-To use it elsewhere, copy this folder with ddp/all_reduce/base.py, ddp/all_reduce/backend.py and common/errors.py. naive.py
-needs outputs.py and nothing else. strategies.py belongs to ddp.train.
+To use it elsewhere, copy this folder with ddp/all_reduce/base.py, ddp/all_reduce/backend.py, common/errors.py and
+common/distributed/agreement.py. naive.py needs outputs.py and nothing else. strategies.py belongs to ddp.train.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Backward passes that run at the same time in one process: one within another, or of several wrappers of the same parameters.
 
-A reentrant checkpoint computes a part of the graph again, and runs a backward pass on it within the whole one. Both end with their
-own callbacks. So a wrapper must know that the pass in which its first gradient comes is the whole one.
+A reentrant checkpoint computes a part of the graph again, and runs a backward pass on it within the whole one. Each pass calls its
+own callbacks when it ends, so a wrapper whose callback belongs to the inner one would average too early. It must know whether its
+first gradient comes in the outer pass.
 """
 
 from __future__ import annotations

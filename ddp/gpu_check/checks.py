@@ -50,7 +50,7 @@ class Check:
     """A command that passes with exit status 0.
 
     :param shows: in a few words
-    :param limit_s: seconds after which it hangs
+    :param limit_s: seconds after which it counts as hung
     :param reads: the numbers of its results, from its folder
     :param expects: a regular expression that its output must match, too
     :param obstacle: why it cannot run on this machine; empty if it can

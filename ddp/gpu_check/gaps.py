@@ -2,8 +2,8 @@
 
     python -m ddp.gpu_check.gaps --trace runs/glyphs-fashion-cnn/profile/rank0.json.gz
 
-When the host waits for the GPU, it has nothing queued for it when the wait is over. So the GPU idles until the host's next
-kernel arrives. A step that does not wait lets the host run ahead, and the GPU idles only where kernels are so short that the
+While the host waits for the GPU, it queues nothing. So when the wait ends, the GPU is idle until the host's next kernel
+arrives. A step that does not wait lets the host run ahead, and the GPU idles only where kernels are so short that the
 host cannot queue them fast enough.
 """
 

@@ -46,7 +46,7 @@ def run_command(command: str, log: Path, limit_s: float, left_s: float, device: 
     """Run a command of the shell, and wait for it.
 
     :param log: a file for what it prints
-    :param limit_s: after which it hangs
+    :param limit_s: after which it counts as hung
     :param left_s: after which there is no time left for any check
     :param device: ``"cpu"`` hides the GPUs from it
     :param expects: a regular expression that its output must match if its exit status is 0

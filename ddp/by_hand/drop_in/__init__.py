@@ -10,4 +10,5 @@ buffer_hook.py        buffers that a function of the user synchronizes
 mixed_precision.py    a forward and backward pass in a lower precision
 in_backward.py        optimizers that step within backward
 logging_data.py       numbers about buckets and times
+requirements.py       what is refused
 """

@@ -38,7 +38,7 @@ class DropInReducer(Reducer):
         return self._order is None
 
     def unused(self) -> dict[str, nn.Parameter]:
-        """The parameters, by name, that got no gradient in the latest backward pass, in which others might stand for them."""
+        """The parameters, by name, that got no gradient in the latest backward pass. (The module may have others in their place.)"""
         named = zip(self.names, self.parameters, self._remaining, strict=False)
         return {name: parameter for name, parameter, remaining in named if remaining > 0}
 

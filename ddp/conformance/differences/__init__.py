@@ -8,10 +8,11 @@ Each case is a program of a few lines. It runs on two ranks, with torch's DDP an
 Rank 0's input is 1 and rank 1's is 3, and a network is `y = weight * x` with a weight of 1. So a gradient is 1 on rank 0 and 3 on
 rank 1 where it is not averaged, and 2 on both where it is.
 
-All outputs are of real runs: torch 2.15.0+cu132, two ranks, CPU, gloo. Without arguments, `ddp.conformance.differences` runs all
-cases and writes this page, and [a test](../../../tests/ddp/conformance/test_differences.py) compares. A line without a rank is of
-both. `hangs` stands where a rank waits for a message that never comes: gloo gives up after two seconds here, after half an hour in a
-job. An error is shown up to the end of its first sentence.
+All outputs are of real runs: torch 2.15.0+cu132, two ranks, CPU, gloo. `torchrun --nproc_per_node=2 -m
+ddp.conformance.differences` runs all cases and writes this page anew, and [a
+test](../../../tests/ddp/conformance/test_differences.py) compares. A line without a rank is of both. `hangs` stands where a
+rank waits for a message that never comes: gloo gives up after two seconds here, after half an hour in a job. An error is shown
+up to the end of its first sentence.
 
 Functions without `Reducer::` are those of `torch/nn/parallel/distributed.py` as in 2.15.0. Those of
 `torch/csrc/distributed/c10d/reducer.cpp` were read in an older version; 2.15.0 was run. Issues and pull requests are those of

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch.distributed.rendezvous import rendezvous
-
+from common.cli import command
 from ddp.conformance.differences.page import cases, page
-from ddp.conformance.differences.program import compare
+from ddp.conformance.differences.program import compare, meet
 
-if __name__ == "__main__":
-    store, rank, _ = next(rendezvous("env://"))
+
+@command
+def main() -> None:
+    store, rank = meet()
     outputs = {name: compare(module.case, store, rank) for name, module in cases().items()}
     if rank == 0:
         (Path(__file__).parent / "README.md").write_text(page(outputs))
+
+
+if __name__ == "__main__":
+    main()

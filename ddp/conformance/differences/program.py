@@ -6,7 +6,9 @@ Each run has a process group of its own, so that nothing is left of one that fai
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,6 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp.by_hand
+from common.cli import command
+from common.errors import UsageError
 
 Wrapper = Callable[..., Any]
 Case = Callable[[Any], Iterator[str]]
@@ -64,10 +68,28 @@ def hang_for_two_seconds() -> None:
 
 def main(case: Case) -> None:
     """Run a case on this rank with both wrappers, and print on rank 0 what the ranks have told."""
+
+    @command
+    def run() -> None:
+        store, rank = meet()
+        lines = compare(case, store, rank)
+        if rank == 0:
+            print(*lines, sep="\n")
+
+    run()
+
+
+def meet() -> tuple[Store, int]:
+    """The store of the two ranks, and the number of this one.
+
+    :raises UsageError: unless torchrun has started two
+    """
+    if os.environ.get("WORLD_SIZE") != "2":
+        module = sys.modules["__main__"].__spec__
+        name = module.name.removesuffix(".__main__") if module else __package__
+        raise UsageError(f"a case runs on two ranks: torchrun --nproc_per_node=2 -m {name}")
     store, rank, _ = next(rendezvous("env://"))
-    lines = compare(case, store, rank)
-    if rank == 0:
-        print(*lines, sep="\n")
+    return store, rank
 
 
 def compare(case: Case, store: Store, rank: int) -> list[str]:
