@@ -178,7 +178,11 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_sync_batchnorm(module: nn.Module, device: torch.device) -> nn.Module:
-    """Torch's SyncBatchNorm on CUDA, which has fused kernels; the one above elsewhere."""
+    """Torch's SyncBatchNorm on CUDA, which has fused kernels; the one above elsewhere.
+
+    In each of torch's layers the host waits for the GPU in forward: it leaves out the ranks without samples, by a mask
+    (torch/nn/modules/_functions.py).
+    """
     if device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return converted

@@ -7,6 +7,7 @@ torch's own page-locked memory belongs to one process. Memory that several proce
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 
@@ -40,6 +41,8 @@ def lock_pages(memory: Tensor, device: torch.device, remedy: str) -> None:
         status = int(cudart.cudaHostRegister(address, memory.nbytes, PORTABLE))
     if status:
         reason = cudart.cudaGetErrorString(cudart.cudaError(status))
+        with contextlib.suppress(RuntimeError):  # CUDA remembers the error, and the next kernel raises it
+            torch.zeros(1, device=device)
         raise UsageError(
             f"{memory.nbytes / 1e6:.1f} MB of shared memory cannot be page-locked for {device} ({reason}): {remedy}"
         )

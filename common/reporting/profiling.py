@@ -14,12 +14,14 @@ from common.distributed.process_group import DistEnv
 
 logger = logging.getLogger(__name__)
 
-WAIT, WARMUP, ACTIVE = 2, 2, 4  # steps without the profiler, with it but unrecorded, and recorded
+# Steps without the profiler, with it but unrecorded, and recorded. On a GPU, torch's DDP makes the host wait in its first ten
+# forward passes, to time them for its logging data (Reducer::should_collect_runtime_stats).
+WAIT, WARMUP, ACTIVE = 8, 2, 4
 
 
 @contextlib.contextmanager
 def profile_steps(env: DistEnv, folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Record steps 5 to 8 of the block on every rank, as ``rank<r>.json.gz`` in ``folder``.
+    """Record steps 11 to 14 of the block on every rank, as ``rank<r>.json.gz`` in ``folder``.
 
     Torch names the parts of a step: ``DistributedDataParallel.forward``, ``autograd::engine::evaluate_function``,
     ``gloo:all_reduce``, ``Optimizer.step``.

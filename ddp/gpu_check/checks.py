@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.reporting.machine import usable_cores
 from common.training.precision import PRECISIONS
 from ddp.gpu_check import results
 
@@ -44,6 +45,12 @@ class Machine:
         """On each GPU at once, of 224x224 and through ResNet-50, whose activations take about 0.1 GB each in fp32."""
         return 128 if self.memory_gb >= 24 else 32
 
+    @property
+    def shared_images(self) -> int:
+        """A global batch of such images in bf16 for jobs that are all there at once: some four times that lies on the first GPU.
+        It divides over 1 to 4 ranks."""
+        return 12 * max(1, min(16, int(self.memory_gb / 4)))
+
 
 @dataclass(frozen=True)
 class Check:
@@ -68,16 +75,16 @@ class Check:
 def sizes_of(machine: Machine) -> dict[str, str]:
     """The words in braces: work that fills a GPU for seconds, or that two cores do in seconds."""
     ranks = machine.ranks
-    words = {"ranks": str(ranks), "device": machine.device}
+    words = {"ranks": str(ranks), "device": machine.device, "workers": str(max(1, min(4, usable_cores() // 4)))}
     words["small"] = f"--batch-size {48 * ranks} --train-samples {480 * ranks} --test-samples 100 --log-every 2"
     if not machine.gpus:
         return words | {
             "large": "--model resnet50 --image-size 28 --batch-size 4 --train-samples 8 --test-samples 4 --lr 0.01 "
             "--log-every 1",
             "faces": "--train-samples 96 --test-samples 24 --image-size 32 --model fashion-cnn",
-            "overhead": "--builds 1 --rounds 2 --steps 2",
+            "overhead": "--batch-size 144 --builds 1 --rounds 2 --steps 2",
             "overhead_large": "--model resnet50 --image-size 28 --batch-size 4 --builds 1 --rounds 2 --steps 1",
-            "safety": "--builds 1 --rounds 2 --steps 4 --looks 5",
+            "safety": "--batch-size 144 --builds 1 --rounds 2 --steps 4 --looks 5",
             "strategies": "--processes 1,2 --builds 1 --rounds 2 --steps 2",
             "engines": "--models deep-mlp --rounds 2 --turn 0.05",
             "allreduce": "--sizes 4096,1048576 --rounds 2",
@@ -90,11 +97,11 @@ def sizes_of(machine: Machine) -> dict[str, str]:
         "large": f"--model resnet50 --batch-size {batch} --train-samples {steps * batch} --test-samples 256 "
         "--lr 0.01 --log-every 5",
         "faces": f"--batch-size {48 * ranks} --log-every 5",
-        "overhead": "--builds 2 --rounds 4 --steps 20",
+        "overhead": f"--batch-size {48 * ranks} --builds 2 --rounds 4 --steps 20",
         "overhead_large": f"--model resnet50 --precision bf16 --batch-size {batch // 2} --builds 1 --rounds 4 --steps 5",
-        "safety": "--builds 2 --rounds 2 --steps 20 --looks 100",
+        "safety": f"--batch-size {48 * ranks} --builds 2 --rounds 2 --steps 20 --looks 100",
         "strategies": f"--processes {','.join(map(str, range(1, min(ranks, 4) + 1)))} --model resnet50 --precision bf16 "
-        f"--batch-size {3 * machine.large_images // 2} --builds 1 --rounds 3 --steps 5",
+        f"--batch-size {machine.shared_images} --builds 1 --rounds 3 --steps 5",
         "engines": "--models resnet50,mlp,deep-mlp --rounds 5",
         "allreduce": "--sizes 4096,65536,1048576,26214400,104857600 --rounds 10",
         "timeline": f"--model resnet50 --batch-size {32 * ranks}",
@@ -131,7 +138,7 @@ def checks(machine: Machine) -> list[Check]:
         Check(
             "gpu-tests",
             "the tests that are marked gpu",
-            'python -m pytest -q -p no:cacheprovider -m "gpu and not slow" tests',
+            'python -m pytest -q -n {workers} -p no:cacheprovider -m "gpu and not slow" tests',
             200,
             obstacle=gpu or _no_tests(),
         ),
@@ -172,7 +179,7 @@ def checks(machine: Machine) -> list[Check]:
         Check(
             "profile",
             "where the GPU idles behind a synchronization of the host",
-            ONE_EPOCH + "--profile {small} && "
+            ONE_EPOCH + "--profile {small} --epochs 2 --log-every 100 && "  # to log makes the host wait
             "python -m ddp.gpu_check.gaps --trace {out}/run/profile/rank0.json.gz --output {out}",
             90,
             results.of_gaps,
@@ -263,4 +270,4 @@ def checks(machine: Machine) -> list[Check]:
 def _no_tests() -> str:
     if not Path("tests", "conftest.py").is_file():
         return "the tests are not here: start it in the root of the repository"
-    return "" if importlib.util.find_spec("pytest") else "pytest is not installed: pip install '.[test]'"
+    return "" if importlib.util.find_spec("xdist") else "pytest and its xdist are not installed: pip install '.[test]'"

@@ -47,7 +47,7 @@ def run(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[
 def test_two_ranks_train_as_one_and_as_the_cpu() -> None:
     settings = {"sync_batchnorm": True}
     cpu, one, (two, _) = (
-        run(train_epochs, 1, small(lr=0.002, train_samples=1440, **settings))[0],
+        run(train_epochs, 1, small(lr=0.002, train_samples=1440, device="cpu", **settings))[0],
         run(train_epochs, 1, on_gpu(**settings))[0],
         run(train_epochs, 2, on_gpu(**settings)),
     )

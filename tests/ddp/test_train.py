@@ -358,7 +358,7 @@ def norm_that_clipping_sees(config: TrainConfig) -> tuple[float, float]:
             kept = list(parameters)
             norms.append(clip(kept, max_norm, **options).item())
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in kept if p.grad is not None]).item())
-            return torch.tensor(norms[0])
+            return torch.tensor(norms[0], device=kept[0].device)
 
         with mock.patch.object(torch.nn.utils, "clip_grad_norm_", spy):
             train_step(job, batches)

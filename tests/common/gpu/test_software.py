@@ -69,4 +69,4 @@ def test_a_machine_without_gpus_has_no_such_versions() -> None:
 
 @pytest.mark.gpu
 def test_a_real_gpu_has_versions() -> None:
-    assert all(gpu_software()[name] for name in ("driver", "cuda", "cudnn", "nccl"))
+    assert all(gpu_software()[name] for name in ("cuda", "cudnn", "nccl"))  # not each system shows the driver's
