@@ -47,8 +47,8 @@ class Machine:
 
     @property
     def shared_images(self) -> int:
-        """A global batch of such images in bf16 for jobs that are all there at once: some four times that lies on the first GPU.
-        It divides over 1 to 4 ranks."""
+        """A global batch of such images in bf16 for a benchmark whose jobs keep their memory while others run: together they
+        hold some four times as many on the first GPU. It divides over 1 to 4 ranks."""
         return 12 * max(1, min(16, int(self.memory_gb / 4)))
 
 
@@ -179,7 +179,7 @@ def checks(machine: Machine) -> list[Check]:
         Check(
             "profile",
             "where the GPU idles behind a synchronization of the host",
-            ONE_EPOCH + "--profile {small} --epochs 2 --log-every 100 && "  # to log makes the host wait
+            ONE_EPOCH + "--profile {small} --epochs 2 --log-every 100 && "  # logging makes the host wait
             "python -m ddp.gpu_check.gaps --trace {out}/run/profile/rank0.json.gz --output {out}",
             90,
             results.of_gaps,

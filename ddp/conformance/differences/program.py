@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -85,9 +84,7 @@ def meet() -> tuple[Store, int]:
     :raises UsageError: unless torchrun has started two
     """
     if os.environ.get("WORLD_SIZE") != "2":
-        module = sys.modules["__main__"].__spec__
-        name = module.name.removesuffix(".__main__") if module else __package__
-        raise UsageError(f"a case runs on two ranks: torchrun --nproc_per_node=2 -m {name}")
+        raise UsageError("a case runs on two ranks: start it with torchrun --nproc_per_node=2 -m")
     store, rank, _ = next(rendezvous("env://"))
     return store, rank
 

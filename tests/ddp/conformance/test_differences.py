@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from ddp.conformance import differences
+from ddp.conformance.differences.modules import another_shape
 from ddp.conformance.differences.page import cases, page
-from ddp.conformance.differences.program import compare
+from ddp.conformance.differences.program import compare, main
 from tests.support.launch import run_ranks, run_torchrun
+from tests.support.user_errors import UserError
 
 pytestmark = pytest.mark.examples
 
@@ -53,6 +56,14 @@ def test_torch_and_ours_differ_in_every_case() -> None:
 
 def test_the_page_shows_the_code_that_runs() -> None:
     assert page(QUOTED) == PAGE  # else: torchrun --nproc_per_node=2 -m ddp.conformance.differences
+
+
+def test_a_case_without_its_two_ranks_says_how_to_start_it(
+    user_error: UserError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for world_size in ("1", "3"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        assert "start it with torchrun --nproc_per_node=2 -m" in user_error(functools.partial(main, another_shape.case))
 
 
 def test_a_case_runs_as_the_page_says() -> None:
