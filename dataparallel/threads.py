@@ -105,12 +105,22 @@ def _start(devices: Sequence[torch.device]) -> list[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as fresh:
         # Each thread keeps its own number, but the last one set is what new threads begin with.
         number = fresh.submit(torch.get_num_threads).result()
+        fresh.submit(_renew_autograd_engine).result()
         prepared = [pool.submit(prepare, device) for pool, device in zip(pools, devices, strict=True)]
         wait(prepared)
         fresh.submit(torch.set_num_threads, number).result()
     for one in prepared:
         one.result()  # raises what a device does not allow
     return pools
+
+
+def _renew_autograd_engine() -> None:
+    """Save a tensor for a backward pass, in a thread that has no modes yet.
+
+    In a forked process, whoever does so first destroys the engine that was inherited and makes a new one, without a lock:
+    ``get_python_engine`` in torch/csrc/autograd/python_engine.cpp. Of threads that did it together, one would crash.
+    """
+    torch.ones(1, requires_grad=True).exp()
 
 
 def share_of_threads(devices: int) -> int:
