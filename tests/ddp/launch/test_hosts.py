@@ -115,8 +115,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def cut_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
     """The link is cut for longer than the timeout. The agent that has lost the rendezvous ends."""
     hosts.cut_link()
-    assert two.wait(120) == 1
-    hosts.restore_link()
+    try:
+        assert two.wait(120) == 1
+    finally:
+        hosts.restore_link()
 
 
 def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
