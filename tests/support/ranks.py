@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,20 @@ from common.distributed.worker_group import rendezvous, take_environment
 from tests.support.commands import load_command
 from tests.support.process_state import ProcessState
 
-FORK_SERVER = multiprocessing.get_context("forkserver")
+
+class ForkedProcess(ForkServerProcess):
+    """Hears Ctrl-C, though a worker group starts its process's fork server, which all share, so that it does not."""
+
+    def run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        super().run()
+
+
+class ForkServer(ForkServerContext):
+    Process = ForkedProcess
+
+
+FORK_SERVER = ForkServer()
 SUPPORT = ("process_state", "drawn_glyphs")
 FORK_SERVER.set_forkserver_preload(
     ["ddp.train", "torch._dynamo", "common.distributed.worker_group", *(f"tests.support.{name}" for name in SUPPORT)]

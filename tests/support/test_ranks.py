@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import subprocess
 import sys
 from unittest import mock
 
@@ -29,6 +30,23 @@ def test_jobs_of_several_sizes_use_the_same_processes() -> None:
     assert [pid for pid, _ in first + second] == [pids[0], pids[1], pids[0]]
     assert set(pids) <= pool_pids()
     assert not {pid for pid, _ in run_ranks(own_process, 2, fresh=True)} & pool_pids()
+
+
+AFTER_A_WORKER_GROUP = """
+import signal
+from common.distributed.worker_group import _ctrl_c_afterwards
+from tests.support.ranks import FORK_SERVER
+with _ctrl_c_afterwards():  # which starts the fork server
+    pass
+with FORK_SERVER.Pool(1) as pool:
+    print(pool.apply(signal.pthread_sigmask, (signal.SIG_BLOCK, ())))
+"""
+
+
+def test_processes_hear_ctrl_c_though_a_worker_group_has_started_their_server() -> None:
+    """Whether one has depends on the order of the tests."""
+    done = subprocess.run([sys.executable, "-c", AFTER_A_WORKER_GROUP], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stderr
 
 
 Settings = tuple[str | None, str, list[str], torch.dtype, int, float, float, int, int]
