@@ -25,7 +25,7 @@ WAIT_IF_PRINTED_S = 2.0
 STORE_S = 2.0
 REPORT_S = 45.0  # torchrun gives the other ranks 30 s to end before it reports
 
-# Waits for the process with that number to end, even if nobody has waited for it (unlike `kill -0`), then prints.
+# Waits for the process with that number to end, even if its parent has not waited for it (unlike `kill -0`), then prints.
 PRINT_AFTER = """
 import os, select, sys
 try:

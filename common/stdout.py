@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def stdout_errors() -> Iterator[None]:
-    """A block that prints. What a reader does not want who has ended (``| head -1``) is dropped.
+    """A block that prints. After the reader has ended (``| head -1``), the rest is dropped.
 
     :raises UsageError: when stdout cannot be written for another reason, such as a full disk
     """

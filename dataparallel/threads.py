@@ -117,8 +117,8 @@ def _start(devices: Sequence[torch.device]) -> list[ThreadPoolExecutor]:
 def _renew_autograd_engine() -> None:
     """Save a tensor for a backward pass, in a thread that has no modes yet.
 
-    In a forked process, whoever does so first destroys the engine that was inherited and makes a new one, without a lock:
-    ``get_python_engine`` in torch/csrc/autograd/python_engine.cpp. Of threads that did it together, one would crash.
+    In a forked process, the first thread that does so destroys the inherited engine and makes a new one, without a lock:
+    ``get_python_engine`` in torch/csrc/autograd/python_engine.cpp. Threads that do it at the same time crash.
     """
     torch.ones(1, requires_grad=True).exp()
 

@@ -69,8 +69,8 @@ class Host:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-# How often TCP sends again what is not acknowledged before it gives a connection up: some 15 s, and a quarter of an hour with
-# Linux's own 15.
+# Linux's net.ipv4.tcp_retries2: TCP gives up a connection after some 13 s without an answer. The default, 15, takes a quarter of
+# an hour.
 TCP_RETRIES = 5
 NO_CARD = "02:00:00:00:00:00"
 
@@ -90,8 +90,8 @@ class TwoHosts:
         self.b.run("ip", "link", "set", self.b.interface, "up")
 
     def cut_link(self) -> None:
-        """Lose every packet on the way, as a switch that has failed: they go to a network card that is not there. After some
-        seconds connections are given up."""
+        """Lose every packet on the way, as a switch that has failed: they go to a network card that is not there. TCP gives
+        up connections after some seconds."""
         for host, other in self._directions():
             host.run(*f"ip neigh replace {other.address} lladdr {NO_CARD} dev {host.interface} nud permanent".split())
 

@@ -250,7 +250,7 @@ def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
     with training(run_dir, *SMALL, "--checkpoint-every", "1") as run:
         assert run.until(lambda: run.step() >= 2)
         (run_dir / LOCK_FILE).unlink()
-        assert "lock is no longer this run's but that of nobody" in refusal_of(run)
+        assert "lock is no longer this run's but that of no process" in refusal_of(run)
 
 
 @contextlib.contextmanager

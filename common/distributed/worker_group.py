@@ -272,7 +272,10 @@ def rendezvous(world_size: int) -> Iterator[list[dict[str, str]]]:
 
 @contextlib.contextmanager
 def _ctrl_c_afterwards() -> Iterator[None]:
-    """Delay Ctrl-C until the ranks have started: it must not interrupt the fork server's imports, or orphan a rank."""
+    """Delay Ctrl-C until the ranks have started: it must not interrupt the fork server's imports, or orphan a rank.
+
+    All processes that this fork server starts begin with SIGINT blocked, a program's own ones too.
+    """
     resource_tracker.ensure_running()  # first: its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

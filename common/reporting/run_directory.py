@@ -82,7 +82,7 @@ def require_lock(folder: Path) -> None:
     try:
         holder = read_regular(folder / LOCK_FILE).decode(errors="replace")
     except OSError:
-        holder = "nobody\n"
+        holder = "no process\n"
     if holder != _this_process():
         raise UsageError(
             f"{folder / LOCK_FILE} is no longer this run's but that of {holder.strip()}: it was removed, or another run was "

@@ -1,7 +1,7 @@
 """A rank ends with the agent that has started it.
 
 torchrun's agent ends its ranks when it is stopped. When it is killed itself (`kill -9`, the kernel when memory runs out), its
-ranks would train on without it: nobody would restart them, and the next start would find their run in use.
+ranks would train on without it: they would not be restarted, and the next start would find their run in use.
 """
 
 from __future__ import annotations

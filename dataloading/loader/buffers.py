@@ -5,7 +5,7 @@ reads it. ``python -m dataloading.ladder`` measures that cost. So a batch's memo
 ``torch.from_numpy`` keeps its array alive, as do all views of the tensor. When the array is finalized, no view is left, and
 the memory returns to the pool. While a user keeps a batch, its memory is never overwritten.
 
-A GPU copies from page-locked memory while the host goes on. Whoever starts such a copy keeps the batch until it is over
+A GPU copies from page-locked memory while the host goes on. What starts such a copy keeps the batch until it is over
 (common/data/on_device.py), so the same rule holds.
 """
 

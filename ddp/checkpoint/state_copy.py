@@ -27,7 +27,7 @@ class StateCopy:
         self._complete: torch.cuda.Event | None = None
 
     def make_room(self, state: Any) -> None:
-        """Provide the memory for a copy of this state. Nobody may still read the copy before it.
+        """Provide the memory for a copy of this state. The copy before it must not be read any more.
 
         :raises UsageError: when there is too little
         """

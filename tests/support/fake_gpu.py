@@ -116,7 +116,7 @@ class FakeGpu:
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """``common.data.on_device.send``: the copy has arbitrary content until it has run.
 
-        Of page-locked memory it reads what lies there then, whoever has it. Other memory goes through a copy that torch looks
+        Of page-locked memory it reads what lies there then, whichever tensor has it. Other memory goes through a copy that torch looks
         after.
         """
         self.log.append(f"copy on {self.current.name}")
@@ -132,7 +132,7 @@ class FakeGpu:
         return arrived
 
     def finish(self) -> None:
-        """Run whatever nobody has waited for."""
+        """Run what the host has not waited for."""
         for stream in self._streams:
             while stream.queued:
                 stream.queued.pop(0)()

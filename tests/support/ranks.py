@@ -34,7 +34,8 @@ from tests.support.process_state import ProcessState
 
 
 class ForkedProcess(ForkServerProcess):
-    """Hears Ctrl-C, though a worker group starts its process's fork server, which all share, so that it does not."""
+    """SIGINT is not blocked in it. A process has one fork server. A worker group starts it with SIGINT blocked, which the server's
+    processes inherit."""
 
     def run(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -43,8 +43,8 @@ with FORK_SERVER.Pool(1) as pool:
 """
 
 
-def test_processes_hear_ctrl_c_though_a_worker_group_has_started_their_server() -> None:
-    """Whether one has depends on the order of the tests."""
+def test_sigint_reaches_processes_of_a_server_that_a_worker_group_has_started() -> None:
+    """Which test starts the server depends on the order of the tests."""
     done = subprocess.run([sys.executable, "-c", AFTER_A_WORKER_GROUP], capture_output=True, text=True, timeout=120)
     assert done.stdout == "set()\n", done.stderr
 

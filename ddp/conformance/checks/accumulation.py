@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -102,11 +104,8 @@ def no_sync_ends_with_an_exception(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     expected = average(alone(network))
     model = wrap(network)
-    try:
-        with model.no_sync():
-            raise KeyError("from the data set")
-    except KeyError:
-        pass
+    with contextlib.suppress(KeyError), model.no_sync():
+        raise KeyError("from the data set")
     backward(model)
     expect_same(gradients(network), expected)
 

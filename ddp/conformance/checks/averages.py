@@ -84,7 +84,7 @@ def every_rank_counts_the_same_whatever_its_batch_size(wrap: Wrap) -> None:
 
 @check
 def a_nan_on_one_rank_reaches_all(wrap: Wrap) -> None:
-    """Nobody filters what is not finite: the scaler or the loop must see it, and on every rank."""
+    """What is not finite is not filtered: the scaler or the loop must see it, and on every rank."""
     network = layers(3, 2)
     model = wrap(network)
     batch = inputs()

@@ -84,7 +84,9 @@ def meet() -> tuple[Store, int]:
     :raises UsageError: unless torchrun has started two
     """
     if os.environ.get("WORLD_SIZE") != "2":
-        raise UsageError("a case runs on two ranks: start it with torchrun --nproc_per_node=2 -m")
+        raise UsageError(
+            "a case runs on two ranks: start it with 'torchrun --nproc_per_node=2' in the place of 'python'"
+        )
     store, rank, _ = next(rendezvous("env://"))
     return store, rank
 

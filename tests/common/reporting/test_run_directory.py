@@ -258,7 +258,7 @@ def test_a_lock_that_was_removed_is_noticed_before_anything_is_saved(tmp_path: P
     with prepare(tmp_path, overwrite=False):
         require_lock(tmp_path)
         (tmp_path / LOCK_FILE).unlink()
-        with pytest.raises(UsageError, match=r"lock is no longer this run's but that of nobody: it was removed"):
+        with pytest.raises(UsageError, match=r"lock is no longer this run's but that of no process: it was removed"):
             require_lock(tmp_path)
         (tmp_path / LOCK_FILE).write_text("process 1 on another-host\n")
         with pytest.raises(UsageError, match="but that of process 1 on another-host: it was removed"):

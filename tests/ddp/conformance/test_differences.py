@@ -63,7 +63,8 @@ def test_a_case_without_its_two_ranks_says_how_to_start_it(
 ) -> None:
     for world_size in ("1", "3"):
         monkeypatch.setenv("WORLD_SIZE", world_size)
-        assert "start it with torchrun --nproc_per_node=2 -m" in user_error(functools.partial(main, another_shape.case))
+        message = user_error(functools.partial(main, another_shape.case))
+        assert "start it with 'torchrun --nproc_per_node=2' in the place of 'python'" in message
 
 
 def test_a_case_runs_as_the_page_says() -> None:

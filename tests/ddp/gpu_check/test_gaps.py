@@ -20,7 +20,7 @@ def event(name: str, category: str, start: float, end: float) -> dict[str, Any]:
 
 
 # Two steps of 10 ms. In the first the host waits for the kernels, and the GPU idles for 3 ms behind that. In the second, kernels
-# on two streams overlap, and 1 ms is idle although nobody has waited. Outside of the steps nothing counts.
+# on two streams overlap, and 1 ms is idle although the host has not waited. Outside of the steps nothing counts.
 TRACE = [
     event("before", "kernel", -5, -1),
     event("cudaDeviceSynchronize", "cuda_runtime", -2, -1),

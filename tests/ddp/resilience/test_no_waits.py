@@ -67,7 +67,7 @@ class Alone(nn.Module):
         return self.module(*inputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """There is nobody to synchronize with."""
+        """There are no other ranks to synchronize with."""
         return contextlib.nullcontext()
 
 
