@@ -3,6 +3,7 @@
 # ruff: noqa: I001
 from ddp.conformance.checks import replicas as replicas
 from ddp.conformance.checks import averages as averages
+from ddp.conformance.checks import forward as forward
 from ddp.conformance.checks import overlap as overlap
 from ddp.conformance.checks import accumulation as accumulation
 from ddp.conformance.checks import hooks as hooks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from typing import Any
 
@@ -252,128 +251,6 @@ def gradients_may_be_views_of_the_buckets(wrap: Wrap) -> None:
         expect_same(gradients(network), expected)
     storages = {p.grad.untyped_storage().data_ptr() for p in network.parameters() if p.grad is not None}
     expect(len(storages) == 1, f"4 small gradients lie in {len(storages)} storages")
-
-
-@dataclasses.dataclass
-class _Outputs:
-    """What a network may return."""
-
-    first: Tensor
-    second: Tensor
-
-
-class _Returns(nn.Module):
-    """A network whose output is put into something by ``form``."""
-
-    def __init__(self, form: Any) -> None:
-        super().__init__()
-        self.network, self.form = layers(3, 5, 2), form
-
-    def forward(self, inputs: Tensor) -> Any:
-        output = self.network(inputs)
-        return self.form(output[:, 0], output[:, 1])
-
-
-@check
-def outputs_may_be_nested_dicts_and_lists(wrap: Wrap) -> None:
-    """The tensors that a loss is made of may stand anywhere in what forward returns."""
-    network = _Returns(lambda first, second: {"all": [first, {"other": (second,)}], "name": "text"})
-
-    def step(model: nn.Module) -> None:
-        outputs = model(inputs())
-        (outputs["all"][0] * outputs["all"][1]["other"][0]).sum().backward()
-
-    expected = average(alone(network, step))
-    model = wrap(network, find_unused_parameters=True)
-    step(model)
-    expect_same(gradients(network), expected)
-
-
-@check
-def outputs_may_be_dataclasses(wrap: Wrap) -> None:
-    """A dataclass is as good as a tuple, and comes back as what it was."""
-    network = _Returns(_Outputs)
-
-    def step(model: nn.Module) -> None:
-        outputs = model(inputs())
-        expect(isinstance(outputs, _Outputs), f"forward returns {type(outputs).__name__} instead of the dataclass")
-        (outputs.first * outputs.second).sum().backward()
-
-    expected = average(alone(network, step))
-    model = wrap(network, find_unused_parameters=True)
-    step(model)
-    expect_same(gradients(network), expected)
-
-
-@check
-def a_loss_may_use_one_output_of_several(wrap: Wrap) -> None:
-    """An output that is only logged takes no part in backward, and nothing waits for it."""
-    network = _Returns(_Outputs)
-    expected = average(alone(network, lambda plain: plain(inputs()).first.square().sum().backward()))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        model(inputs()).first.square().sum().backward()
-        expect_same(gradients(network), expected)
-
-
-class _Named(nn.Module):
-    """Takes an input by position and two by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = layers(3, 5, 2)
-
-    def forward(self, inputs: Tensor, *, factor: float = 1.0, offset: Tensor | None = None) -> Any:
-        return factor * self.network(inputs if offset is None else inputs + offset)
-
-
-@check
-def inputs_may_be_given_by_name(wrap: Wrap) -> None:
-    """forward passes on positional and named arguments, tensors or not."""
-    network = _Named()
-    expected = average(alone(network, lambda plain: loss_of(plain(inputs(), factor=3.0, offset=inputs(1))).backward()))
-    model = wrap(network)
-    loss_of(model(inputs(), factor=3.0, offset=inputs(1))).backward()
-    expect_same(gradients(network), expected)
-
-
-@check
-def an_evaluation_may_stand_between_forward_and_backward(wrap: Wrap) -> None:
-    """A forward pass under no_grad does not undo what the pass before it has prepared."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        loss = loss_of(model(inputs()))
-        with torch.no_grad():
-            model(inputs(1))
-        loss.backward()
-        expect_same(gradients(network), expected)
-
-
-@check
-def a_module_in_evaluation_mode_is_averaged_too(wrap: Wrap) -> None:
-    """model.eval() changes dropout and BatchNorm, not whether gradients are averaged: fine-tuning does that."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    model.eval()
-    backward(model)
-    expect_same(gradients(network), expected)
-
-
-@check
-def inference_mode_gives_the_module_s_own_output(wrap: Wrap) -> None:
-    """A pass without gradients is the module's, and training goes on after it."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    with torch.inference_mode():
-        expect_same([model(inputs()).clone()], [network(inputs()).clone()], "output")
-    backward(model)
-    expect_same(gradients(network), expected)
 
 
 @check

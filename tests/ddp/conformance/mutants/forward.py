@@ -1,0 +1,90 @@
+"""Wrappers that are wrong about what forward takes, returns, or runs in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp.by_hand.outputs import tensors_in
+from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+
+
+class TensorOutputs(AverageEach):
+    """Looks for its outputs in a tensor, and in a dataclass, not in a dict."""
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        return [] if isinstance(output, dict) else list(tensors_in(output))
+
+
+class NoDataclasses(AverageEach):
+    """Looks for its outputs in dicts, lists and tuples."""
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        return [] if dataclasses.is_dataclass(output) else list(tensors_in(output))
+
+
+class WaitsForAllOutputs(AverageEach):
+    """Averages when the gradients of all outputs have come."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = super().forward(*inputs, **kwargs)
+        self.missing = len(self.outputs(output))
+        for one in self.outputs(output):
+            one.register_hook(self.arrived)
+        return output
+
+    def arrived(self, _: Tensor) -> None:
+        self.missing -= 1
+
+    def finish(self) -> None:
+        if self.missing == 0:
+            super().finish()
+
+
+class PositionsOnly(TorchDDP):
+    """Passes on what has no name."""
+
+    def forward(self, *inputs: Any, **_: Any) -> Any:
+        return super().forward(*inputs)
+
+
+class LastForwardDecides(AverageEach):
+    """Whether it synchronizes is decided by the last forward pass, be it an evaluation."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.training_pass = torch.is_grad_enabled()
+        return super().forward(*inputs, **kwargs)
+
+    def finish(self) -> None:
+        if self.training_pass:
+            super().finish()
+
+
+class InTrainingMode(AverageEach):
+    """Averages in training mode."""
+
+    def finish(self) -> None:
+        if self.training:
+            super().finish()
+
+
+class OfTheLastCall(TorchDDP):
+    """A pass without gradients computes in half the precision."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = super().forward(*inputs, **kwargs)
+        return output.bfloat16().float() if torch.is_inference_mode_enabled() else output
+
+
+MUTANTS = {
+    "outputs_may_be_nested_dicts_and_lists": TensorOutputs,
+    "outputs_may_be_dataclasses": NoDataclasses,
+    "a_loss_may_use_one_output_of_several": WaitsForAllOutputs,
+    "inputs_may_be_given_by_name": PositionsOnly,
+    "an_evaluation_may_stand_between_forward_and_backward": LastForwardDecides,
+    "a_module_in_evaluation_mode_is_averaged_too": InTrainingMode,
+    "inference_mode_gives_the_module_s_own_output": OfTheLastCall,
+}
