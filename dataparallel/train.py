@@ -223,7 +223,7 @@ def train_step(job: DataParallelJob, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)  # before the clip: the norm of scaled gradients means nothing
     if config.clip_norm is not None:
         clip_grad_norm_(job.network.parameters(), config.clip_norm)
-    set_learning_rate(job.optimizer, config.rate_at(job.step, job.steps_per_epoch))
+    set_learning_rate(job.optimizer, config.learning_rates(job.steps_per_epoch)(job.step))
     scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)

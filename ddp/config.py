@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ LOADERS = ("stock", "fast")
 DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+AFTER_THE_WATCHDOG_S = 30.0
 
 TEXT = "sums"
 
@@ -263,6 +265,11 @@ class TrainConfig(LearningConfig):
             raise UsageError(
                 f"--gradient-precision {self.gradient_precision} is summed by the backend: leave out --all-reduce {self.all_reduce}"
             )
+
+    @property
+    def collective_timeout(self) -> datetime.timedelta:
+        """How long the backend waits for a rank. The watchdog, which names the rank that is missing, comes before it."""
+        return datetime.timedelta(seconds=self.timeout + AFTER_THE_WATCHDOG_S)
 
     @property
     def averaging(self) -> Averaging:

@@ -53,7 +53,7 @@ class DeviceMeter:
         self._began = 0.0
         self._flops, self._peak = 0, math.nan
 
-    def tell_mfu(self, flops: int, peak: float | None) -> None:
+    def measure_mfu(self, flops: int, peak: float | None) -> None:
         """Measure the MFU from now on.
 
         :param flops: of a forward and a backward pass of a micro-batch

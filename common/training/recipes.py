@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,10 +182,10 @@ class LearningConfig:
         shorter = ["--precision bf16"] if self.precision == "fp32" else []
         return [f"less than --batch-size {self.batch_size}", *shorter]
 
-    def rate_at(self, step: int, steps_per_epoch: int) -> float:
-        """The learning rate of optimizer step ``step``, counted from 0 over all epochs."""
-        return learning_rate(
-            step,
+    def learning_rates(self, steps_per_epoch: int) -> Callable[[int], float]:
+        """The learning rate as a function of the optimizer step, counted from 0 over all epochs."""
+        return functools.partial(
+            learning_rate,
             schedule=self.schedule,
             peak=self.lr,
             warmup_steps=round(self.warmup_epochs * steps_per_epoch),

@@ -35,9 +35,6 @@ from ddp.resilience.guard import ResilientGuard
 
 logger = logging.getLogger("ddp.train")
 
-# The watchdog names the rank that is missing. The backend's own timeout names none, so it is this much longer.
-AFTER_THE_WATCHDOG_S = 30.0
-
 
 class Supervisor:
     """Watches over the training loop for the length of a ``with`` block, which all ranks enter together.
@@ -65,7 +62,7 @@ class Supervisor:
         )
         if env.device.type == "cuda":
             log_gpu(env.device)
-        job.tell_mfu()
+        job.measure_mfu()
         with env.fail_together():
             after = (job.step, job.epoch) if self._resumed else None
             job.metrics = MetricsWriter(
@@ -110,7 +107,7 @@ class Supervisor:
             require_equal_replicas(job.network, job.env, job.step)
         save = self.guard.flags.save or self.checkpointer.due(job.step)
         if self.guard.flags.stop or save:
-            self.guard.settle()  # on a GPU the flags were those of the step before: now they are those of this one
+            self.guard.wait_for_device()  # on a GPU the flags were those of the step before: now they are those of this one
         if self.guard.flags.stop:
             self._leave()
         if save and not (last or self.guard.flags.not_finite):

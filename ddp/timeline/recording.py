@@ -228,7 +228,7 @@ class Recorder:
         step.forwarded = self._clock.stamp()
         loss.backward()
         step.returned = self._clock.stamp()
-        set_learning_rate(self._optimizer, self._config.rate_at(self._steps, self._sampler.steps_per_epoch))
+        set_learning_rate(self._optimizer, self._config.learning_rates(self._sampler.steps_per_epoch)(self._steps))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         step.ended = self._clock.stamp()
