@@ -28,12 +28,12 @@ from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv, clean_exit, find_dist_env, rendezvous_errors, rendezvous_store
 from common.distributed.rank_logging import rank_logging
-from common.resilience.stop_request import to_be_requeued
+from common.randomness import derive_seed, seed_torch
+from common.signals.stop_request import to_be_requeued
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast, set_arithmetic
-from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
 from ddp import by_hand, compression, sharded, strategies
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm

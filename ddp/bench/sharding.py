@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.cli import option, parse
+from common.cores import usable_cores
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.gpt import GPT
 from common.training.models import require_heads

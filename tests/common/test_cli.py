@@ -394,7 +394,7 @@ def test_an_option_takes_one_of_its_choices_or_a_function(capsys: pytest.Capture
 HALF_BUILT = """
 import os, signal
 from common.cli import command
-from common.resilience.stop_request import stop_signals
+from common.signals.stop_request import stop_signals
 
 class HalfBuilt:
     def __init__(self):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.training.randomness import uniform
+from common.randomness import uniform
 
 Pixels = npt.NDArray[np.uint8]
 Samples = npt.NDArray[np.int64]

@@ -25,7 +25,7 @@ from common.distributed.process_group import (
     stop_signals,
 )
 from common.errors import UsageError
-from common.resilience.stop_request import REQUEUE, StopTogether, exit_status
+from common.signals.stop_request import REQUEUE, StopTogether, exit_status
 from tests.support.launch import free_port, run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))

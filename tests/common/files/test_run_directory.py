@@ -1,4 +1,4 @@
-"""common/reporting/run_directory.py: which folders are accepted or refused, and that only a run's files are deleted."""
+"""common/files/run_directory.py: which folders are accepted or refused, and that only a run's files are deleted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import prepare, require_lock
-from common.reporting.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
+from common.files.atomic_files import write_json
+from common.files.run_directory import prepare, require_lock
+from common.files.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
 from ddp.checkpoint.directory import NAME
 
 

@@ -1,4 +1,4 @@
-"""common/resilience/stop_request.py: a signal is a request, a second one an end, and a loader worker's are its own; in real processes."""
+"""common/signals/stop_request.py: a signal is a request, a second one an end, and a loader worker's are its own; in real processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from common.resilience import stop_request as stopping
-from common.resilience.stop_request import (
+from common.signals import stop_request as stopping
+from common.signals.stop_request import (
     INTERRUPTED,
     REQUEUE,
     SIGNALS,

@@ -1,4 +1,4 @@
-"""common/reporting/atomic_files.py: a reader finds the old file or the new one, and no scratch file is left."""
+"""common/files/atomic_files.py: a reader finds the old file or the new one, and no scratch file is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting.atomic_files import SCRATCH, atomic_file, new_file, write_bytes, write_json
+from common.files.atomic_files import SCRATCH, atomic_file, new_file, write_bytes, write_json
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""common/reporting/run_directory.py: a directory belongs to one process, for as long as that lives."""
+"""common/files/run_directory.py: a directory belongs to one process, for as long as that lives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from common.errors import UsageError
-from common.reporting.run_directory import RunLock
-from common.reporting.run_files import LOCK_FILE
+from common.files.run_directory import RunLock
+from common.files.run_files import LOCK_FILE
 from tests.support.launch import FORK_SERVER, kill, kill_tree
 
 

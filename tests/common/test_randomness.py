@@ -1,4 +1,4 @@
-"""``common.training.randomness``: its hash against SplitMix64, its draws' distribution, and that nothing else has a say in them."""
+"""``common.randomness``: its hash against SplitMix64, its draws' distribution, and that nothing else has a say in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.training.randomness import derive_seed, hash64, integers, seed_torch, uniform
+from common.randomness import derive_seed, hash64, integers, seed_torch, uniform
 
 GAMMA = 0x9E3779B97F4A7C15
 # The first outputs of the authors' splitmix64.c for this seed, as Rosetta Code publishes them.

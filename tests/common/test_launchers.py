@@ -1,4 +1,4 @@
-"""common/distributed/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
+"""common/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.distributed.dist_env import find_dist_env
-from common.distributed.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
 from common.errors import UsageError
+from common.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
 
 SRUN = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
