@@ -29,12 +29,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
-from common.distributed.process_group import DistEnv, find_dist_env, rank_process, rendezvous_store
+from common.distributed.process_group import (
+    DistEnv,
+    find_dist_env,
+    rank_process,
+    rendezvous_store,
+)
+from common.randomness import derive_seed, seed_torch
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import set_arithmetic
-from common.training.randomness import derive_seed, seed_torch
 from common.training.window import WindowTotals
 from ddp import by_hand, compression, sharded
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm

@@ -25,12 +25,12 @@ from torch.distributed.distributed_c10d import Store
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
-from common.distributed.launchers import TORCHRUN_VARIABLES
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError, leaves_together
-from common.reporting.run_files import LOG_FOLDER
-from common.resilience.fork_safety import rest_before_forks
-from common.resilience.stop_request import stop_signals, to_be_requeued
+from common.files.run_files import LOG_FOLDER
+from common.fork_safety import rest_before_forks
+from common.launchers import TORCHRUN_VARIABLES
+from common.signals.stop_request import stop_signals, to_be_requeued
 
 __all__ = [
     "BACKENDS", "DEVICES", "TORCHRUN_VARIABLES", "DistEnv", "clean_exit", "find_dist_env", "open_store", "process_group",
@@ -116,7 +116,7 @@ def _leave_group(env: DistEnv, together: bool) -> None:
 def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return contextlib.nullcontext()
-    from common.resilience.agent_watch import ending_with_agent  # only under torchrun
+    from common.distributed.agent_watch import ending_with_agent  # only under torchrun
 
     return ending_with_agent()
 
@@ -154,7 +154,7 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         return dist.HashStore()  # type: ignore[attr-defined]
-    from common.distributed.native_stderr import frames_to_log  # only in a job of ranks
+    from common.native_stderr import frames_to_log  # only in a job of ranks
 
     timeout = datetime.timedelta(seconds=timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from common.data.datasets import Batch, ImageData
 from common.data.sums import TextData
-from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import files_line
+from common.files.atomic_files import write_json
+from common.files.run_directory import files_line
+from common.files.run_files import METRICS_FILE, RESULTS
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
-from common.reporting.run_files import METRICS_FILE, RESULTS
 from common.training.device_meter import DeviceTotals
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics

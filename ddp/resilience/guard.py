@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from common.data.datasets import Batch
+from common.data.loader_errors import loader_errors
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
-from common.resilience.loader_errors import loader_errors
 from common.training.precision import autocast
 from ddp.batchnorm import SavedStatistics
 from ddp.job import Job, StepGuard

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from common.data.datasets import Batch
+from common.data.loader_errors import loader_errors
 from common.distributed.rank_logging import Progress
+from common.files.run_directory import require_lock
 from common.gpu.report import log_gpu
-from common.reporting.run_directory import require_lock
-from common.resilience import early_signals
-from common.resilience.loader_errors import loader_errors
-from common.resilience.stop_request import StopRequest, StopTogether, exit_status, signal_name
+from common.signals import early_signals
+from common.signals.stop_request import StopRequest, StopTogether, exit_status, signal_name
 from common.stdout import print_results
 from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter

@@ -21,10 +21,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
+from common.randomness import derive_seed
 from common.reporting.clock import Clock, clock_of
 from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
-from common.training.randomness import derive_seed
 from common.training.recipes import require_a_batch
 from ddp.all_reduce.base import AllReduce, Pending
 from ddp.all_reduce.choice import build_all_reduce

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common.reporting.atomic_files import write_json
+from common.files.atomic_files import write_json
 from common.reporting.machine import describe_machine
 from tests.adversary.attempt import Attempt, Outcome, Verdict, judge
 from tests.adversary.classes import CLASSES, table

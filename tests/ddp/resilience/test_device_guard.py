@@ -18,7 +18,7 @@ import torch
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.resilience.stop_request import REQUEUE
+from common.signals.stop_request import REQUEUE
 from common.training.precision import set_arithmetic
 from ddp import train
 from ddp.checkpoint import storage

@@ -21,8 +21,8 @@ from torch.utils.data import DistributedSampler
 from common.data.datasets import Batch
 from common.distributed.process_group import process_group
 from common.errors import UsageError
+from common.randomness import derive_seed
 from common.training.metrics import MetricsWriter, read_metrics
-from common.training.randomness import derive_seed
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
