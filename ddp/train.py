@@ -49,7 +49,7 @@ from ddp.checkpoint.storage import load_weights
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
-from ddp.resilience.device_guard import build_guard
+from ddp.resilience.guard import build_guard
 from ddp.resilience.resume import Found, open_run
 from ddp.resilience.supervisor import Supervisor
 from ddp.sampler import MicroBatchSampler

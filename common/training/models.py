@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from common.cli import is_function_name
 from common.errors import UsageError
-from common.training.gpt import HEAD_WIDTH, TextModel
 
 RESNETS = ("resnet18", "resnet50")
 MODELS = ("fashion-cnn", "mlp", *RESNETS)  # of images
@@ -111,6 +110,8 @@ def build_model(
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
     if name == TEXT_MODEL:
+        from common.training.gpt import TextModel
+
         size = size or GPTSize()
         with torch.device("meta" if size.on_meta else "cpu"):
             return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row
@@ -119,6 +120,8 @@ def build_model(
 
 def require_heads(width: int) -> None:
     """:raises UsageError: when the heads of the GPT's attention do not divide its width"""
+    from common.training.gpt import HEAD_WIDTH
+
     if width > HEAD_WIDTH and width % HEAD_WIDTH:
         below = width // HEAD_WIDTH * HEAD_WIDTH
         raise UsageError(

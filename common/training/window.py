@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from torch import Tensor
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
-from common.training.device_meter import DeviceMeter, DeviceTotals
 from common.training.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from common.training.device_meter import DeviceMeter, DeviceTotals
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,11 @@ class Window:
     """
 
     def __init__(self, device: torch.device, micro_steps: int = 1) -> None:
-        self.meter = DeviceMeter(device, micro_steps) if device.type == "cuda" else None
+        self.meter: DeviceMeter | None = None
+        if device.type == "cuda":
+            from common.training.device_meter import DeviceMeter
+
+            self.meter = DeviceMeter(device, micro_steps)
         self.on_gpu: DeviceTotals | None = None
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
         self._marked = torch.zeros_like(self._sums)

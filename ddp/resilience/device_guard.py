@@ -16,17 +16,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from common.distributed.process_group import DistEnv
 from ddp.job import Job
 from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags
 from ddp.resilience.guard import ResilientGuard
-
-
-def build_guard(network: nn.Module, env: DistEnv, is_sharded: bool) -> ResilientGuard:
-    """The guard for this rank's device; see :class:`ResilientGuard`."""
-    return (DeviceGuard if env.device.type == "cuda" else ResilientGuard)(network, env, is_sharded)
 
 
 class Unread(NamedTuple):
