@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.all_reduce.base import Pending, SlicedAllReduce
+from ddp.all_reduce.base import Pending
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.by_hand.buckets import shaped
 
 Owner = tuple[nn.Module, str]  # a module, and the name of a parameter in it
@@ -57,7 +58,7 @@ class FlatParameters:
         self,
         owners: Mapping[str, Sequence[Owner]],
         group: dist.ProcessGroup,
-        collectives: tuple[SlicedAllReduce, SlicedAllReduce],
+        collectives: tuple[ShardedAllReduce, ShardedAllReduce],
         precision: Precision,
         stage: int,
     ) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.all_reduce.backend import another_group
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.sharded.flat import Precision
 from ddp.sharded.zero1 import DEFAULT_PRECISION, ZeRO1
 from ddp.sharded.zero2 import ZeRO2
@@ -65,11 +65,11 @@ def shard(
     return model
 
 
-def _collectives(name: str, group: dist.ProcessGroup | None) -> SlicedAllReduce:
+def _collectives(name: str, group: dist.ProcessGroup | None) -> ShardedAllReduce:
     if name == "backend":  # gathers and reductions run at the same time, each kind in an order of its own
         group = another_group(group or dist.distributed_c10d._get_default_group())
     algorithm = build_all_reduce(name, group)
-    if not isinstance(algorithm, SlicedAllReduce):
+    if not isinstance(algorithm, ShardedAllReduce):
         algorithm.close()
         raise ValueError(f"all_reduce={name!r} has no halves: choose backend, ring or shared-memory")
     return algorithm

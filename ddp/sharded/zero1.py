@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp.all_reduce.backend import Backend, another_group
-from ddp.all_reduce.base import SlicedAllReduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.replicas import broadcast, require_same_modules
 from ddp.sharded.flat import FlatParameters, Precision
@@ -57,7 +57,7 @@ class ZeRO1(nn.Module):
         module: nn.Module,
         units: Iterable[nn.Module] | None = None,
         precision: Precision = DEFAULT_PRECISION,
-        collectives: tuple[SlicedAllReduce, SlicedAllReduce] | None = None,
+        collectives: tuple[ShardedAllReduce, ShardedAllReduce] | None = None,
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:

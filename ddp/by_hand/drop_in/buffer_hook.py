@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
-from ddp.by_hand.join import JoinableDDP
+from ddp.by_hand.drop_in.join import JoinableDDP
 from ddp.by_hand.replicas import replicated
 
 BufferHook = Callable[[Any, dict[str, Tensor]], "list[torch.futures.Future[Any]] | None"]
 
 
 class BufferHookedDDP(JoinableDDP):
-    """The part of a DDP wrapper that takes a hook for its buffers."""
+    """The lesson with ``join``, and with a hook for the buffers."""
 
     _buffer_hook: tuple[BufferHook, Any, BufferHookLocation] | None = None
     _buffers_follow = False  # whether the hook runs after the running forward pass
@@ -34,18 +34,18 @@ class BufferHookedDDP(JoinableDDP):
         self._buffer_hook = hook, state, comm_hook_location
         self._buffer_futures: list[torch.futures.Future[Any]] = []
 
-    def _synchronize_buffers(self, candidate: int) -> None:
+    def synchronize_buffers(self, source: int = 0) -> None:
         if self._buffer_hook is None:
-            super()._synchronize_buffers(candidate)
-        elif self.broadcast_buffers and self.require_forward_param_sync:
-            self._buffers_follow = self._buffer_hook[2] is BufferHookLocation.POST_FORWARD
-            if not self._buffers_follow:
-                self._run_buffer_hook()
-            elif self._join_config.enable:
-                raise NotImplementedError(
-                    "a rank that has joined has no forward pass after which a buffer hook could run: pass "
-                    "comm_hook_location=PRE_FORWARD"
-                )
+            super().synchronize_buffers(source)
+            return
+        self._buffers_follow = self._buffer_hook[2] is BufferHookLocation.POST_FORWARD
+        if not self._buffers_follow:
+            self._run_buffer_hook()
+        elif self._join_config.enable:
+            raise NotImplementedError(
+                "a rank that has joined has no forward pass after which a buffer hook could run: pass "
+                "comm_hook_location=PRE_FORWARD"
+            )
 
     def synchronize_buffers_after_forward(self) -> None:
         """Run the hook if it is to run after forward passes."""

@@ -66,7 +66,7 @@ class DelayedAverage:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
-        self._buffer.div_(self._reducer.divisor)
+        self._buffer.div_(self._reducer.div_factor)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ class SparseAverage:
             raise error
         for parameter in self._parameters:
             gradient = _no_rows_of(parameter) if parameter.grad is None else parameter.grad
-            total = gradient / self._reducer.divisor
+            total = gradient / self._reducer.div_factor
             dist.all_reduce(total, group=self._group)
             if parameter.grad is not None or total._nnz():  # else no rank has used it
                 parameter.grad = total

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
-from ddp.by_hand.assignment import MIB
-from ddp.by_hand.comm_hook import Hook, StridedGradBucket
+from ddp.by_hand import comm_hook
+from ddp.by_hand.buckets import MIB
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.buffer_hook import BufferHookedDDP
 from ddp.by_hand.drop_in.delayed import DelayedAverage
@@ -35,16 +35,16 @@ from ddp.by_hand.drop_in.requirements import (
     group_of,
     refuse_compiled_autograd,
     require_annotations,
+    require_copies_when_nested,
+    require_same_parameters,
     require_wrappable,
 )
 from ddp.by_hand.drop_in.sparse import SparseAverage, sparse_parameters
-from ddp.by_hand.errors import require_same_parameters
-from ddp.by_hand.replicas import broadcast, replicated, require_same_modules, trained_parameters
-from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.by_hand.replicas import make_equal, trained_parameters
 
 
 @TorchDDP.register  # so that isinstance() holds, by which torch.distributed.checkpoint and others recognize a wrapper
-class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParallel):
+class DistributedDataParallel(BufferHookedDDP):
     """A drop-in for ``torch.nn.parallel.DistributedDataParallel``, whose documentation holds for every argument but these:
 
     :param dim: not used, as in torch's
@@ -60,6 +60,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
 
     reducer_type = DropInReducer
     reducer: DropInReducer
+    _bucket_type = comm_hook.GradBucket
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         if device_mesh is not None:
             process_group = group_of(device_mesh, process_group)
         require_wrappable(module, device_ids, output_device)
+        require_copies_when_nested(module, gradient_as_bucket_view)
         self.dim, self.output_device, self.mixed_precision = dim, output_device, mixed_precision
         self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
@@ -133,9 +135,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         if self._init_sync:
             more = {"bucket_cap_mb_list": self._limits, "delay_all_reduce_named_params": list(self._delayed_parameters)}
             more |= {"skip_all_reduce_unused_params": self.skip_all_reduce_unused_params}
-            require_same_modules(self.module, settings | more, self.process_group, self._sync_buffers_at_first)
-            tensors = replicated(self.module, buffers=self._sync_buffers_at_first)
-            broadcast(list(tensors.values()), 0, self.process_group)
+            make_equal(self.module, settings | more, self.process_group, self._sync_buffers_at_first)
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
@@ -259,17 +259,17 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
 
     # Hooks
 
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
         """See torch's."""
         if callable(hook):
             require_annotations(hook)
         if self._sparse is not None:
             raise NotImplementedError("a communication hook sees buckets alone, and sparse gradients are in none")
-        super().register_comm_hook(state, hook)
+        comm_hook.register(self.reducer, state, hook, self._bucket_type)
 
     def _average_in(self, precision: MixedPrecision) -> None:
         if self._sparse is None:
-            super().register_comm_hook(None, averaged_in(precision, self.process_group))
+            comm_hook.register(self.reducer, None, averaged_in(precision, self.process_group))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """One of ``torch.distributed.BuiltinCommHookType``."""
@@ -286,7 +286,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         """Let an optimizer update each parameter when its gradient is averaged; see torch's."""
         from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
 
-        self.bucket_type = StridedGradBucket
+        self._bucket_type = comm_hook.StridedGradBucket
         optimizer_overlap._as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def join_hook(self, **settings: Any) -> JoinHook:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from common.distributed.process_group import process_group
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 from tests.support.ranks import close_pool, run_ranks
 
 NUMEL = 4_000_000
@@ -27,7 +27,7 @@ def count(name: str) -> dict[str, float]:
     """For an all-reduce and its halves, the bytes on the wire by those of the tensor, per rank."""
     with process_group(timeout_s=100) as env:
         algorithm = build_all_reduce(name)
-        assert isinstance(algorithm, SlicedAllReduce)
+        assert isinstance(algorithm, ShardedAllReduce)
         tensor, found = torch.ones(NUMEL), {}
         for what in (algorithm.run, algorithm.reduce_scatter, algorithm.all_gather):
             what(tensor)  # the first connects the ranks

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.distributed.process_group import process_group
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.choice import watched_backend
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.all_reduce.shared_memory import SCRATCH_BYTES, SharedMemory
 from tests.ddp.all_reduce.sent_bytes import RANKS
 from tests.ddp.all_reduce.test_algorithms import TOLERANCES
 from tests.support.launch import REPOSITORY, clean_environment, run_ranks
 
-BY_NAME: dict[str, Callable[[P2P], SlicedAllReduce]] = {
+BY_NAME: dict[str, Callable[[P2P], ShardedAllReduce]] = {
     "backend": watched_backend,
     "ring": Ring,
     "shared-memory": SharedMemory,
@@ -37,7 +37,7 @@ Case = tuple[int, torch.dtype, bool]  # elements per slice, dtype, whether the b
 cases = st.tuples(st.integers(0, 20) | st.integers(0, 5000), st.sampled_from(list(TOLERANCES)), st.booleans())
 
 
-def drawn(case: Case, size: int, algorithm: SlicedAllReduce, rank: int) -> Tensor:
+def drawn(case: Case, size: int, algorithm: ShardedAllReduce, rank: int) -> Tensor:
     """A rank's tensor of a case, of all its slices."""
     numel, dtype, allocated = case
     values = torch.randn(numel * size, generator=torch.Generator().manual_seed(rank)).to(dtype)
