@@ -163,4 +163,4 @@ class HandwrittenDistributedDataParallel(nn.Module):
         """:raises NotImplementedError: here; the drop-in lets ranks have different numbers of batches"""
         raise NotImplementedError("join is not offered here: use ddp.by_hand.DistributedDataParallel")
 
-    join_hook = join  # for torch's Join([model])
+    join_hook: Any = join  # for torch's Join([model])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -64,21 +62,6 @@ def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:
                 f"{name or 'the module'} is wrapped already, and both wrappers would let .grad be a view into their buckets: "
                 "wrap only one of them, or pass gradient_as_bucket_view=False to both"
             )
-
-
-def require_annotations(hook: Callable[..., Any]) -> None:
-    """:raises ValueError: if a communication hook's annotations are of something else; torch's accepts fewer"""
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if (
-        bucket is not None
-        and isinstance(bucket.annotation, type)
-        and bucket.annotation.__name__ not in ("_empty", "GradBucket")
-    ):
-        raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation}")
-    result = signature.return_annotation
-    if isinstance(result, type) and result.__name__ not in ("_empty", "Future"):
-        raise ValueError(f"a communication hook returns a torch.futures.Future[torch.Tensor], not {result}")
 
 
 def refuse_compiled_autograd() -> None:

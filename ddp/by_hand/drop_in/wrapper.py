@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -26,15 +25,13 @@ from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import comm_hook
 from ddp.by_hand.buckets import MIB
 from ddp.by_hand.drop_in import in_backward
-from ddp.by_hand.drop_in.buffer_hook import BufferHookedDDP
 from ddp.by_hand.drop_in.delayed import DelayedAverage
-from ddp.by_hand.drop_in.logging_data import StepTimes, bucket_data
+from ddp.by_hand.drop_in.logging_data import LoggingDDP
 from ddp.by_hand.drop_in.mixed_precision import MixedPrecision, averaged_in, call_in, cast_buffers
 from ddp.by_hand.drop_in.reducer import DropInReducer
 from ddp.by_hand.drop_in.requirements import (
     group_of,
     refuse_compiled_autograd,
-    require_annotations,
     require_copies_when_nested,
     require_same_parameters,
     require_wrappable,
@@ -44,7 +41,7 @@ from ddp.by_hand.replicas import make_equal, trained_parameters
 
 
 @TorchDDP.register  # so that isinstance() holds, by which torch.distributed.checkpoint and others recognize a wrapper
-class DistributedDataParallel(BufferHookedDDP):
+class DistributedDataParallel(LoggingDDP):
     """A drop-in for ``torch.nn.parallel.DistributedDataParallel``, whose documentation holds for every argument but these:
 
     :param dim: not used, as in torch's
@@ -60,7 +57,6 @@ class DistributedDataParallel(BufferHookedDDP):
 
     reducer_type = DropInReducer
     reducer: DropInReducer
-    _bucket_type = comm_hook.GradBucket
 
     def __init__(
         self,
@@ -113,7 +109,6 @@ class DistributedDataParallel(BufferHookedDDP):
         self._delayed: DelayedAverage | None = None
         self._sparse: SparseAverage | None = None
         self._fused: list[nn.Parameter] | None = None  # parameters whose optimizers step within backward
-        self._times = StepTimes()
         super().__init__(
             module,
             device_ids,
@@ -208,7 +203,6 @@ class DistributedDataParallel(BufferHookedDDP):
         refuse_compiled_autograd()
         if self._fused is None:
             self._fused = in_backward.take_over(trained_parameters(self.module).values())
-        self._times.forward_begins()
         output = super().forward(*inputs, **kwargs)
         self.synchronize_buffers_after_forward()
         return output
@@ -224,7 +218,6 @@ class DistributedDataParallel(BufferHookedDDP):
             require_same_parameters(wrapper.reducer.unused(), wrapper.module)
             wrapper.await_buffers()
             in_backward.step(wrapper._fused or ())
-            wrapper._times.backward_ended(wrapper.reducer)
 
     @staticmethod
     def _after_none(wrapper: DistributedDataParallel | None) -> None:
@@ -261,33 +254,13 @@ class DistributedDataParallel(BufferHookedDDP):
 
     def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
         """See torch's."""
-        if callable(hook):
-            require_annotations(hook)
         if self._sparse is not None:
             raise NotImplementedError("a communication hook sees buckets alone, and sparse gradients are in none")
-        comm_hook.register(self.reducer, state, hook, self._bucket_type)
+        super().register_comm_hook(state, hook)
 
     def _average_in(self, precision: MixedPrecision) -> None:
         if self._sparse is None:
             comm_hook.register(self.reducer, None, averaged_in(precision, self.process_group))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """One of ``torch.distributed.BuiltinCommHookType``."""
-        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
-
-    def _register_fused_optim(
-        self,
-        optim: type[torch.optim.Optimizer],
-        *args: Any,
-        optim_params: Iterable[Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Let an optimizer update each parameter when its gradient is averaged; see torch's."""
-        from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
-
-        self._bucket_type = comm_hook.StridedGradBucket
-        optimizer_overlap._as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def join_hook(self, **settings: Any) -> JoinHook:
         if self._sparse is not None or self._delayed is not None:
@@ -308,40 +281,13 @@ class DistributedDataParallel(BufferHookedDDP):
             raise RuntimeError(
                 "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
             )
-        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks"}
-        parts |= {"_sparse", "_delayed", "_times", "_fused"}
+        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks", "_sparse", "_delayed", "_fused"}
         return {name: value for name, value in self.__dict__.items() if name not in parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = dist.distributed_c10d._get_default_group()
-        self._sparse, self._delayed, self._fused, self._times = None, None, None, StepTimes()
+        self._sparse, self._delayed, self._fused = None, None, None
         self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
         if self.mixed_precision is not None:
             self._average_in(self.mixed_precision)
-
-    # Numbers
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Settings, sizes in bytes, and times in nanoseconds, under torch's names."""
-        trained = trained_parameters(self.module)
-        return {
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "backend_name": self.process_group.name(),
-            "device_ids": ", ".join(map(str, self.device_ids)),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "bucket_cap_bytes": max(self.bucket_limits),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            **bucket_data(self.module, trained, self.reducer.buckets, self.reducer.rebuilt),
-            **self._times.data(),
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Record the times of one step of so many, after the first ten."""
-        if sample_rate < 1:
-            raise ValueError(f"sample_rate={sample_rate} must be 1 or more")
-        self._times.sample_rate = sample_rate

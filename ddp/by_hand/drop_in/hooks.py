@@ -1,25 +1,57 @@
-"""Buffers that a function of the user synchronizes, before or after each forward pass, instead of a broadcast from rank 0."""
+"""Functions of the user that communicate: hooks for buckets as torch's DDP takes them, and hooks for buffers.
+
+A buffer hook synchronizes the buffers before or after each forward pass, instead of a broadcast from rank 0.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
+from ddp.by_hand import comm_hook
 from ddp.by_hand.drop_in.join import JoinableDDP
 from ddp.by_hand.replicas import replicated
 
 BufferHook = Callable[[Any, dict[str, Tensor]], "list[torch.futures.Future[Any]] | None"]
 
 
-class BufferHookedDDP(JoinableDDP):
-    """The lesson with ``join``, and with a hook for the buffers."""
+class HookedDDP(JoinableDDP):
+    """The lesson with ``join``, and with torch's hooks."""
+
+    bucket_type = comm_hook.GradBucket
 
     _buffer_hook: tuple[BufferHook, Any, BufferHookLocation] | None = None
     _buffers_follow = False  # whether the hook runs after the running forward pass
+
+    def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
+        """See torch's."""
+        if callable(hook):
+            require_annotations(hook)
+        comm_hook.register(self.reducer, state, hook, self.bucket_type)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """One of ``torch.distributed.BuiltinCommHookType``."""
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Iterable[Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Let an optimizer update each parameter when its gradient is averaged; see torch's."""
+        from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
+
+        self.bucket_type = comm_hook.StridedGradBucket
+        optimizer_overlap._as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: BufferHook, comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD
@@ -66,3 +98,18 @@ class BufferHookedDDP(JoinableDDP):
         if buffers := replicated(self.module, parameters=False):
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):  # type: ignore[attr-defined]
                 self._buffer_futures += hook(state, buffers) or []
+
+
+def require_annotations(hook: Callable[..., Any]) -> None:
+    """:raises ValueError: if a communication hook's annotations are of something else; torch's accepts fewer"""
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if (
+        bucket is not None
+        and isinstance(bucket.annotation, type)
+        and bucket.annotation.__name__ not in ("_empty", "GradBucket")
+    ):
+        raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation}")
+    result = signature.return_annotation
+    if isinstance(result, type) and result.__name__ not in ("_empty", "Future"):
+        raise ValueError(f"a communication hook returns a torch.futures.Future[torch.Tensor], not {result}")
