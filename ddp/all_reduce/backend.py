@@ -30,7 +30,7 @@ Watch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Backend(ShardedAllReduce):
-    """``dist.all_reduce`` and its halves: over TCP with gloo, over NVLink or the network with NCCL.
+    """``dist.all_reduce``, and a reduce-scatter and an all-gather alone: over TCP with gloo, over NVLink or the network with NCCL.
 
     gloo's reduce-scatter is a whole all-reduce of a copy, so it moves twice the bytes that it must (torch 2.15,
     torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
