@@ -1,4 +1,4 @@
-"""What ``ddp.train`` can be told, checked once, on every rank alike, before anything is done."""
+"""The settings of ``ddp.train``, checked once, on every rank alike, before anything is done."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TrainConfig(LearningConfig):
     :raises UsageError: for settings that contradict each other
     """
 
-    # What is learned, and from what
+    # The model and its data
     dataset: str = option(
         None,
         "the data set: sums is text, lfw is a folder of faces, folder has a folder of images per class; or your own: a "
@@ -167,7 +167,7 @@ class TrainConfig(LearningConfig):
     persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
     decoder: str = option(None, "of lfw's JPEGs; the others are faster and extras (default: pillow)", choices=DECODERS)
 
-    # What is left behind
+    # The run directory
     run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)", per_node=True)
     overwrite: bool = option(False, "delete the run that is in the run directory")
     resume: bool = option(False, "continue the run that is in the run directory; on the CPU, bit for bit")
@@ -229,7 +229,7 @@ class TrainConfig(LearningConfig):
 
     @property
     def model_size(self) -> GPTSize | None:
-        """Of gpt. If it is sharded, no rank ever holds all of it."""
+        """The size of gpt. If it is sharded, no rank ever holds all of it."""
         return GPTSize(self.width, self.layers, on_meta=self.is_sharded) if self.model == TEXT_MODEL else None
 
     def _check_strategy(self) -> None:
@@ -294,7 +294,7 @@ class TrainConfig(LearningConfig):
         return (None, 60 * float(number)) if unit else (int(number), None)
 
     def check(self, world_size: int) -> None:
-        """What can only be checked on a rank of the job.
+        """Check the settings that depend on the number of ranks and on this host.
 
         :raises UsageError: when the batch does not divide, is too small for the model, or TensorBoard or the function of an
             own model is missing
@@ -307,7 +307,7 @@ class TrainConfig(LearningConfig):
 
     @property
     def less_memory(self) -> list[str]:
-        """What lets a rank's device hold less: smaller batches, shorter numbers, shards."""
+        """Flags that let a rank's device hold less: smaller batches, shorter numbers, shards."""
         more_steps = f"more than --grad-accumulation-steps {self.grad_accumulation_steps}"
         shards = [] if self.is_sharded else ["--strategy fsdp2 on more ranks"]
         return [more_steps, *super().less_memory, *shards]

@@ -43,7 +43,7 @@ class StepGuard:
 
 @dataclasses.dataclass
 class Job:
-    """What is trained, with what, and how far it is.
+    """A training job: its parts, the same on every rank, and its progress.
 
     :param network: the module that is evaluated and saved; of a sharded strategy, the one that holds the shards
     :param model: the network in DDP, which training calls; of a sharded strategy, the network itself

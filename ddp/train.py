@@ -146,7 +146,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, found: Found |
 def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precision: str = "fp32") -> Any:
     """The network in DDP, which from here on averages its gradients over the ranks in every backward pass.
 
-    :returns: a module with ``no_sync()``. Of a sharded strategy, each rank has a part of the network instead of a replica
+    :returns: a module with ``no_sync()``; with a sharded strategy, each rank has a part of the network instead of a replica
     :raises UsageError: on every rank, if the ranks' models or settings differ
     """
     if averaging.strategy in SHARDED:

@@ -178,9 +178,9 @@ def _build_own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modul
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         logits = model(torch.zeros(2, *shape))
     if not isinstance(logits, Tensor) or logits.shape != (2, classes):
-        found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        returned = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise UsageError(
-            f"--model {name}: its module returned {found} for images [2, {', '.join(map(str, shape))}]: it must return logits "
+            f"--model {name}: its module returned {returned} for images [2, {', '.join(map(str, shape))}]: it must return logits "
             f"[2, {classes}], one per class"
         )
     return model

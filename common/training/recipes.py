@@ -1,4 +1,4 @@
-"""What is learned, and how: the settings that all trainers share, and the recipes that fill in what is not given."""
+"""The settings that all trainers share, and the recipes that fill in what is not given."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "folder": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
     "sums": {"model": "gpt", "epochs": 10, "batch_size": 96, "shift": 0, "flip": False},
 }
-# Of one's own data set nothing is known, so its images are left as they are.
+# Nothing is known of a user's own data set, so its images are left as they are.
 OWN_RECIPE: dict[str, Any] = {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 0, "flip": False}
 IMAGE_SIZES = {"resnet50": 224}  # to which glyphs are enlarged for a model
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
@@ -48,7 +48,7 @@ class LearningConfig:
     :raises UsageError: for settings that contradict each other
     """
 
-    # What is learned, and from what
+    # The model and its data
     dataset: str = option(
         "glyphs", "the data set, or your own: a function load() in a module", choices=IN_MEMORY, or_function=True
     )
@@ -172,12 +172,12 @@ class LearningConfig:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Of the images and the model."""
+        """The memory format of the images and the model."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @property
     def less_memory(self) -> list[str]:
-        """What lets a device hold less."""
+        """Flags that let a device hold less."""
         shorter = ["--precision bf16"] if self.precision == "fp32" else []
         return [f"less than --batch-size {self.batch_size}", *shorter]
 

@@ -1,4 +1,4 @@
-"""What the ranks saw in a few training steps: loss, accuracy, time, and how long they waited for data."""
+"""Metrics of a few training steps over all ranks: loss, accuracy, time, and how long they waited for data."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Window:
             self.end_batch()
 
     def end_batch(self) -> None:
-        """All work on a micro-batch is queued. What the host does next is not its time."""
+        """All work on a micro-batch is queued. The host's work after that is not its time."""
         if self.meter is not None:
             self.meter.end()
 
@@ -151,7 +151,7 @@ class Window:
         self._sums.copy_(self._marked if where is None else torch.where(where, self._marked, self._sums))
 
     def state(self) -> WindowState:
-        """What is in it, for a checkpoint."""
+        """Its content, for a checkpoint."""
         loss, correct, samples = self._sums.tolist()
         return WindowState(loss, correct, int(samples), self._waited, time.perf_counter() - self._began)
 

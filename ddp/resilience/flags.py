@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Flags(NamedTuple):
-    """What one rank reports, or what any rank has reported.
+    """The report of one rank, or of any rank.
 
     :param stop: leave after this step
     :param save: write a checkpoint after this step

@@ -1,4 +1,4 @@
-"""What surrounds one training step, so that a bad one does no harm and all ranks take the same decision.
+"""The guard of a training step: a bad step does no harm, and all ranks take the same decision.
 
 A training step calls a guard in three places: for its batches, with the loss of each micro-step, and with the norm of the
 gradients. The default (ddp/job.py) does nothing. This one
@@ -175,7 +175,7 @@ def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     """0-d; not finite if one element of a gradient is not. (The usual norm would overflow: 1e20 squared is inf.)
 
     On CUDA it is the sum of absolute values, by ``torch._foreach_norm``: a few kernels for all gradients. A CPU adds up the
-    plain values in a fraction of the time. Of DTensors, this rank's part.
+    plain values in a fraction of the time. A DTensor counts by this rank's part.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients and gradients[0].is_cuda:
