@@ -139,7 +139,7 @@ def test_it_trains_as_fully_shard(stage: int, low: bool) -> None:
 
 
 def torn(stage: int) -> None:
-    """An inf in one element of one rank's gradients, so in one shard. Of two optimizers, one has that parameter; no rank uses the first."""
+    """An inf in one element of one rank's gradients, so in one shard; one of two optimizers has that parameter."""
     with process_group(timeout_s=60) as env:
         torch.manual_seed(0)
         net = nn.ModuleDict({"unused": nn.Linear(64, 64), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
