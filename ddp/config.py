@@ -22,7 +22,7 @@ from ddp.strategies import (
     STAGES,
     STRATEGIES,
     Averaging,
-    require_halves,
+    require_shardable,
 )
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
@@ -241,7 +241,7 @@ class TrainConfig(LearningConfig):
         if not self.is_sharded:
             return
         if by_hand:
-            require_halves(self.all_reduce, self.strategy)
+            require_shardable(self.all_reduce, self.strategy)
         if self.compile:
             raise UsageError(f"--compile is for replicas: the hooks of --strategy {self.strategy} break its graphs")
         if self.async_checkpoint:

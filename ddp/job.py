@@ -116,7 +116,7 @@ class Job:
         if self.config.is_sharded:  # no rank has all of them
             from ddp.sharded.clip import clip_grad_norm_
 
-            return clip_grad_norm_(self.network, max_norm)
+            return clip_grad_norm_(self.network.parameters(), max_norm)
         return nn.utils.clip_grad_norm_(self.network.parameters(), max_norm)
 
     def tell_mfu(self) -> None:

@@ -42,7 +42,7 @@ class ShardedVariant:
     """A way to hold a model on several ranks.
 
     :param stage: of ddp/sharded; 0 for replicas, by the hand-written DDP; None for torch's ``fully_shard``
-    :param all_reduce: a :class:`ddp.all_reduce.base.SlicedAllReduce`, by its name
+    :param all_reduce: a :class:`ddp.all_reduce.sharded.ShardedAllReduce`, by its name
     :param low_precision: compute and reduce in bfloat16; replicas do not
     """
 

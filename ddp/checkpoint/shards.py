@@ -79,7 +79,7 @@ def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
     if isinstance(job.network, ZeRO1):
-        job.network.pieces_changed()
+        job.network.shards_changed()
 
 
 def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:
