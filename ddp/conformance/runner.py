@@ -35,7 +35,7 @@ from ddp.conformance.check import CHECKS, Check, Wrap, Wrong
 ECHO_S = 1.0  # for the ranks that wait for one that has failed
 START_S = 60.0  # a collective's time limit is longer than a check's: the check's must end it
 PASS, WRONG, REFUSED, HUNG = STATUSES = ("pass", "wrong", "refused", "hung")
-NOT_OFFERED = ("no option", "no attribute")  # how the message begins when the wrapper lacks something
+NOT_OFFERED = ("no option", "no attribute", "not offered")  # how the message begins when the wrapper lacks something
 
 preload("torch._dynamo", "torch.distributed.optim", checks.__name__, __name__)
 
@@ -217,7 +217,8 @@ def reason(error: BaseException) -> str:
         return f"no option {missing[1]}"
     if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", str(error))):
         return f"no attribute {missing[1]}"
-    return one_line(f"{type(error).__name__}: {error}")
+    kind = "not offered" if isinstance(error, NotImplementedError) else type(error).__name__
+    return one_line(f"{kind}: {error}")
 
 
 def one_line(text: str) -> str:

@@ -128,6 +128,8 @@ def all_ranks_stop_when_the_first_has_finished(wrap: Wrap) -> None:
             for number in range(2 + dist.get_rank()):
                 backward(model, number)
                 steps += 1
+    except NotImplementedError:
+        raise
     except RuntimeError:
         thrown = True
     expect(thrown, "no RuntimeError was raised although rank 0 had fewer batches")
@@ -159,9 +161,9 @@ def two_models_may_join_together(wrap: Wrap) -> None:
 @check
 def a_block_may_be_switched_off(wrap: Wrap) -> None:
     """With enable=False the block does nothing: a rank that comes to its end does not wait for the others."""
-    model = wrap(layers(3, 4, 2))
+    block = wrap(layers(3, 4, 2)).join(enable=False)
     if dist.get_rank() == 0:
-        with model.join(enable=False):
+        with block:
             pass
     reached = of_all_ranks(dist.get_rank())
     expect(reached == list(range(dist.get_world_size())), f"the block sent something: {reached}")

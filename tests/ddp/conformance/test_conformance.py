@@ -49,7 +49,7 @@ def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Pa
     done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path), "--ranks", "2,3")
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if FIRST.name in line)
-    message = "rank 1: NotImplementedError: not on this rank; rank 0 waited in vain"
+    message = "rank 1: ValueError: not on this rank; rank 0 waited in vain"
     assert line.split(maxsplit=2) == ["refused", "refused", f"{FIRST.name}: {message}"]
     assert "0 of 1 pass: 1 refused" in done.stdout
     assert "Traceback" in json.loads((tmp_path / "conformance.json").read_text())["results"][0]["answers"]["1"]["trace"]
