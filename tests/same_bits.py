@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -43,19 +45,26 @@ class Job(NamedTuple):
     flags: str = ""
     ranks: int = 2
     resumed: bool = False
+    faces: bool = False  # Train on the folder that :func:`write_faces` writes.
 
 
 JOBS = {
     "fp32": Job(),
     "bf16": Job("--precision bf16"),
     "fp16-clip": Job("--precision fp16 --clip-norm 5"),
-    "micro-steps": Job("--micro-steps 4"),
+    "micro-steps": Job("--grad-accumulation-steps 4"),
     "sync-batchnorm": Job("--sync-batchnorm"),
     "handwritten": Job("--strategy handwritten --all-reduce backend"),
     "shared-memory": Job("--strategy handwritten --all-reduce shared-memory"),
     "three-ranks": Job(ranks=3),
     "resumed": Job(f"--checkpoint-every {STOP_STEP}", resumed=True),
     "one-rank": Job(ranks=1),
+    "bf16-gradients": Job("--gradient-precision bf16"),
+    "zero1": Job("--strategy zero1 --clip-norm 5"),
+    "zero2": Job("--strategy zero2 --grad-accumulation-steps 2"),
+    "zero3": Job("--strategy zero3 --precision bf16"),
+    "gpt": Job("--model gpt --width 64 --layers 2 --grad-accumulation-steps 2"),
+    "files": Job("--dataset lfw --image-size 32 --model mlp", faces=True),
 }
 
 
@@ -91,6 +100,7 @@ def checkouts(before: str, after: str) -> Iterator[tuple[Path, Path]]:
         stack.callback(git, "worktree", "prune")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="two-commits-")))
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        write_faces(folder / "faces")
         yield check_out(before, folder / "before"), check_out(after, folder / "after")
 
 
@@ -108,6 +118,19 @@ def check_out(commit: str, checkout: Path) -> Path:
     return checkout
 
 
+def write_faces(folder: Path, people: int = 6, images: int = 40, size: int = 64) -> None:
+    """Write JPEGs in LFW's layout, ``NAME/NAME_0001.jpg``: noise over a gradient of colors, which differs by person."""
+    draws = np.random.default_rng(0)
+    row, column = np.mgrid[:size, :size] / size
+    for name in (f"Person_{number}" for number in range(people)):
+        (folder / name).mkdir(parents=True)
+        down, across = draws.uniform(-1, 1, (2, 3, 1, 1))
+        for number in range(1, images + 1):
+            colors = np.tanh(down * row + across * column + draws.normal(0, 0.3, (3, size, size)))
+            pixels = (127 + 100 * colors).astype(np.uint8).transpose(1, 2, 0)
+            Image.fromarray(pixels).save(folder / name / f"{name}_{number:04d}.jpg")
+
+
 def compare(name: str, before: Path, after: Path, data: tuple[str, ...]) -> tuple[bool, bool]:
     """Run a job in both checkouts and print the result; returns whether the weights and the metrics are equal."""
     try:
@@ -119,7 +142,7 @@ def compare(name: str, before: Path, after: Path, data: tuple[str, ...]) -> tupl
     except subprocess.SubprocessError as error:
         print(f"{name}: failed {error}", flush=True)
         return False, False
-    weights = [f"{what}: {found}" for what, one, other in pairs if (found := difference(one[0], other[0]))]
+    weights = [f"{what}: {unlike}" for what, one, other in pairs if (unlike := difference(one[0], other[0]))]
     metrics = [f"{what}: metrics differ" for what, one, other in pairs if one[1] != other[1]]
     print("\n".join([*(weights or [f"{name}: equal, {len(ends[0][0])} tensors"]), *metrics]), flush=True)
     return not weights, not metrics
@@ -131,8 +154,9 @@ def outcome(checkout: Path, name: str, data: tuple[str, ...]) -> tuple[dict[str,
 
     :raises SubprocessError: when a command fails, or a job that is to be resumed cannot be stopped inside an epoch
     """
-    job, run_dir, weights = JOBS[name], checkout / name, checkout / f"{name}.pt"
+    job, run_dir, weights = JOBS[name], checkout / "runs" / name, checkout / f"{name}.pt"
     launcher = ["torch.distributed.run", f"--nproc_per_node={job.ranks}", "-m"] if job.ranks > 1 else []
+    data = ("--data-dir", str(checkout.parent / "faces")) if job.faces else data
     train = [*launcher, "ddp.train", "--device", "cpu", "--run-dir", str(run_dir), "--epochs", "2", *data]
     train += job.flags.split()
     if job.resumed:
