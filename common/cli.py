@@ -30,12 +30,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.distributed.launchers import adopt_launcher
 from common.error_line import print_error
 from common.errors import UsageError
-from common.resilience import early_signals
-from common.resilience.signal_redelivery import finalize_silently, keep_stops
-from common.resilience.stop_request import INTERRUPTED, REQUEUE, STOPPED
+from common.launchers import adopt_launcher
+from common.signals import early_signals
+from common.signals.signal_redelivery import finalize_silently, keep_stops
+from common.signals.stop_request import INTERRUPTED, REQUEUE, STOPPED
 from common.stdout import stdout_errors
 
 Config = TypeVar("Config")

@@ -61,7 +61,7 @@ def _is_first_to_print(about: str) -> bool | None:
         return None
     start = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{os.environ.get('GROUP_RANK')}"
     key = f"user-error/{start}/{hashlib.sha256(about.encode()).hexdigest()}"
-    from common.distributed.native_stderr import frames_to_log
+    from common.native_stderr import frames_to_log
 
     try:
         with frames_to_log():

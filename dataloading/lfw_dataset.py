@@ -21,11 +21,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.cli import command, option, parse
+from common.data.loader_errors import loader_errors
 from common.distributed.process_group import require_alone
 from common.errors import UsageError
-from common.reporting.run_directory import prepare_output, results_in
+from common.files.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_grid
-from common.resilience.loader_errors import loader_errors
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
 from dataloading.dataset.decoders import DECODERS

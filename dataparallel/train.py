@@ -29,16 +29,18 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, option, parse
+from common.cores import usable_cores
 from common.data import fashion_mnist
 from common.data.datasets import Batch, ImageData, Images, fetch_batches
 from common.data.on_device import kept_on_device
 from common.distributed.process_group import DistEnv, require_alone, stop_signals
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
-from common.reporting.atomic_files import write_bytes, write_json
-from common.reporting.machine import describe_machine, usable_cores
-from common.reporting.run_directory import prepare, require_lock
-from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, MODEL_FILE
+from common.files.atomic_files import write_bytes, write_json
+from common.files.run_directory import prepare, require_lock
+from common.files.run_files import CONFIG_FILE, LOG_FOLDER, MODEL_FILE
+from common.randomness import derive_seed, seed_torch, shuffled
+from common.reporting.machine import describe_machine
 from common.resilience.device_errors import device_errors
 from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
@@ -46,7 +48,6 @@ from common.training.metrics import MetricsWriter
 from common.training.models import LEAST_SAMPLES, build_model
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast, set_arithmetic
-from common.training.randomness import derive_seed, seed_torch, shuffled
 from common.training.recipes import LearningConfig, load_dataset, require_a_batch
 from common.training.window import Window, WindowTotals, end_window, epoch_line, epoch_record
 from dataparallel.devices import parse_devices
@@ -223,7 +224,7 @@ def train_step(job: DataParallelJob, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)  # before the clip: the norm of scaled gradients means nothing
     if config.clip_norm is not None:
         clip_grad_norm_(job.network.parameters(), config.clip_norm)
-    set_learning_rate(job.optimizer, config.rate_at(job.step, job.steps_per_epoch))
+    set_learning_rate(job.optimizer, config.learning_rates(job.steps_per_epoch)(job.step))
     scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,6 @@ if _ours not in [_Path(folder).resolve() for folder in _found]:
         "Python in another folder"
     )
 if _sys.argv[:1] == ["-m"]:  # python -m is importing this package, to run one of its modules as a command
-    from common.resilience import early_signals as _early_signals
+    from common.signals import early_signals as _early_signals
 
     _early_signals.hear()

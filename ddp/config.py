@@ -1,7 +1,8 @@
-"""What ``ddp.train`` can be told, checked once, on every rank alike, before anything is done."""
+"""The settings of ``ddp.train``, checked once, on every rank alike, before anything is done."""
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from ddp.strategies import (
     STAGES,
     STRATEGIES,
     Averaging,
-    require_halves,
+    require_shardable,
 )
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
@@ -30,6 +31,7 @@ LOADERS = ("stock", "fast")
 DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+AFTER_THE_WATCHDOG_S = 30.0
 
 TEXT = "sums"
 
@@ -61,7 +63,7 @@ class TrainConfig(LearningConfig):
     :raises UsageError: for settings that contradict each other
     """
 
-    # What is learned, and from what
+    # The model and its data
     dataset: str = option(
         None,
         "the data set: sums is text, lfw is a folder of faces, folder has a folder of images per class; or your own: a "
@@ -165,7 +167,7 @@ class TrainConfig(LearningConfig):
     persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
     decoder: str = option(None, "of lfw's JPEGs; the others are faster and extras (default: pillow)", choices=DECODERS)
 
-    # What is left behind
+    # The run directory
     run_dir: Path = option(None, "directory of this run's results (default: runs/DATASET-MODEL)", per_node=True)
     overwrite: bool = option(False, "delete the run that is in the run directory")
     resume: bool = option(False, "continue the run that is in the run directory; on the CPU, bit for bit")
@@ -227,7 +229,7 @@ class TrainConfig(LearningConfig):
 
     @property
     def model_size(self) -> GPTSize | None:
-        """Of gpt. If it is sharded, no rank ever holds all of it."""
+        """The size of gpt. If it is sharded, no rank ever holds all of it."""
         return GPTSize(self.width, self.layers, on_meta=self.is_sharded) if self.model == TEXT_MODEL else None
 
     def _check_strategy(self) -> None:
@@ -241,7 +243,7 @@ class TrainConfig(LearningConfig):
         if not self.is_sharded:
             return
         if by_hand:
-            require_halves(self.all_reduce, self.strategy)
+            require_shardable(self.all_reduce, self.strategy)
         if self.compile:
             raise UsageError(f"--compile is for replicas: the hooks of --strategy {self.strategy} break its graphs")
         if self.async_checkpoint:
@@ -263,6 +265,11 @@ class TrainConfig(LearningConfig):
             raise UsageError(
                 f"--gradient-precision {self.gradient_precision} is summed by the backend: leave out --all-reduce {self.all_reduce}"
             )
+
+    @property
+    def collective_timeout(self) -> datetime.timedelta:
+        """How long the backend waits for a rank. The watchdog, which names the rank that is missing, comes before it."""
+        return datetime.timedelta(seconds=self.timeout + AFTER_THE_WATCHDOG_S)
 
     @property
     def averaging(self) -> Averaging:
@@ -287,7 +294,7 @@ class TrainConfig(LearningConfig):
         return (None, 60 * float(number)) if unit else (int(number), None)
 
     def check(self, world_size: int) -> None:
-        """What can only be checked on a rank of the job.
+        """Check the settings that depend on the number of ranks and on this host.
 
         :raises UsageError: when the batch does not divide, is too small for the model, or TensorBoard or the function of an
             own model is missing
@@ -300,7 +307,7 @@ class TrainConfig(LearningConfig):
 
     @property
     def less_memory(self) -> list[str]:
-        """What lets a rank's device hold less: smaller batches, shorter numbers, shards."""
+        """Flags that let a rank's device hold less: smaller batches, shorter numbers, shards."""
         more_steps = f"more than --grad-accumulation-steps {self.grad_accumulation_steps}"
         shards = [] if self.is_sharded else ["--strategy fsdp2 on more ranks"]
         return [more_steps, *super().less_memory, *shards]

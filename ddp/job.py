@@ -1,9 +1,9 @@
-"""What one rank trains with, how far it is, and what may guard its steps."""
+"""The state of a training job on one rank, and the interface of what guards its steps."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from common.distributed.rank_logging import Progress
 from common.errors import UsageError
 from common.resilience.watchdog import Watchdog
 from common.training.metrics import MetricsWriter
-from common.training.precision import autocast
+from common.training.precision import LOW_DTYPES, autocast
 from common.training.window import Window, WindowTotals, end_window
 from ddp.config import TrainConfig
 from ddp.data import Loader
@@ -23,14 +23,7 @@ from ddp.sampler import MicroBatchSampler
 
 
 class StepGuard:
-    """What a training step calls to be guarded. This one does nothing; ddp/resilience/guard.py keeps a job alive."""
-
-    def wrap(self, network: nn.Module) -> nn.Module:
-        """The module that DDP wraps."""
-        return network
-
-    def begin(self, job: Job) -> None:
-        """Called once, when the job is built."""
+    """Three calls around a training step. This guard does nothing; ddp/resilience/guard.py keeps a job alive."""
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch."""
@@ -47,16 +40,15 @@ class StepGuard:
         """
         return True
 
-    def settle(self) -> None:
-        """Return when the host knows what became of all steps until now. A collective; called where it waits anyway."""
-
 
 @dataclasses.dataclass
 class Job:
-    """What is trained, with what, and how far it is.
+    """A training job: its parts, the same on every rank, and its progress.
 
-    :param network: the plain module; of a sharded strategy, the one that is sharded
-    :param model: the same, wrapped by DDP
+    :param network: the module that is evaluated and saved; of a sharded strategy, the one that holds the shards
+    :param model: the network in DDP, which training calls; of a sharded strategy, the network itself
+    :param clip_grad_norm_: torch's; of a sharded strategy, one that knows that no rank has all gradients
+    :param learning_rate: of an optimizer step, counted from 0 over all epochs
     :param guard: what surrounds each training step
     """
 
@@ -64,9 +56,11 @@ class Job:
     env: DistEnv
     data: ImageData
     network: nn.Module
-    model: Any  # DDP, or one of ddp/by_hand: a module with no_sync()
+    model: Any  # a module with no_sync()
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    clip_grad_norm_: Callable[..., Tensor]
+    learning_rate: Callable[[int], float]
     sampler: MicroBatchSampler
     loader: Loader
     test_loader: Loader
@@ -83,12 +77,13 @@ class Job:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
+        self.autocast_dtype = LOW_DTYPES.get(self.config.precision)  # None in fp32
         self.window = Window(self.env.device, self.config.grad_accumulation_steps)
         self.watchdog = Watchdog(self.env, self.config.timeout)
 
     @property
-    def plain(self) -> nn.Module:
-        """The network without what shards it: its names are those of checkpoints, its parameters may be pieces."""
+    def named_module(self) -> nn.Module:
+        """The network without what holds its shards: its names are those of checkpoints, its parameters may be shards."""
         return self.network.module if self.config.is_sharded else self.network  # type: ignore[return-value]
 
     @property
@@ -96,31 +91,25 @@ class Job:
         """Optimizer steps done in the present epoch."""
         return self.step - self.epoch * self.sampler.steps_per_epoch
 
-    def divisor(self, labels: Tensor) -> float | Tensor:
-        """By what to divide a micro-batch's mean loss, so that their sum over the micro-steps, averaged over the ranks, is the
-        mean over the global batch.
+    def batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches of what is left of the epoch. The time until each comes counts as waiting for data."""
+        return self.window.timed(self.guard.batches(self.loader))
 
-        Of images, all micro-batches have equally many: it is the number of micro-steps. Lines of text differ in length, so
-        every character of the global batch counts alike only if micro-batches count by their characters. The sampler's order
-        is known to all, so each rank counts those of the others without a message.
+    def weigh_by_characters(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of a micro-batch of text, weighted so that each character of the global batch counts alike.
 
-        :param labels: of the micro-batch, int64 ``[n]`` or, of text, ``[n, length]``
+        Lines differ in length, so micro-batches differ in their number of characters. The sampler's order is known to all, so
+        each rank counts the characters of the others without a message.
+
+        :param loss: 0-d
+        :param labels: of the micro-batch, int64 ``[n, length]``; negative where there is no character to predict
+        :returns: 0-d. Its sum over the micro-steps, averaged over the ranks, is the mean over the global batch
         """
-        if labels.dim() == 1:
-            return self.config.grad_accumulation_steps
         everywhere = int((self.data.train.labels[self.sampler.global_batch(self.step_in_epoch)] >= 0).sum())
-        return everywhere / (self.env.world_size * (labels >= 0).sum())
+        return loss / (everywhere / (self.env.world_size * (labels >= 0).sum()))
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip the averaged gradients by their total norm, which is returned: 0-d, the same on every rank."""
-        if self.config.is_sharded:  # no rank has all of them
-            from ddp.sharded.clip import clip_grad_norm_
-
-            return clip_grad_norm_(self.network, max_norm)
-        return nn.utils.clip_grad_norm_(self.network.parameters(), max_norm)
-
-    def tell_mfu(self) -> None:
-        """Let the metrics of a GPU tell its MFU. A collective, if the network is sharded: it takes a forward pass."""
+    def measure_mfu(self) -> None:
+        """Add the MFU to a GPU's metrics. A collective, if the network is sharded: it takes a forward pass."""
         if self.window.meter is None:
             return
         from common.training.peak_flops import peak_flops, training_flops  # only on a GPU
@@ -130,7 +119,7 @@ class Job:
         with autocast(device, config.precision):
             flops = training_flops(self.network, self.data.to_input(images, config.memory_format))
         peak = peak_flops(torch.cuda.get_device_name(device), config.precision, config.tf32)
-        self.window.meter.tell_mfu(flops, peak)
+        self.window.meter.measure_mfu(flops, peak)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """Write a record to ``metrics.jsonl``, on rank 0 of a run that has a directory."""
@@ -142,7 +131,6 @@ class Job:
 
     def log_window(self) -> None:
         """Sum what the ranks saw since the last time, for the metrics and the progress bar."""
-        self.guard.settle()
         totals = end_window(
             self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress, self.data.unit
         )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
 from common.data.datasets import BatchKey
-from common.training.randomness import derive_seed, shuffled
+from common.randomness import derive_seed, shuffled
 
 
 class MicroBatchSampler(DistributedSampler[BatchKey]):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.errors import UsageError
-from ddp.all_reduce import WITH_HALVES
+from ddp.all_reduce import SHARDABLE
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
 REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
 STRATEGIES = (*REPLICATED, *SHARDED)
-IN_BUCKETS = ("torch", "handwritten")  # of replicas, those that average their gradients in buckets
+IN_BUCKETS = ("torch", "handwritten")  # the strategies of replicas that average their gradients in buckets
 
 GRADIENT_PRECISIONS = ("fp32", "bf16")
 
@@ -30,9 +30,9 @@ class Averaging(NamedTuple):
     gradient_precision: str = "fp32"
 
 
-def require_halves(all_reduce: str, strategy: str) -> None:
-    """:raises UsageError: when the stages of sharding by hand cannot use the halves of this all-reduce"""
-    if all_reduce not in WITH_HALVES:
+def require_shardable(all_reduce: str, strategy: str) -> None:
+    """:raises UsageError: when the stages of sharding by hand cannot use this all-reduce"""
+    if all_reduce not in SHARDABLE:
         raise UsageError(
-            f"--all-reduce {all_reduce} has no halves for --strategy {strategy}: use {', '.join(WITH_HALVES)}"
+            f"--all-reduce {all_reduce} has no reduce-scatter and all-gather for --strategy {strategy}: use {', '.join(SHARDABLE)}"
         )

@@ -7,16 +7,19 @@ every global batch (``--batch-size`` counts the samples of all ranks), and Distr
 over the ranks while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a
 *collective*: it ends only once all ranks have called it. So all call the same ones in the same order, or wait forever.
 
-What keeps a long job alive is layered around this in ddp/resilience/. On a first read, take ``guard.wrap(m)`` for ``m``,
-``guard.batches(b)`` for ``b``, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "no inf, no nan", and skip
-the supervisor, which logs, saves inside an epoch, and stops on request. The chapters to read beside it: ddp/README.md.
+With one GPU, start one rank: ``torchrun --nproc_per_node=1 -m ddp.train``. With several, one for each. Two ranks on a machine with
+one GPU take ``--device cpu``.
+
+What keeps a long job alive is layered around this in ddp/resilience/. On a first read, take ``guard.module`` for the network,
+``job.batches()`` for the loader's batches, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "no inf, no nan", and
+skip the supervisor, which logs, saves inside an epoch, and stops on request. The chapters to read beside it: ddp/README.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,27 +29,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
-from common.distributed.process_group import DistEnv, clean_exit, find_dist_env, rendezvous_errors, rendezvous_store
-from common.distributed.rank_logging import rank_logging
-from common.resilience.stop_request import to_be_requeued
+from common.distributed.process_group import (
+    DistEnv,
+    find_dist_env,
+    rank_process,
+    rendezvous_store,
+)
+from common.randomness import derive_seed, seed_torch
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
-from common.training.precision import autocast, set_arithmetic
-from common.training.randomness import derive_seed, seed_torch
+from common.training.precision import set_arithmetic
 from common.training.window import WindowTotals
-from ddp import by_hand, compression, sharded, strategies
+from ddp import by_hand, compression, sharded
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import load_weights
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
-from ddp.job import Job, StepGuard
-from ddp.resilience.device_guard import choose_guard
+from ddp.job import Job
+from ddp.resilience.guard import build_guard
 from ddp.resilience.resume import Found, open_run
-from ddp.resilience.supervisor import AFTER_THE_WATCHDOG_S, Supervisor
+from ddp.resilience.supervisor import Supervisor
 from ddp.sampler import MicroBatchSampler
+from ddp.strategies import SHARDED, Averaging
 
 
 @command
@@ -57,16 +64,15 @@ def main() -> None:
         torch.cuda.set_device(env.device)  # before any other use of CUDA, which would take GPU 0 on every rank
     torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
     set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
-    with to_be_requeued(), clean_exit(env), rank_logging(env):  # leaves the group after an error, too
-        with rendezvous_errors(env):
-            dist.init_process_group(
-                env.backend,  # NCCL on GPUs, gloo on CPUs
-                store=rendezvous_store(env, config.timeout, config),  # the ranks meet there, and compare their settings
-                rank=env.rank,
-                world_size=env.world_size,
-                timeout=datetime.timedelta(seconds=config.timeout + AFTER_THE_WATCHDOG_S),  # the watchdog comes first
-                device_id=env.nccl_device,
-            )
+    with rank_process(env):  # leaves the group after an error, too
+        dist.init_process_group(
+            env.backend,  # NCCL on GPUs, gloo on CPUs
+            store=rendezvous_store(env, config.timeout, config),  # the ranks meet there, and compare their settings
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=config.collective_timeout,
+            device_id=env.nccl_device,
+        )
         train(config, env)
         dist.destroy_process_group()
 
@@ -93,18 +99,10 @@ def train(config: TrainConfig, env: DistEnv) -> None:
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
-def build_job(
-    config: TrainConfig,
-    env: DistEnv,
-    data: ImageData,
-    found: Found | None = None,
-    guard: StepGuard | None = None,
-    wrap: Callable[..., nn.Module] | None = None,
-) -> Job:
+def build_job(config: TrainConfig, env: DistEnv, data: ImageData, found: Found | None = None) -> Job:
     """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields other samples.
 
     :param found: the checkpoint to continue from. Rank 0 reads its weights, and DDP broadcasts them
-    :param guard, wrap: what a benchmark puts in the place of ddp/resilience/guard.py's and of :func:`wrap_in_ddp`
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
@@ -114,38 +112,50 @@ def build_job(
     with env.fail_together():
         if found is not None and env.is_main and not config.is_sharded:
             load_weights(network, found.path)
-    guard = guard or choose_guard(env)
-    if config.is_sharded:  # each rank has a part of the model instead of a replica: ddp/sharded/README.md
-        network = sharded.shard_network(network, env, config.strategy, config.all_reduce, config.precision)
-        model = guard.wrap(network)
-    else:
-        model = (wrap or wrap_in_ddp)(guard.wrap(network), env, config.averaging)
+    guard = build_guard(network, env, config.is_sharded)
+    model = wrap_network(guard.module, env, config.averaging, config.precision)
+    if config.is_sharded:
+        network = model  # there is no replica: what holds the shards is evaluated and saved
     if config.compile:
-        model = torch.compile(model, mode=config.compile)  # type: ignore[assignment]
-    accumulation = config.grad_accumulation_steps
-    sampler = MicroBatchSampler(data.train, config.batch_size, accumulation, env.world_size, env.rank, config.seed)
-    loader = open_loader(data.train, sampler, env, config.loading)
-    test_loader = open_test_loader(data, env, config.loading)
-    optimizer = build_optimizer(
-        config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
+        model = torch.compile(model, mode=config.compile)
+    sampler = MicroBatchSampler(
+        data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
-    # In fp16, gradients below 6e-8 would become zero: the scaler multiplies the loss, and divides the gradients again.
-    scaler = torch.amp.GradScaler(env.device.type, enabled=config.precision == "fp16")
-    job = Job(config, env, data, network, model, optimizer, scaler, sampler, loader, test_loader, guard)
+    job = Job(
+        config=config,
+        env=env,
+        data=data,
+        network=network,
+        model=model,
+        optimizer=build_optimizer(
+            config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
+        ),
+        # In fp16, gradients below 6e-8 would be zero: the scaler multiplies the loss, and divides the gradients again.
+        scaler=torch.amp.GradScaler(env.device.type, enabled=config.precision == "fp16"),
+        clip_grad_norm_=sharded.clip_grad_norm_ if config.is_sharded else nn.utils.clip_grad_norm_,
+        learning_rate=config.learning_rates(sampler.steps_per_epoch),
+        sampler=sampler,
+        loader=open_loader(data.train, sampler, env, config.loading),
+        test_loader=open_test_loader(data, env, config.loading),
+        guard=guard,
+    )
     guard.begin(job)
     return job
 
 
-def wrap_in_ddp(module: nn.Module, env: DistEnv, averaging: strategies.Averaging) -> nn.Module:
-    """The module in DDP, which from here on averages its gradients over the ranks in every backward pass.
+def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precision: str = "fp32") -> Any:
+    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass.
 
+    :returns: a module with ``no_sync()``; with a sharded strategy, each rank has a part of the network instead of a replica
     :raises UsageError: on every rank, if the ranks' models or settings differ
     """
-    require_same_modules(module, averaging._asdict())
+    if averaging.strategy in SHARDED:
+        return sharded.shard_network(network, env, averaging.strategy, averaging.all_reduce, precision)
+    require_same_modules(network, averaging._asdict())
     if averaging.strategy != "torch":
-        return by_hand.wrap_by_hand(module, env, averaging)  # DDP in readable Python
+        return by_hand.wrap_by_hand(network, env, averaging)  # DDP in readable Python
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
-        module,
+        network,
         device_ids=[env.device] if env.device.type == "cuda" else None,
         # DDP all-reduces gradients in buckets of many gradients each. With .grad a view into its bucket, nothing is copied.
         bucket_cap_mb=averaging.bucket_mib,
@@ -163,13 +173,13 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
     # A new order in each epoch, the same on all ranks, or their parts would overlap. (first_step: where a resume goes on.)
     job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)
     job.model.train()
-    batches = job.window.timed(job.guard.batches(job.loader))
+    batches = job.batches()
     while job.step_in_epoch < job.sampler.steps_per_epoch:
         train_step(job, batches)
-        last = job.step_in_epoch == job.sampler.steps_per_epoch
-        if job.step % job.config.log_every == 0 or last:
+        last_step = job.step_in_epoch == job.sampler.steps_per_epoch
+        if job.step % job.config.log_every == 0 or last_step:
             job.log_window()  # loss and accuracy since the last time, summed over the ranks
-        if last:
+        if last_step:
             average_running_statistics(job.network)  # BatchNorm's: each rank saw other samples
         after_step()
     next(batches, None)  # exhausts the loader, or its persistent workers could not be used again
@@ -186,20 +196,23 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
         # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both: around backward alone
         # it has no effect, and every micro-step would all-reduce. Until the last, .grad adds up on each rank alone. The
-        # last one's backward averages that sum over the ranks. Each loss is a mean: divided, they add up to a mean again.
-        last = micro_step == config.grad_accumulation_steps - 1
-        with contextlib.nullcontext() if last else job.model.no_sync():
-            with autocast(device, config.precision):
+        # last one's backward averages that sum over the ranks.
+        last_micro_step = micro_step == config.grad_accumulation_steps - 1
+        with contextlib.nullcontext() if last_micro_step else job.model.no_sync():
+            with torch.autocast(device.type, job.autocast_dtype, enabled=job.autocast_dtype is not None):
                 logits = job.model(job.data.to_input(images, config.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
-            scaler.scale(guard.attach(loss) / job.divisor(labels)).backward()
-        job.window.add(loss, logits, labels)
+            job.window.add(loss, logits, labels)  # for the log
+            loss = guard.attach(loss)
+            # Micro-batches of images have the same size: the mean over the global batch is the mean of their means.
+            loss = job.weigh_by_characters(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
+            scaler.scale(loss).backward()
 
     # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average.
     # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale.
     scaler.unscale_(job.optimizer)
-    norm = job.clip_grad_norm_(config.clip_norm) if config.clip_norm else None
-    set_learning_rate(job.optimizer, config.rate_at(job.step, job.sampler.steps_per_epoch))
+    norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
+    set_learning_rate(job.optimizer, job.learning_rate(job.step))
     # On an inf or nan every rank skips the step: in fp16 scaler.step does (and update lowers the scale), else the guard.
     if guard.accepts(norm):
         scaler.step(job.optimizer)

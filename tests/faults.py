@@ -29,7 +29,7 @@ import torch
 import ddp.train
 from common.data.datasets import ImageData
 from common.error_line import PRINT_AFTER
-from common.reporting.atomic_files import SCRATCH
+from common.files.atomic_files import SCRATCH
 from common.training.metrics import read_metrics
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import KINDS

@@ -28,10 +28,10 @@ import psutil
 from common.cli import command, option, parse
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
-from common.reporting.atomic_files import write_json
+from common.files.atomic_files import write_json
+from common.files.run_directory import prepare_output
+from common.files.run_files import CONFIG_FILE
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import prepare_output
-from common.reporting.run_files import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
 from ddp.strategies import SHARDED

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from common.reporting.run_files import CONFIG_FILE, LOCK_FILE
-from common.resilience.stop_request import REQUEUE
+from common.files.run_files import CONFIG_FILE, LOCK_FILE
+from common.signals.stop_request import REQUEUE
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.checkpoint.folder import MANIFEST

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from common.training.randomness import uniform
+from common.randomness import uniform
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,11 @@ class ImageData:
         return self.train.shape
 
     @property
+    def is_text(self) -> bool:
+        """Whether a sample is a line of characters, each with a label, instead of an image with one."""
+        return self.unit == "characters"
+
+    @property
     def test_unit(self) -> str:
         """What an evaluation says that it counts."""
         return "samples" if self.unit == "images" else self.unit

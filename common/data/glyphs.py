@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from common.training.randomness import hash64, integers, uniform
+from common.randomness import hash64, integers, uniform
 
 CLASSES = "23589BEKRS"  # pairs that differ by a stroke: 3 and 8, 8 and B, 5 and S, K and R
 SIDE = 28

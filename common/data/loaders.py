@@ -23,7 +23,7 @@ def stock_loader(
     :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
     if workers:
-        from common.resilience.loader_limits import (
+        from common.data.loader_limits import (
             require_room_for_workers,
             require_shared_memory,
             require_short_temporary_folder,

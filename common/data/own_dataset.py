@@ -27,7 +27,7 @@ from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, first_samples, mean_and_std
 from common.errors import UsageError
 from common.functions import import_function
-from common.training.randomness import derive_seed
+from common.randomness import derive_seed
 
 SIGNATURE = "load() -> (train, test, class_names)"
 HALF = "each half is (uint8 images [n, channels, height, width], integer labels [n]) or a map-style data set of (image, label)"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common.data.datasets import ImageData, ImageDataset, first_samples
-from common.training.randomness import integers
+from common.randomness import integers
 
 CHARACTERS = ".0123456789+="
 SAMPLES = {"train": 12_000, "test": 2_000}

@@ -2,7 +2,7 @@
 
 ``torchrun`` starts one process per device and describes each through its environment (RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`. What other launchers
-set, common/distributed/launchers.py has translated by then.
+set, common/launchers.py has translated by then.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from common.distributed.launchers import TORCHRUN_VARIABLES
+from common.cores import usable_cores
 from common.errors import UsageError
 from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
-from common.reporting.machine import usable_cores
+from common.launchers import TORCHRUN_VARIABLES
 
 NO_GROUP = "none"
 

@@ -25,15 +25,16 @@ from torch.distributed.distributed_c10d import Store
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
-from common.distributed.launchers import TORCHRUN_VARIABLES
+from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError, leaves_together
-from common.reporting.run_files import LOG_FOLDER
-from common.resilience.fork_safety import rest_before_forks
-from common.resilience.stop_request import stop_signals
+from common.files.run_files import LOG_FOLDER
+from common.fork_safety import rest_before_forks
+from common.launchers import TORCHRUN_VARIABLES
+from common.signals.stop_request import stop_signals, to_be_requeued
 
 __all__ = [
     "BACKENDS", "DEVICES", "TORCHRUN_VARIABLES", "DistEnv", "clean_exit", "find_dist_env", "open_store", "process_group",
-    "rendezvous_errors", "rendezvous_store", "require_alone", "stop_signals",
+    "rank_process", "rendezvous_errors", "rendezvous_store", "require_alone", "stop_signals",
 ]  # fmt: skip
 
 
@@ -66,6 +67,17 @@ def process_group(
                 device_id=env.nccl_device,
             )
         yield env
+
+
+@contextlib.contextmanager
+def rank_process(env: DistEnv) -> Iterator[None]:
+    """A block in which the process joins a group and works as a rank, until it leaves the group, whatever happens.
+
+    Its log lines carry the rank. It ends as :func:`clean_exit`; an error of the rendezvous is a line, see :func:`rendezvous_errors`; the
+    exit status after a signal asks a scheduler for another start.
+    """
+    with to_be_requeued(), clean_exit(env), rank_logging(env), rendezvous_errors(env):
+        yield
 
 
 @contextlib.contextmanager
@@ -104,7 +116,7 @@ def _leave_group(env: DistEnv, together: bool) -> None:
 def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return contextlib.nullcontext()
-    from common.resilience.agent_watch import ending_with_agent  # only under torchrun
+    from common.distributed.agent_watch import ending_with_agent  # only under torchrun
 
     return ending_with_agent()
 
@@ -142,7 +154,7 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         return dist.HashStore()  # type: ignore[attr-defined]
-    from common.distributed.native_stderr import frames_to_log  # only in a job of ranks
+    from common.native_stderr import frames_to_log  # only in a job of ranks
 
     timeout = datetime.timedelta(seconds=timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -168,17 +180,21 @@ def _log_of(env: DistEnv, settings: Any) -> Path | None:
 
 @contextlib.contextmanager
 def rendezvous_errors(env: DistEnv) -> Iterator[None]:
-    """A block that joins the process group.
+    """A block that joins the process group. Errors that come once it has joined pass as they are.
 
     :raises UsageError: when a rank does not come in time, the ranks cannot reach each other, or NCCL cannot start on its GPU
     """
     try:
         yield
     except dist.DistStoreError as error:  # the others did not come in time
+        if dist.is_initialized():
+            raise
         raise UsageError(f"not all {env.world_size} ranks came within --timeout: {_first_line(error)}") from error
     except (
         RuntimeError
     ) as error:  # gloo raises this type if it reaches no other rank; NCCL and CUDA for all of their errors
+        if dist.is_initialized():
+            raise
         if env.backend == "nccl" and not isinstance(error, dist.DistNetworkError):
             raise UsageError(
                 f"NCCL cannot start on {env.device} of {env.host}: {_nccls_line(error)}: nvidia-smi shows what uses the GPU, and "

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
-from common.resilience.stop_request import unwrapped_stops
+from common.signals.stop_request import unwrapped_stops
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.resilience import stop_request
+from common.signals import stop_request
 
 END_S = 5.0  # for a rank to leave its group
 ECHO_S = 0.5  # until the death of a rank is seen; other ranks may report their broken connections before that

@@ -10,9 +10,9 @@ import torch
 
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
-from common.reporting.atomic_files import write_json
+from common.files.atomic_files import write_json
+from common.files.run_directory import prepare_output, results_in
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import prepare_output, results_in
 
 Measurement = TypeVar("Measurement")
 CPU = torch.device("cpu")

@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from common.data.datasets import Batch, ImageData
-from common.data.sums import TextData
-from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import files_line
+from common.files.atomic_files import write_json
+from common.files.run_directory import files_line
+from common.files.run_files import METRICS_FILE, RESULTS
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
-from common.reporting.run_files import METRICS_FILE, RESULTS
-from common.training.device_meter import DeviceTotals
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
 
@@ -37,12 +35,16 @@ def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
 
 def of_gpus(records: Sequence[Record]) -> dict[str, float]:
     """The medians of what the windows of steps say of GPUs, and the most memory; nothing of a run on CPUs."""
-    found = {}
+    if not any("gpu_memory" in record for record in records):
+        return {}
+    from common.training.device_meter import DeviceTotals
+
+    totals = {}
     for name in (field.name for field in dataclasses.fields(DeviceTotals)):
         values = [record[name] for record in records if type(record.get(name)) in (int, float)]
         if values:
-            found[name] = max(values) if name == "gpu_memory" else statistics.median(values)
-    return found
+            totals[name] = max(values) if name == "gpu_memory" else statistics.median(values)
+    return totals
 
 
 def gpu_line(found: dict[str, float]) -> str:
@@ -91,7 +93,7 @@ def finish(
 
     plot_curves(run_dir / "curves.png", records, title, data.unit)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
-    if isinstance(data, TextData):
+    if data.is_text:
         plot_text(run_dir / "samples.png", *lines_of(data, shown, predictions), title)
     else:
         images, labels = shown.images.numpy(), shown.labels.tolist()
@@ -111,7 +113,7 @@ def finish(
     )
 
 
-def lines_of(data: TextData, shown: Batch, predictions: Tensor) -> tuple[list[str], list[str]]:
+def lines_of(data: Any, shown: Batch, predictions: Tensor) -> tuple[list[str], list[str]]:
     """The lines of a few samples, and what was predicted for each of their characters; the first is given."""
     texts, predicted = [], []
     for line, labels, guesses in zip(data.to_input(shown.images), shown.labels, predictions, strict=True):

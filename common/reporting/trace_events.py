@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.reporting.atomic_files import write_json
+from common.files.atomic_files import write_json
 
 Lane = tuple[int, int]
 """The ids of a process and of one of its threads."""

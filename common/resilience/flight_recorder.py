@@ -31,9 +31,9 @@ def write_collectives(folder: Path, rank: int, device: torch.device) -> None:
     if backend == "nccl":
         trace = recorders._dump_nccl_trace()  # type: ignore[attr-defined]
     elif backend == "gloo":
-        trace = _with_names_of_groups(recorders._dump_fr_trace())
+        trace = _with_names_of_groups(recorders._dump_fr_trace())  # type: ignore[attr-defined, unused-ignore]
     else:
-        trace = recorders._dump_fr_trace(backend=backend)
+        trace = recorders._dump_fr_trace(backend=backend)  # type: ignore[attr-defined, unused-ignore]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank{rank}").write_bytes(trace)
 

@@ -40,7 +40,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.distributed.dist_env import DistEnv
 from common.errors import leaves_together, one_line
-from common.reporting.run_files import FLIGHT_RECORDER_FOLDER
+from common.files.run_files import FLIGHT_RECORDER_FOLDER
 from common.resilience.flight_recorder import write_collectives
 from common.resilience.heartbeats import (
     STORE_S,

@@ -1,4 +1,4 @@
-"""What a GPU does in a window of training steps: how long it works on them, how much memory they take, and its MFU.
+"""GPU metrics of a window of training steps: how long it works on them, how much memory they take, and its MFU.
 
 The host only queues work, so its clock tells nothing of a step. CUDA events do: they are queued too, and the device notes the
 time when it comes to them. Here one stands before and one behind the work on each micro-batch. The time between two micro-batches,
@@ -53,7 +53,7 @@ class DeviceMeter:
         self._began = 0.0
         self._flops, self._peak = 0, math.nan
 
-    def tell_mfu(self, flops: int, peak: float | None) -> None:
+    def measure_mfu(self, flops: int, peak: float | None) -> None:
         """Measure the MFU from now on.
 
         :param flops: of a forward and a backward pass of a micro-batch

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.training.randomness import derive_seed
+from common.randomness import derive_seed
 
 HEAD_WIDTH = 64  # of its attention, as in GPT-2
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UsageError
-from common.reporting.atomic_files import write_bytes
-from common.reporting.run_directory import CONTINUE, writing
-from common.reporting.run_files import METRICS_FILE, read_regular
+from common.files.atomic_files import write_bytes
+from common.files.run_directory import CONTINUE, writing
+from common.files.run_files import METRICS_FILE, read_regular
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

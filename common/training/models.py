@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from common.cli import is_function_name
 from common.errors import UsageError
-from common.training.gpt import HEAD_WIDTH, TextModel
 
 RESNETS = ("resnet18", "resnet50")
 MODELS = ("fashion-cnn", "mlp", *RESNETS)  # of images
@@ -111,6 +110,8 @@ def build_model(
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
     if name == TEXT_MODEL:
+        from common.training.gpt import TextModel
+
         size = size or GPTSize()
         with torch.device("meta" if size.on_meta else "cpu"):
             return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row
@@ -119,6 +120,8 @@ def build_model(
 
 def require_heads(width: int) -> None:
     """:raises UsageError: when the heads of the GPT's attention do not divide its width"""
+    from common.training.gpt import HEAD_WIDTH
+
     if width > HEAD_WIDTH and width % HEAD_WIDTH:
         below = width // HEAD_WIDTH * HEAD_WIDTH
         raise UsageError(
@@ -175,9 +178,9 @@ def _build_own(name: str, shape: tuple[int, int, int], classes: int) -> nn.Modul
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         logits = model(torch.zeros(2, *shape))
     if not isinstance(logits, Tensor) or logits.shape != (2, classes):
-        found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        returned = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise UsageError(
-            f"--model {name}: its module returned {found} for images [2, {', '.join(map(str, shape))}]: it must return logits "
+            f"--model {name}: its module returned {returned} for images [2, {', '.join(map(str, shape))}]: it must return logits "
             f"[2, {classes}], one per class"
         )
     return model

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Entry(NamedTuple):
-    """What an optimizer keeps for each parameter under one name: a tensor like the parameter, or one float32 number."""
+    """An entry of an optimizer's state of each parameter: a tensor like the parameter, or one float32 number."""
 
     like_parameter: bool = True
     may_be_none: bool = False

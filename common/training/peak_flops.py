@@ -1,4 +1,4 @@
-"""What a GPU could compute: the peak of its dense matrix products, from its maker's data sheets, and what a model needs of it.
+"""The peak FLOP/s of GPUs in dense matrix products, from their makers' data sheets, and the FLOPs that a model needs.
 
 The share of the peak that a training reaches is its model FLOPs utilization, MFU (Chowdhery et al., PaLM, arXiv 2204.02311,
 appendix B). It counts what the model needs and not what was computed: activations that are computed again add nothing.
@@ -49,7 +49,7 @@ def peak_flops(gpu: str, precision: str, tf32: bool) -> float | None:
 def training_flops(network: nn.Module, inputs: Tensor) -> int:
     """The FLOPs of a forward and a backward pass, by torch's counter: those of matrix products, convolutions and attention.
 
-    A forward pass is taken, without changing the network. Of one that is sharded, it is a collective.
+    A forward pass is taken, without changing the network. It is a collective if the network is sharded.
     """
     from torch.utils.flop_counter import FlopCounterMode  # only where something is measured
 

@@ -1,8 +1,10 @@
-"""What is learned, and how: the settings that all trainers share, and the recipes that fill in what is not given."""
+"""The settings that all trainers share, and the recipes that fill in what is not given."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from common.cli import is_function_name, option
 from common.data import datasets
 from common.data.augmentation import Augmentation
 from common.data.datasets import IN_MEMORY, ImageData
-from common.data.enlarged import enlarge
 from common.errors import UsageError
 from common.training.models import MODELS
 from common.training.optimization import learning_rate
@@ -30,7 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "folder": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
     "sums": {"model": "gpt", "epochs": 10, "batch_size": 96, "shift": 0, "flip": False},
 }
-# Of one's own data set nothing is known, so its images are left as they are.
+# Nothing is known of a user's own data set, so its images are left as they are.
 OWN_RECIPE: dict[str, Any] = {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 0, "flip": False}
 IMAGE_SIZES = {"resnet50": 224}  # to which glyphs are enlarged for a model
 LEARNING_RATES = {"sgd": 0.1, "adam": 0.002, "adamw": 0.002}
@@ -47,7 +48,7 @@ class LearningConfig:
     :raises UsageError: for settings that contradict each other
     """
 
-    # What is learned, and from what
+    # The model and its data
     dataset: str = option(
         "glyphs", "the data set, or your own: a function load() in a module", choices=IN_MEMORY, or_function=True
     )
@@ -171,19 +172,19 @@ class LearningConfig:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Of the images and the model."""
+        """The memory format of the images and the model."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @property
     def less_memory(self) -> list[str]:
-        """What lets a device hold less."""
+        """Flags that let a device hold less."""
         shorter = ["--precision bf16"] if self.precision == "fp32" else []
         return [f"less than --batch-size {self.batch_size}", *shorter]
 
-    def rate_at(self, step: int, steps_per_epoch: int) -> float:
-        """The learning rate of optimizer step ``step``, counted from 0 over all epochs."""
-        return learning_rate(
-            step,
+    def learning_rates(self, steps_per_epoch: int) -> Callable[[int], float]:
+        """The learning rate as a function of the optimizer step, counted from 0 over all epochs."""
+        return functools.partial(
+            learning_rate,
             schedule=self.schedule,
             peak=self.lr,
             warmup_steps=round(self.warmup_epochs * steps_per_epoch),
@@ -209,7 +210,11 @@ def load_dataset(config: LearningConfig) -> ImageData:
         )
     if not is_function_name(config.dataset):
         data = datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **taken)
-        return data if config.image_size is None else enlarge(data, config.image_size)
+        if config.image_size is None:
+            return data
+        from common.data.enlarged import enlarge
+
+        return enlarge(data, config.image_size)
     from common.data.own_dataset import load_own
 
     if config.data_dir is not None:

@@ -1,4 +1,4 @@
-"""What the ranks saw in a few training steps: loss, accuracy, time, and how long they waited for data."""
+"""Metrics of a few training steps over all ranks: loss, accuracy, time, and how long they waited for data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from torch import Tensor
 from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
-from common.training.device_meter import DeviceMeter, DeviceTotals
 from common.training.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from common.training.device_meter import DeviceMeter, DeviceTotals
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,11 @@ class Window:
     """
 
     def __init__(self, device: torch.device, micro_steps: int = 1) -> None:
-        self.meter = DeviceMeter(device, micro_steps) if device.type == "cuda" else None
+        self.meter: DeviceMeter | None = None
+        if device.type == "cuda":
+            from common.training.device_meter import DeviceMeter
+
+            self.meter = DeviceMeter(device, micro_steps)
         self.on_gpu: DeviceTotals | None = None
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
         self._marked = torch.zeros_like(self._sums)
@@ -113,7 +119,7 @@ class Window:
             self.end_batch()
 
     def end_batch(self) -> None:
-        """All work on a micro-batch is queued. What the host does next is not its time."""
+        """All work on a micro-batch is queued. The host's work after that is not its time."""
         if self.meter is not None:
             self.meter.end()
 
@@ -145,7 +151,7 @@ class Window:
         self._sums.copy_(self._marked if where is None else torch.where(where, self._marked, self._sums))
 
     def state(self) -> WindowState:
-        """What is in it, for a checkpoint."""
+        """Its content, for a checkpoint."""
         loss, correct, samples = self._sums.tolist()
         return WindowState(loss, correct, int(samples), self._waited, time.perf_counter() - self._began)
 

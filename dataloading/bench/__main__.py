@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from common.cli import command, option, parse
+from common.cores import usable_cores
+from common.data.loader_errors import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_sweep
-from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line
-from common.resilience.loader_errors import loader_errors
 from common.training.models import LEAST_SAMPLES, MODELS
 from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
 from dataloading.bench.stages import StageCosts, measure_stages

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from common.training.randomness import uniform
+from common.randomness import uniform
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 
-from common.training.randomness import hash64
+from common.randomness import hash64
 from dataloading.dataset.storage import Reader, Storage
 
 SIGMA = 0.3  # of the wait's logarithm: one in twenty takes 1.6 times the median or more

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.data.datasets import BatchKey
-from common.training.randomness import derive_seed
+from common.randomness import derive_seed
 
 
 class SampleKey(NamedTuple):

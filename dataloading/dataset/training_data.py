@@ -18,7 +18,7 @@ import numpy.typing as npt
 from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.data.datasets import BatchKey, ImageData, first_samples, mean_and_std
 from common.errors import UsageError
-from common.training.randomness import hash64
+from common.randomness import hash64
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.loader.fast_loader import FastLoader

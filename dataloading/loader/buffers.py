@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.data.loader_limits import require_shared_memory, shared_memory_is_full
 from common.data.page_locked import lock_pages, page_locked
 from common.errors import UsageError
-from common.resilience.loader_limits import require_shared_memory, shared_memory_is_full
 from dataloading.dataset.decoders import Pixels
 
 Allocate = Callable[[tuple[int, ...]], Any]

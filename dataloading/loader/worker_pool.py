@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 
 from common.data.datasets import BatchKey
+from common.data.loader_errors import KILLED_BY
 from common.errors import UsageError
-from common.resilience.loader_errors import KILLED_BY
 from dataloading.dataset.batches import LFWBatches
 from dataloading.loader.buffers import BufferHandle
 

@@ -16,7 +16,7 @@ import io
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from common.training.randomness import hash64, uniform
+from common.randomness import hash64, uniform
 from dataloading.synthetic.drawing import (
     PIXELS_PER_UNIT,
     SIDE,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from common.training.randomness import uniform
+from common.randomness import uniform
 from dataloading.synthetic.drawing import Array, mix, outline, smooth, symmetric
 
 # Rows of colours, RGB 0 ... 255; a person's colour lies between two neighbours.

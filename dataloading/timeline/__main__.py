@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option, parse
+from common.data.loader_errors import loader_errors
 from common.errors import UsageError
+from common.files.run_directory import files_line
 from common.reporting.benchmark import run_alone, write_results
-from common.reporting.run_directory import files_line
 from common.reporting.trace_events import write_trace
-from common.resilience.loader_errors import loader_errors
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset

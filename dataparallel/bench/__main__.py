@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from common.cli import command, option, parse
+from common.cores import usable_cores
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError
+from common.files.run_directory import files_line
 from common.reporting.benchmark import run_alone, write_results
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
-from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line
 from common.reporting.timing import interleave
 from common.training.models import LEAST_SAMPLES, MODELS
 from common.training.precision import PRECISIONS

@@ -11,7 +11,7 @@ hierarchical       shared memory on each host, rings between the hosts
 Naive, ring, halving-doubling and tree consist of sends and receives alone, for CPU tensors. In each, every element's sum is
 completed on one rank and copied to the others. So all ranks hold the same bits and take the same step.
 
-The backend's, the ring and shared memory have halves that can be used alone: a reduce-scatter and an all-gather (base.py). The
+The backend's, the ring and shared memory consist of a reduce-scatter and an all-gather that can be used alone (sharded.py). The
 sharded strategies of ddp/sharded/ live on them.
 
 Their docstrings give the time of each in the alpha-beta model: a message of m bytes takes alpha + beta m seconds, whatever
@@ -20,4 +20,4 @@ group p ranks.
 """
 
 ALL_REDUCES = ("backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "hierarchical")
-WITH_HALVES = ("backend", "ring", "shared-memory")
+SHARDABLE = ("backend", "ring", "shared-memory")

@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.all_reduce.base import Pending, SlicedAllReduce
+from ddp.all_reduce.base import Pending
+from ddp.all_reduce.sharded import ShardedAllReduce
 
 # Their names since torch 2.15, and before.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,8 +29,8 @@ def another_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 Watch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class Backend(SlicedAllReduce):
-    """``dist.all_reduce`` and its halves: over TCP with gloo, over NVLink or the network with NCCL.
+class Backend(ShardedAllReduce):
+    """``dist.all_reduce``, and a reduce-scatter and an all-gather alone: over TCP with gloo, over NVLink or the network with NCCL.
 
     gloo's reduce-scatter is a whole all-reduce of a copy, so it moves twice the bytes that it must (torch 2.15,
     torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).

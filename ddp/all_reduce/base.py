@@ -1,4 +1,4 @@
-"""What the hand-written DDP asks of an all-reduce: memory for its buckets, and their sum, now or in the background."""
+"""The interface of an all-reduce: memory for buckets, and their sum, now or in the background."""
 
 from __future__ import annotations
 
@@ -43,47 +43,16 @@ class AllReduce(abc.ABC):
 
     def start(self, buffer: Tensor) -> Pending:
         """Begin to sum ``buffer``, after all sums that were started before."""
-        return _InThread(self._thread.submit(self.run, buffer))
+        return InThread(self._thread.submit(self.run, buffer))
 
     def close(self) -> None:
         """Free threads, connections and memory; tensors of :meth:`allocate` must not be used afterwards."""
         self._thread.shutdown()
 
 
-class SlicedAllReduce(AllReduce):
-    """An all-reduce whose two halves can be used alone, for ranks that each keep one slice of a tensor.
+class InThread:
+    """A sum in the background thread."""
 
-    A tensor of p equal slices lies on each of p ranks; slice r belongs to rank r. A reduce-scatter leaves each rank the sum of
-    its own slice. An all-gather gives each rank the slices of the others. One after the other they are an all-reduce, and
-    each moves half of its bytes: n(p-1)/p of n. Both work in place.
-    """
-
-    @abc.abstractmethod
-    def reduce_scatter(self, buffer: Tensor) -> None:
-        """Sum this rank's slice over the ranks. The other slices hold nothing of use afterwards.
-
-        :param buffer: ``[p * s]``, contiguous
-        :raises RankLost: naming the rank that ended or did not answer in time
-        """
-
-    @abc.abstractmethod
-    def all_gather(self, buffer: Tensor) -> None:
-        """Fill in the slices of the other ranks.
-
-        :param buffer: ``[p * s]``, contiguous, of which this rank's slice counts
-        :raises RankLost: naming the rank that ended or did not answer in time
-        """
-
-    def start_reduce_scatter(self, buffer: Tensor) -> Pending:
-        """Begin a :meth:`reduce_scatter`, after all that was started before."""
-        return _InThread(self._thread.submit(self.reduce_scatter, buffer))
-
-    def start_all_gather(self, buffer: Tensor) -> Pending:
-        """Begin an :meth:`all_gather`, after all that was started before."""
-        return _InThread(self._thread.submit(self.all_gather, buffer))
-
-
-class _InThread:
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 

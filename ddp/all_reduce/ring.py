@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.send_receive import SendReceiveAllReduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 
 
-class Ring(SendReceiveAllReduce, SlicedAllReduce):
+class Ring(SendReceiveAllReduce, ShardedAllReduce):
     """The tensor is cut into p chunks. Every rank sends to the next rank only, while it receives from the one before.
 
     Reduce-scatter: in p-1 steps, each chunk travels once around the ring, and every rank on the way adds its own part. At
@@ -28,15 +28,15 @@ class Ring(SendReceiveAllReduce, SlicedAllReduce):
         self._all_gather_chunks(chunks)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
-        self._reduce_scatter_chunks(self._slices(buffer))
+        self._reduce_scatter_chunks(self._shards(buffer))
 
     def all_gather(self, buffer: Tensor) -> None:
-        self._all_gather_chunks(self._slices(buffer))
+        self._all_gather_chunks(self._shards(buffer))
 
-    def _slices(self, buffer: Tensor) -> list[Tensor]:
-        """The slices, in such an order that this rank's own is the chunk that it has at the end of a reduce-scatter."""
-        slices = buffer.chunk(self._p2p.size)
-        return [slices[-1], *slices[:-1]]
+    def _shards(self, buffer: Tensor) -> list[Tensor]:
+        """The shards, in such an order that this rank's own is the chunk that it has at the end of a reduce-scatter."""
+        shards = buffer.chunk(self._p2p.size)
+        return [shards[-1], *shards[:-1]]
 
     def _reduce_scatter_chunks(self, chunks: Sequence[Tensor]) -> None:
         """Reduce-scatter: at the end, this rank holds the sum of chunk rank + 1."""

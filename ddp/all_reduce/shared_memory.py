@@ -20,15 +20,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from common.errors import UsageError
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
 from ddp.all_reduce.p2p import P2P
+from ddp.all_reduce.sharded import ShardedAllReduce
 
 BLOCK_BYTES = 256 << 10  # of each rank's buffer; blocks of two ranks stay in a core's second-level cache
 SCRATCH_BYTES = 4 << 20
@@ -36,7 +36,7 @@ SMALL_BYTES = 64 << 10  # up to this size, one barrier and more additions are fa
 ALIGNMENT = 64  # elements, so that no two ranks write to the same cache line
 
 
-class SharedMemory(SlicedAllReduce):
+class SharedMemory(ShardedAllReduce):
     """Sums CPU tensors over the ranks of one host, in rank order: all ranks get the same bits, every time.
 
     Two steps, however many ranks there are; in each, every rank sends p-1 messages of a few bytes. It reads n/p bytes of
@@ -67,7 +67,7 @@ class SharedMemory(SlicedAllReduce):
         self._turn = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros ``[numel]`` that all ranks map; they, or a slice of them, are summed without a copy.
+        """Zeros ``[numel]`` that all ranks map; they, or a part of them, are summed without a copy.
 
         A collective; no sum may be running.
 
@@ -79,14 +79,20 @@ class SharedMemory(SlicedAllReduce):
         return segment.memory[self._p2p.rank].view(dtype)
 
     def run(self, buffer: Tensor) -> None:
-        _require_cpu(buffer.device)
-        try:
+        with self._summing(buffer):
             if buffer.nbytes > SMALL_BYTES or self._between:
                 self._run_large(buffer)
             else:
                 self._run_small(buffer)
+
+    @contextlib.contextmanager
+    def _summing(self, buffer: Tensor) -> Iterator[None]:
+        """A block that sums. If it fails on this rank, the ranks that wait for this one see that at once."""
+        _require_cpu(buffer.device)
+        try:
+            yield
         except BaseException:
-            self._sockets.close()  # the ranks that wait for this one see at once that it failed
+            self._sockets.close()
             raise
 
     def _run_small(self, buffer: Tensor) -> None:
@@ -111,11 +117,11 @@ class SharedMemory(SlicedAllReduce):
             self._sum_part(buffers)
             self._sockets.meet("to the end of a sum")
             return
-        for piece in buffer.split(SCRATCH_BYTES // buffer.element_size()):
-            scratch = self._scratch.views(0, piece)[self._p2p.rank]
-            scratch.copy_(piece)
+        for chunk in buffer.split(SCRATCH_BYTES // buffer.element_size()):
+            scratch = self._scratch.views(0, chunk)[self._p2p.rank]
+            scratch.copy_(chunk)
             self._run_large(scratch)
-            piece.copy_(scratch)
+            chunk.copy_(scratch)
 
     def _mapped(self, buffer: Tensor, purpose: str) -> list[Tensor] | None:
         """All ranks' buffers after a barrier, if they lie in memory of :meth:`allocate`; None if they do not."""
@@ -145,40 +151,36 @@ class SharedMemory(SlicedAllReduce):
                 other.copy_(first)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
-        self._in_slices(buffer, "reduce-scatter", self._sum_slice)
+        self._in_shards(buffer, "reduce-scatter", self._sum_shard)
 
     def all_gather(self, buffer: Tensor) -> None:
-        self._in_slices(buffer, "all-gather", self._copy_slices)
+        self._in_shards(buffer, "all-gather", self._copy_shards)
 
-    def _in_slices(self, buffer: Tensor, purpose: str, run: Callable[[list[Tensor], Tensor], None]) -> None:
+    def _in_shards(self, buffer: Tensor, purpose: str, run: Callable[[list[Tensor], Tensor], None]) -> None:
         """Call ``run`` with all ranks' buffers, ``[p, s]``, and where its result belongs; between two barriers.
 
-        Buffers that lie elsewhere come by way of the scratch memory, some columns of all slices at a time.
+        Buffers that lie elsewhere come by way of the scratch memory, some columns of all shards at a time.
         """
-        _require_cpu(buffer.device)
         if not buffer.numel():
             return
         size = self._p2p.size
         own = buffer.view(size, -1)
-        try:
+        with self._summing(buffer):
             buffers = self._mapped(buffer, purpose)
             if buffers is not None:
                 run([other.view(size, -1) for other in buffers], own)
                 self._sockets.meet(f"to the end of a {purpose}")
                 return
-            for piece in own.split(SCRATCH_BYTES // (size * buffer.element_size()), dim=1):
-                scratches = [view.view(piece.shape) for view in self._scratch.views(0, piece)]
+            for columns in own.split(SCRATCH_BYTES // (size * buffer.element_size()), dim=1):
+                scratches = [view.view(columns.shape) for view in self._scratch.views(0, columns)]
                 needed = slice(None) if purpose == "reduce-scatter" else slice(self._p2p.rank, self._p2p.rank + 1)
-                scratches[self._p2p.rank][needed] = piece[needed]
-                self._sockets.meet(f"to {purpose} {piece.numel()} {piece.dtype}")
-                run(scratches, piece)
+                scratches[self._p2p.rank][needed] = columns[needed]
+                self._sockets.meet(f"to {purpose} {columns.numel()} {columns.dtype}")
+                run(scratches, columns)
                 self._sockets.meet(f"to the end of a {purpose}")
-        except BaseException:
-            self._sockets.close()  # the ranks that wait for this one see at once that it failed
-            raise
 
-    def _sum_slice(self, buffers: list[Tensor], own: Tensor) -> None:
-        """Add up this rank's slice of all buffers. No other rank reads or writes that slice."""
+    def _sum_shard(self, buffers: list[Tensor], own: Tensor) -> None:
+        """Add up this rank's shard of all buffers. No other rank reads or writes that shard."""
         rank = self._p2p.rank
         block = BLOCK_BYTES // own.element_size()
         for result, first, *others in zip(
@@ -188,7 +190,7 @@ class SharedMemory(SlicedAllReduce):
                 first += other
             result.copy_(first)
 
-    def _copy_slices(self, buffers: list[Tensor], own: Tensor) -> None:
+    def _copy_shards(self, buffers: list[Tensor], own: Tensor) -> None:
         for rank, theirs in enumerate(buffers):
             if rank != self._p2p.rank:
                 own[rank].copy_(theirs[rank])
@@ -227,7 +229,7 @@ class _Segment:
         self.memory = [torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes] for mapping in mappings]
 
     def views(self, offset: int, like: Tensor) -> list[Tensor]:
-        """For each rank, the slice of its memory from byte ``offset`` that is as long as ``like``, with its dtype."""
+        """For each rank, the part of its memory from byte ``offset`` that is as long as ``like``, with its dtype."""
         return [memory[offset : offset + like.nbytes].view(like.dtype) for memory in self.memory]
 
 

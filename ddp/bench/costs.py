@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.cli import option, parse
+from common.cores import usable_cores
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 from ddp.bench.engines import EnginesConfig, take_turns
 from ddp.bench.turns import WARMUP

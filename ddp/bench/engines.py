@@ -41,9 +41,9 @@ from common.distributed.placement import Placement, place_ranks
 from common.distributed.process_group import DEVICES, DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn
 from ddp.bench.variants import (

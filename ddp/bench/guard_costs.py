@@ -15,8 +15,7 @@ from common.reporting.timing import interleave, synchronize
 from common.training.optimization import set_learning_rate
 from ddp.job import Job
 from ddp.resilience.flags import NO_FLAGS, WithFlags
-from ddp.resilience.guard import ResilientGuard
-from ddp.resilience.nonfinite import sum_of_gradients
+from ddp.resilience.guard import ResilientGuard, sum_of_gradients
 
 WARMUP = 5
 OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them evicts the gradients from the caches, as a real step does

@@ -24,9 +24,9 @@ from common.cli import option, parse
 from common.data.datasets import Batch
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
+from common.files.run_directory import files_line, prepare_output, results_in
 from common.reporting.benchmark import write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.run_directory import files_line, prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
@@ -35,7 +35,7 @@ from common.training.recipes import load_dataset
 from ddp.bench.step_loops import timed, trainer_step
 from ddp.config import TrainConfig, require_samples
 from ddp.job import Job
-from ddp.train import build_job, wrap_in_ddp
+from ddp.train import build_job, wrap_network
 
 LIMIT = 1.05
 WARMUP = 2
@@ -148,7 +148,7 @@ def _steps(config: OverheadConfig, env: DistEnv, step: Callable[[], None]) -> Ca
 def _bare_loop(job: Job, with_ddp: bool) -> Callable[[], None]:
     """The mathematics of one step, on a copy of the model and one batch that is already on the device."""
     network = copy.deepcopy(job.network)
-    model: nn.Module = wrap_in_ddp(network, job.env, job.config.averaging) if with_ddp else network
+    model: nn.Module = wrap_network(network, job.env, job.config.averaging) if with_ddp else network
     optimizer = build_optimizer("sgd", network.parameters(), momentum=0.9, weight_decay=5e-4)
     images, labels = _first_batch(job)
     precision, device = job.config.precision, job.env.device

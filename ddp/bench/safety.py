@@ -27,9 +27,9 @@ from common.cli import option, parse
 from common.data.datasets import ImageData
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import Progress, rank_logging
+from common.files.run_directory import files_line, prepare_output, results_in
 from common.reporting.benchmark import write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.run_directory import files_line, prepare_output, results_in
 from common.reporting.timing import Spread, interleave, paired_ratios
 from common.training.metrics import MetricsWriter
 from common.training.models import MODELS

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.cli import option, parse
+from common.cores import usable_cores
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
 from common.training.gpt import GPT
 from common.training.models import require_heads
@@ -42,7 +42,7 @@ class ShardedVariant:
     """A way to hold a model on several ranks.
 
     :param stage: of ddp/sharded; 0 for replicas, by the hand-written DDP; None for torch's ``fully_shard``
-    :param all_reduce: a :class:`ddp.all_reduce.base.SlicedAllReduce`, by its name
+    :param all_reduce: a :class:`ddp.all_reduce.sharded.ShardedAllReduce`, by its name
     :param low_precision: compute and reduce in bfloat16; replicas do not
     """
 

@@ -36,7 +36,7 @@ from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.parallel import HandwrittenDataParallel
 from ddp.bench.step_loops import endless_batches
 from ddp.config import TrainConfig
-from ddp.train import build_job, train_step, wrap_in_ddp
+from ddp.train import build_job, train_step, wrap_network
 
 COPYING = ("scatter", "replicate", "gather", "reduce")
 PARTS = ("input", "compute", "imbalance", "communication", "update")
@@ -110,7 +110,7 @@ class Runner:
             "none": lambda module, *_: module,
             "handwritten": lambda module, *_: HandwrittenDataParallel(module, names),
             "torch": lambda module, *_: nn.DataParallel(module, list(range(devices))),
-            "ddp": wrap_in_ddp,
+            "ddp": wrap_network,
         }
         self._job = job = build_job(config, env, data, wrap=wrappers[wrapper])
         self._stamps = Stamps(0.0)

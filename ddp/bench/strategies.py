@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.cli import option, parse
+from common.cores import usable_cores
 from common.data.datasets import ImageData
 from common.distributed.process_group import DEVICES, DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
+from common.files.run_directory import files_line
 from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_stacked, plot_strategies
-from common.reporting.machine import usable_cores
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS

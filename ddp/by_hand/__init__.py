@@ -2,13 +2,13 @@
 
 naive.py      after backward, one all-reduce per parameter
 wrapper.py    THE LESSON: buckets that are averaged while backward goes on. It stands on reducer.py (a backward pass),
-              buckets.py, assignment.py (which gradients share one), replicas.py (equal weights), outputs.py, running.py
-              (passes within passes), errors.py, join.py (uneven inputs), comm_hook.py (compressed communication)
-drop_in/      the lesson with all of torch's arguments and methods
+              buckets.py, replicas.py (equal weights), outputs.py (tensors in an output) and errors.py (refusals), and imports
+              comm_hook.py (compressed communication) when a hook is registered
+drop_in/      the lesson with all of torch's arguments and methods, and with Join (uneven inputs)
 
     from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
-To use it elsewhere, copy this folder with ddp/all_reduce/base.py, ddp/all_reduce/backend.py, common/errors.py and
+To use it elsewhere, copy this folder with base.py, sharded.py and backend.py of ddp/all_reduce/, common/errors.py and
 common/distributed/agreement.py. naive.py needs outputs.py and nothing else. strategies.py belongs to ddp.train.
 """
 

@@ -1,21 +1,48 @@
 """Buckets: flat tensors in which many gradients are averaged by one all-reduce.
 
-All gradients of one dtype and device lie in one piece of memory, in the order in which backward finishes them. A bucket is a
-slice of it, and ``.grad`` a view into its bucket: nothing is copied back after the all-reduce.
+All gradients of one dtype and device lie in one block of memory, in the order in which backward finishes them. A bucket is a
+range of it, and ``.grad`` a view into its bucket: nothing is copied back after the all-reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import cast
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ddp.by_hand import errors
 
+MIB = 2**20
+DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # bytes; the first bucket is small, so that communication begins early
 # Mean elements per gradient on the CPU, below which one call per gradient takes longer than two passes over all of them.
 SMALL = 16_384
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+Kind = tuple[torch.dtype, torch.device]
+
+
+def assign_buckets(tensors: Iterable[AnyTensor], limits: Sequence[int]) -> list[list[AnyTensor]]:
+    """Divide tensors into buckets of one dtype and device each, in order. (``compute_bucket_assignment_by_size`` in reducer.cpp.)
+
+    :param tensors: in the order in which they become ready
+    :param limits: bytes at which a bucket is full: the first for the first bucket of a dtype and device, the last for all further ones
+    :returns: the buckets in the order in which they become full, then those that are not full
+    """
+    filling: dict[Kind, tuple[list[AnyTensor], int]] = {}
+    full: Counter[Kind] = Counter()
+    buckets = []
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        bucket, size = filling.pop(kind, ([], 0))
+        filling[kind] = (bucket, size + tensor.nbytes)  # moved to the end: the remaining buckets stay in order
+        bucket.append(tensor)
+        if filling[kind][1] >= limits[min(full[kind], len(limits) - 1)]:
+            buckets.append(filling.pop(kind)[0])
+            full[kind] += 1
+    return buckets + [bucket for bucket, _ in filling.values()]
 
 
 class Bucket:
@@ -32,12 +59,12 @@ class Bucket:
         self.to_copy: set[int] = set()  # indices of gradients that are not in the buffer yet
         # Whether all are copied in one call, when the last is ready. On a GPU, each call would be a kernel to launch.
         self.together = buffer.device.type != "cpu" or buffer.numel() < SMALL * len(parameters)
-        pieces = buffer.split([parameter.numel() for parameter in parameters.values()])
-        self.views = {i: shaped(piece, p) for (i, p), piece in zip(parameters.items(), pieces, strict=True)}
+        parts = buffer.split([parameter.numel() for parameter in parameters.values()])
+        self.views = {i: shaped(part, p) for (i, p), part in zip(parameters.items(), parts, strict=True)}
         self._places = {index: view.data_ptr() for index, view in self.views.items()}
         self._gradients = {index: view.detach() for index, view in self.views.items()}  # they become ``.grad``
 
-    def copy_in(self, index: int, divisor: float) -> None:
+    def copy_in(self, index: int, div_factor: float) -> None:
         """Copy one gradient, divided, into the buffer; zeros if there is none.
 
         Autograd makes a new tensor for a first gradient. It is divided as it is copied; then the view becomes ``.grad``, and
@@ -52,25 +79,25 @@ class Bucket:
         elif gradient.is_sparse:
             raise errors.sparse(view.shape)
         elif not self.holds(index):
-            torch.mul(gradient.detach(), 1 / divisor, out=view)  # detached: backward may run with create_graph
+            torch.mul(gradient.detach(), 1 / div_factor, out=view)  # detached: backward may run with create_graph
             if self._as_view:
-                self.hand_out([index])
-        elif divisor != 1:
-            view.div_(divisor)
+                self.install([index])
+        elif div_factor != 1:
+            view.div_(div_factor)
 
     @torch.no_grad()
-    def fill(self, divisor: float) -> None:
+    def fill(self, div_factor: float) -> None:
         """Copy all gradients that are not in the buffer yet; all in one call if they are new."""
         gradients = [parameter.grad for parameter in self.parameters.values()]
-        found = zip(gradients, self._places.values(), strict=True)
-        if self.together and all(g is not None and not g.is_sparse and g.data_ptr() != place for g, place in found):
+        placed = zip(gradients, self._places.values(), strict=True)
+        if self.together and all(g is not None and not g.is_sparse and g.data_ptr() != place for g, place in placed):
             torch._foreach_copy_(list(self.views.values()), cast("list[Tensor]", gradients))
-            self.buffer.mul_(1 / divisor)
+            self.buffer.mul_(1 / div_factor)
             if self._as_view:
-                self.hand_out(self.parameters)
+                self.install(self.parameters)
             return
         for index in list(self.to_copy):
-            self.copy_in(index, divisor)
+            self.copy_in(index, div_factor)
 
     @torch.no_grad()
     def finalize(self, receivers: Container[int]) -> None:
@@ -78,7 +105,7 @@ class Bucket:
         for index, parameter in self.parameters.items():
             if index in receivers and parameter.grad is not self._gradients[index]:
                 if self._as_view:
-                    self.hand_out([index])
+                    self.install([index])
                 elif parameter.grad is None:
                     parameter.grad = self.views[index].clone()
                 else:
@@ -89,7 +116,7 @@ class Bucket:
         gradient = self.parameters[index].grad
         return gradient is not None and gradient.data_ptr() == self._places[index]
 
-    def hand_out(self, indices: Iterable[int]) -> None:
+    def install(self, indices: Iterable[int]) -> None:
         """Let ``.grad`` be the views into this bucket."""
         for index in indices:
             if self._gradients[index].data_ptr() != self._places[index]:  # the last one was moved
@@ -102,7 +129,7 @@ class Bucket:
             self.parameters[index].grad = None
 
 
-def shaped(piece: Tensor, parameter: Tensor) -> Tensor:
-    """``piece`` in the parameter's shape, and with its strides if it has no gaps in memory, so that optimizers are fast."""
+def shaped(part: Tensor, parameter: Tensor) -> Tensor:
+    """``part``, 1-d, in the parameter's shape, and with its strides if it has no gaps in memory, so that optimizers are fast."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    return piece.as_strided(parameter.shape, parameter.stride()) if dense else piece.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)

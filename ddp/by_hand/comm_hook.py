@@ -21,7 +21,7 @@ Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[Tensor]"]
 class GradBucket:
     """A bucket as a hook sees it, with the methods of ``torch.distributed.GradBucket``, which Python cannot make.
 
-    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its pieces in the shapes of the
+    ``buffer()`` is ``[n]``: this rank's gradients, not divided yet. ``gradients()`` are its parts in the shapes of the
     ``parameters()``, contiguous as torch's: of a channels-last weight, the right numbers in other places. That is enough to
     compress them. ``index()`` counts the buckets in the order of sending; ``is_last()`` is True for the last one.
     """
@@ -37,10 +37,10 @@ class GradBucket:
         self.buffer: Callable[[], Tensor] = lambda: buffer
 
     def gradients(self) -> list[Tensor]:
-        return [piece.view(view.shape) for piece, view in self._pieces()]
+        return [part.view(view.shape) for part, view in self._parts()]
 
-    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each piece of the buffer, with the bucket's view of it."""
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each gradient's part of the buffer, with the bucket's view of it."""
         return zip(self.buffer().split([view.numel() for view in self._views]), self._views, strict=True)
 
 
@@ -48,26 +48,22 @@ class StridedGradBucket(GradBucket):
     """One whose ``gradients()`` have every number in its place, for a hook that updates the parameters with them."""
 
     def gradients(self) -> list[Tensor]:
-        return [shaped(piece, view) for piece, view in self._pieces()]
+        return [shaped(part, view) for part, view in self._parts()]
 
 
-class HookableDDP:
-    """The part of a DDP wrapper that takes a communication hook."""
+def register(reducer: Reducer, state: Any, hook: Hook, bucket_type: type[GradBucket] = GradBucket) -> None:
+    """Let ``hook(state, bucket)`` average each bucket, given as a :class:`GradBucket`, and return a future of the result.
 
-    reducer: Reducer
-    bucket_type: type[GradBucket] = GradBucket
+    The future gives a tensor of as many elements as the bucket's. Before the first backward pass.
 
-    def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let ``hook(state, bucket)`` average each :class:`GradBucket` instead.
-
-        :raises TypeError: if it cannot be called
-        :raises RuntimeError: if there is a hook already
-        """
-        if not callable(hook):
-            raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
-        if self.reducer.hook is not None:
-            raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
-        self.reducer.hook = functools.partial(HookedAverage, hook, state, self.bucket_type)
+    :raises TypeError: if it cannot be called
+    :raises RuntimeError: if there is a hook already
+    """
+    if not callable(hook):
+        raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
+    if reducer.hook is not None:
+        raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
+    reducer.hook = functools.partial(HookedAverage, hook, state, bucket_type)
 
 
 class HookedAverage:
@@ -94,7 +90,7 @@ class HookedAverage:
         if isinstance(result, list) and len(result) == 1:  # as in the future of a collective
             (result,) = result
         if not isinstance(result, Tensor) or result.numel() != self._buffer.numel():
-            found = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
-            raise TypeError(f"{self._name} must give a tensor of {self._buffer.numel()} elements, not {found}")
+            given = f"{result.numel()} elements" if isinstance(result, Tensor) else type(result).__name__
+            raise TypeError(f"{self._name} must give a tensor of {self._buffer.numel()} elements, not {given}")
         if result.data_ptr() != self._buffer.data_ptr():
             self._buffer.copy_(result.view(-1))

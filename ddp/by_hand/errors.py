@@ -1,19 +1,32 @@
-"""What a model may do that averaging its gradients does not allow, and what to do about it."""
+"""Refusals of what averaging gradients does not allow; each says what to do instead.
+
+Some need to know which backward passes run at the same time in one process: one within another, or of several wrappers of the same
+parameters. A reentrant checkpoint computes a part of the graph again, and runs a backward pass on it within the whole one. Each
+pass calls its own callbacks when it ends, so a wrapper whose callback belongs to the inner one would average too early. It must
+know whether its first gradient comes in the outer pass.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import Node, get_gradient_edge
+
+_RUN = graph._engine_run_backward.__code__
 
 
 def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
     """:param remaining: for each parameter, how often its gradient still has to become ready"""
     without = [name for name, missing in zip(names, remaining, strict=True) if missing > 0]
     return RuntimeError(
-        f"backward gave no gradient to {len(without)} of {len(names)} parameters: {_first(without)}. This rank's loss does not "
+        f"backward gave no gradient to {len(without)} of {len(names)} parameters: {first_of(without)}. This rank's loss does not "
         "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
     )
 
@@ -62,31 +75,53 @@ def converted(names: Sequence[str], parameters: Sequence[Tensor], nodes: Iterabl
     if not changed:
         return None
     return RuntimeError(
-        f"{len(changed)} parameters were converted after they were wrapped, to another dtype or device: {_first(changed)}. Their "
+        f"{len(changed)} parameters were converted after they were wrapped, to another dtype or device: {first_of(changed)}. Their "
         "gradients are not averaged any more: convert the module first, then wrap it"
     )
 
 
-def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) -> None:
-    """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
-    changed = [
-        name for name, parameter in wrapped.items() if (now := _now(module, name)) is not None and now is not parameter
-    ]
-    if changed:
-        raise RuntimeError(
-            f"{len(changed)} parameters were replaced after wrapping: {_first(changed)}. Their gradients are not averaged any "
-            "more: change values in place (load_state_dict without assign), or wrap the module again"
-        )
-
-
-def _now(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter of that name, if there is one. (Pruning and weight norm make what was a parameter a function of others.)"""
-    try:
-        found = operator.attrgetter(name)(module)
-    except AttributeError:
-        return None
-    return found if isinstance(found, nn.Parameter) else None
-
-
-def _first(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
+    """The first five names, for a message."""
     return ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+
+
+class Running(Protocol):
+    """A reducer, as other reducers see it."""
+
+    ids: set[int]  # of its parameters
+    as_view: bool  # whether it puts views into its buckets where the gradients are
+
+    def goes_on(self) -> bool:
+        """Whether its backward pass is running, and no exception has ended it."""
+
+
+_reducers: weakref.WeakSet[Running] = weakref.WeakSet()  # those that had a backward pass
+
+
+def enter(reducer: Running, is_whole: bool) -> None:
+    """A backward pass of this reducer begins on this thread.
+
+    :param is_whole: whether it begins at what forward returned
+    :raises RuntimeError: if it may be a part of the whole, or if two reducers would replace each other's gradients by views
+    """
+    if not is_whole and _is_within_another_pass():
+        raise unknown_beginning()
+    sharing = [one for one in _reducers if not one.ids.isdisjoint(reducer.ids) and one is not reducer and one.goes_on()]
+    if any(one.as_view or reducer.as_view for one in sharing):
+        raise two_wrappers()
+    _reducers.add(reducer)
+
+
+def _is_within_another_pass() -> bool:
+    """Whether the backward pass that runs on this thread was started by the backward function of a node in another one.
+
+    Each pass that Python started has a frame of torch's ``_engine_run_backward`` on the stack of the thread that started it. Autograd's
+    own threads, one per GPU, have none of the outermost.
+    """
+    outermost = 0 if isinstance(threading.current_thread(), threading._DummyThread) else 1
+    frame: FrameType | None = sys._getframe()
+    passes = 0
+    while frame is not None:
+        passes += frame.f_code is _RUN
+        frame = frame.f_back
+    return passes > outermost

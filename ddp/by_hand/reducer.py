@@ -18,9 +18,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ddp.all_reduce.base import AllReduce, Pending
-from ddp.by_hand import errors, running
-from ddp.by_hand.assignment import Kind, assign_buckets
-from ddp.by_hand.buckets import Bucket
+from ddp.by_hand import errors
+from ddp.by_hand.buckets import Bucket, Kind, assign_buckets
 from ddp.by_hand.outputs import depend_on
 
 
@@ -30,7 +29,7 @@ class Reducer:
     :param parameters: by name, in the same order on all ranks
     :param group: the ranks that train together
     :param all_reduce: sums a bucket
-    :param limits: see :func:`ddp.by_hand.assignment.assign_buckets`
+    :param limits: see :func:`ddp.by_hand.buckets.assign_buckets`
     :param as_view, find_unused, static_graph: the wrapper's gradient_as_bucket_view, find_unused_parameters and static_graph
     """
 
@@ -45,7 +44,9 @@ class Reducer:
         static_graph: bool,
     ) -> None:
         self.expecting = False  # whether a backward pass that synchronizes is running or follows
-        self.divisor = self._divisor_now = float(group.size())  # of the next backward pass, and of the running one
+        self.div_factor = self._div_factor_now = float(
+            group.size()
+        )  # of the next backward pass, and of the running one
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
         self.names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits, self._static_graph = group, all_reduce, limits, static_graph
@@ -74,10 +75,10 @@ class Reducer:
         """A backward pass that synchronizes begins from ``outputs``, or goes on. Autograd calls :meth:`_finish` when it is over."""
         self._leave_interrupted()
         if not self._running:
-            running.enter(self, is_whole=bool(outputs))
+            errors.enter(self, is_whole=bool(outputs))
             self._running, self.expecting, self._depends = True, True, False
             self._remaining, self.sent = list(self._uses), []
-            self._divisor_now = 1 if self.hook else self.divisor  # communication hooks divide by themselves
+            self._div_factor_now = 1 if self.hook else self.div_factor  # communication hooks divide by themselves
             for bucket in self.buckets:
                 bucket.missing, bucket.to_copy = sum(self._uses[i] for i in bucket.parameters), set(bucket.parameters)
             end = functools.partial(self._finish)  # autograd alone holds it, and drops it after an exception
@@ -106,7 +107,7 @@ class Reducer:
             raise errors.ready_twice(self.names[index], self._static_graph)
         bucket = self._bucket_of[index]
         if not bucket.together:
-            bucket.copy_in(index, self._divisor_now)  # at once: the next gradient can then reuse its memory
+            bucket.copy_in(index, self._div_factor_now)  # at once: the next gradient can then reuse its memory
         bucket.missing -= 1
         # Collectives are matched by their order, so a complete bucket waits for those before it.
         while not bucket.missing and len(self.sent) < len(self.buckets) and self.buckets[len(self.sent)].missing == 0:
@@ -131,7 +132,7 @@ class Reducer:
 
     def _send(self) -> None:
         bucket = self.buckets[len(self.sent)]
-        bucket.fill(self._divisor_now)
+        bucket.fill(self._div_factor_now)
         self.start(bucket)
 
     def start(self, bucket: Bucket) -> None:
@@ -149,7 +150,6 @@ class Reducer:
     def _finish(self) -> None:
         """Backward is over: send the remaining buckets, wait for all, and make the averages the gradients."""
         self._running = False
-        running.leave(self)
         none_ready, missing = self._remaining == self._uses, max(self._remaining, default=0) > 0
         error = errors.converted(self.names, self.parameters, self.nodes) if none_ready or missing else None
         if none_ready and not error and (not self._find_unused or self._depends):
@@ -194,7 +194,7 @@ class Reducer:
         for index, average in averages.items():
             self._bucket_of[index].views[index].copy_(average)
         for index in gradients:
-            self._bucket_of[index].hand_out([index])
+            self._bucket_of[index].install([index])
 
     def _build_buckets(self, order: Iterable[int]) -> None:
         indices = {self.parameters[index]: index for index in order}

@@ -38,26 +38,17 @@ def require_same_modules(
         return
     from common.distributed.agreement import differences
 
-    if found := differences(dict(enumerate(everyone))):
-        raise ReplicasDiffer(f"the ranks' modules differ: {found[0]}")
+    if texts := differences(dict(enumerate(everyone))):
+        raise ReplicasDiffer(f"the ranks' modules differ: {texts[0]}")
     for rank, theirs in enumerate(everyone):
         if list(theirs) != list(everyone[0]):
             raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
 
 
-def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:
-    """Two wrappers of one parameter average the same ``.grad``: each needs a copy of what backward has put there.
-
-    :raises ValueError: if the module holds a wrapper, and this one or that one lets ``.grad`` be a view into its buckets
-    """
-    for name, inner in module.named_modules():
-        if hasattr(inner, "require_backward_grad_sync") and (
-            as_view or getattr(inner, "gradient_as_bucket_view", True)
-        ):
-            raise ValueError(
-                f"{name or 'the module'} is wrapped already, and both wrappers would let .grad be a view into their buckets: "
-                "wrap only one of them, or pass gradient_as_bucket_view=False to both"
-            )
+def make_equal(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup, buffers: bool) -> None:
+    """Give all ranks rank 0's parameters and, if ``buffers``, its buffers; see :func:`require_same_modules`."""
+    require_same_modules(module, settings, group, buffers)
+    broadcast(list(replicated(module, buffers=buffers).values()), 0, group)
 
 
 def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:
@@ -75,14 +66,22 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
-    from ddp.by_hand.assignment import DEFAULT_LIMITS, assign_buckets
+    from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
     for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, group=group, group_src=source)
         # On the source rank, too: if a tensor cannot be written to, since elements share memory, all ranks say so.
-        for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.detach().copy_(piece.view(tensor.shape))
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+
+def broadcast_buffers(module: nn.Module, source: int, group: dist.ProcessGroup) -> None:
+    """Overwrite the module's buffers with those of rank ``source``."""
+    if buffers := list(replicated(module, parameters=False).values()):
+        # An earlier forward pass may have saved a buffer for its backward pass, which would refuse a changed one.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+            broadcast(buffers, source, group)
 
 
 def _describe(tensor: Tensor) -> str:

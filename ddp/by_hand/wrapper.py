@@ -16,24 +16,24 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import replicas
-from ddp.by_hand.assignment import DEFAULT_LIMITS, MIB
-from ddp.by_hand.comm_hook import HookableDDP
-from ddp.by_hand.join import JoinableDDP
+from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.reducer import Reducer
 
+if TYPE_CHECKING:
+    from ddp.by_hand.comm_hook import Hook
 
-class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
+
+class HandwrittenDistributedDataParallel(nn.Module):
     """Averages the gradients of ``module`` over the ranks in every backward pass. (To copy or pickle it, take ``module``.)
 
     :param module: the same on every rank; its parameters must not change their number, shapes or ``requires_grad`` afterwards
@@ -47,7 +47,7 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
     :param static_graph: every forward pass uses the same parameters the same number of times, whichever the first does
     :param all_reduce: sums the buckets; the group's own backend when None
     :raises RuntimeError: on every rank, if the modules differ; if nothing is to be trained
-    :raises ValueError: for a bucket size below 0, for another device than the module's, for a wrapper within this one
+    :raises ValueError: for a bucket size below 0, for another device than the module's
     """
 
     reducer_type: type[Reducer] = Reducer
@@ -70,9 +70,14 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True  # what no_sync turns off
         self.require_forward_param_sync = True  # False after a forward pass that does not synchronize
-        settings: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
-        settings |= {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
-        self.make_replicas_equal(settings | {"all_reduce": type(all_reduce).__name__})
+        settings = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "all_reduce": type(all_reduce).__name__,
+        }
+        self.make_replicas_equal(settings)
         if not (trained := replicas.trained_parameters(module)):
             raise RuntimeError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
         self.device, self.device_ids = next(iter(trained.values())).device, list(device_ids or [])
@@ -81,14 +86,15 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
         if bucket_cap_mb is not None and bucket_cap_mb < 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must not be below 0")
         self.bucket_limits = DEFAULT_LIMITS if bucket_cap_mb is None else [int(bucket_cap_mb * MIB)]
-        replicas.require_copies_when_nested(module, gradient_as_bucket_view)
-        self.build_reducer(trained, all_reduce or Backend(self.process_group))
+        if all_reduce is None:
+            from ddp.all_reduce.backend import Backend  # here, like all algorithms: each is loaded by those who use it
+
+            all_reduce = Backend(self.process_group)
+        self.build_reducer(trained, all_reduce)
 
     def make_replicas_equal(self, settings: dict[str, Any]) -> None:
         """Check that all ranks have built the same, and send rank 0's weights to all."""
-        replicas.require_same_modules(self.module, settings, self.process_group, self.broadcast_buffers)
-        tensors = replicas.replicated(self.module, buffers=self.broadcast_buffers)
-        replicas.broadcast(list(tensors.values()), 0, self.process_group)
+        replicas.make_equal(self.module, settings, self.process_group, self.broadcast_buffers)
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         """Tell the reducer of every gradient that is ready."""
@@ -111,6 +117,20 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
             self._prepare_for_backward(output, synchronize)
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def announce_forward(self, synchronize: bool) -> None:
+        """Before a forward pass: send the buffers to all ranks, if an optimizer step lies between this pass and the last.
+
+        :param synchronize: whether the backward pass will average the gradients
+        """
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            self.synchronize_buffers()
+        self.require_forward_param_sync = synchronize
+
+    def synchronize_buffers(self, source: int = 0) -> None:
+        """Send the buffers of rank ``source`` to all ranks."""
+        replicas.broadcast_buffers(self.module, source, self.process_group)
+
     def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward alone."""
         return self.module(*inputs, **kwargs)
@@ -132,3 +152,15 @@ class HandwrittenDistributedDataParallel(JoinableDDP, HookableDDP, nn.Module):
             for one in (tensor, tensor._base):  # changing a view in place gives it another node; that of its base stays
                 if one is not None and one.grad_fn is not None:
                     one.register_hook(self.begin_backward)
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` average the buckets, see :func:`ddp.by_hand.comm_hook.register`."""
+        from ddp.by_hand import comm_hook
+
+        comm_hook.register(self.reducer, state, hook)
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """:raises NotImplementedError: here; the drop-in lets ranks have different numbers of batches"""
+        raise NotImplementedError("join is not offered here: use ddp.by_hand.DistributedDataParallel")
+
+    join_hook: Any = join  # for torch's Join([model])

@@ -20,7 +20,7 @@ For a training loop of one's own, with any state::
 the random number generators are entries like any other. ``facts`` is JSON for people. :func:`clean`, once before the loop,
 removes what a killed process left; :func:`verify` checks one checkpoint. Only one process may write: rank 0.
 
-To copy it, take ddp/checkpoint/folder.py and directory.py, common/reporting/atomic_files.py and common/errors.py: they
+To copy it, take ddp/checkpoint/folder.py and directory.py, common/files/atomic_files.py and common/errors.py: they
 import nothing else of this project. The other modules here are the trainer's: its manifest and names (storage.py), the
 choice of one (choice.py), what it saves (state.py), when (checkpointer.py), and ``python -m ddp.checkpoint``.
 """

@@ -24,7 +24,7 @@ from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
-from common.reporting.atomic_files import atomic_file
+from common.files.atomic_files import atomic_file
 from ddp.checkpoint import storage
 from ddp.checkpoint.choice import CHOICE, best_of, choose, existing, named
 from ddp.checkpoint.folder import Damaged, save_tensors

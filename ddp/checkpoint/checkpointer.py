@@ -59,7 +59,6 @@ class Checkpointer:
         :param wait: return only when it is on the disk, also with ``--async-checkpoint``
         :raises UsageError: on every rank, when this checkpoint or the previous one could not be written
         """
-        job.guard.settle()  # the state of a step has what became of it
         job.watchdog.at(job.step, "checkpoint")
         ranks: list[Any] = [None] * self._env.world_size
         dist.all_gather_object(ranks, state_of_rank(job))

@@ -121,7 +121,7 @@ def load_parameters(network: nn.Module, path: str | os.PathLike[str], prefix: st
         values = in_memory_order(whole[f"{prefix}{name}"], part.place.order)
         flat(part.parameter).copy_(values[part.place.begin : part.place.begin + part.numel])
     if isinstance(network, ZeRO1):
-        network.pieces_changed()
+        network.shards_changed()
 
 
 def _name_in_dcp(name: str) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import UsageError
-from common.reporting.atomic_files import sync_folder
+from common.files.atomic_files import sync_folder
 from ddp.checkpoint.folder import Checkpoint, Damaged, step_of, verify, write
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 from common.errors import UsageError
-from common.reporting.atomic_files import new_file, sync_folder
+from common.files.atomic_files import new_file, sync_folder
 
 logger = logging.getLogger(__name__)
 

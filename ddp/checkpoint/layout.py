@@ -41,7 +41,7 @@ def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
     assert isinstance(network, ZeRO1)
     parts: dict[str, Part] = {}
     for flat in network.flats:
-        for name, piece, begin, like in zip(flat.owners, flat.pieces, flat.begins(), flat.like, strict=True):
+        for name, piece, begin, like in zip(flat.owners, flat.sharded, flat.begins(), flat.like, strict=True):
             place = Place.of_whole(like)._replace(begin=begin)
             parts[name] = Part(piece, piece.numel(), place, in_full=flat.shard_in_full)
     for name, parameter in network.module.named_parameters():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
-from common.reporting.run_directory import writing
+from common.files.run_directory import writing
 from ddp.checkpoint import directory, folder
 from ddp.checkpoint.folder import SHARDED_FORMAT
 from ddp.checkpoint.pieces import shard_key

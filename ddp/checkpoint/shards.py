@@ -47,7 +47,7 @@ def state_of_shard(job: Job, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
                 pieces[f"{key}:{name}"] = Piece(value.view(1), NUMBER)
     if first:
         pieces |= {f"{WEIGHT}:{name}": Piece.of_whole(value) for name, value in buffers.items()}
-    return shard_content(pieces, list(layout), _tied(job.plain), stateless)
+    return shard_content(pieces, list(layout), _tied(job.named_module), stateless)
 
 
 def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
@@ -63,13 +63,13 @@ def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
         saved = _open_whole(path, list(layout))
         has_state = any(not name.startswith(f"{WEIGHT}:") for name in saved)
         stateless = [] if has_state or not may_be_empty else list(layout)
-    buffers = dict(job.plain.named_buffers(remove_duplicate=False))
-    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(job.plain))}
+    buffers = dict(job.named_module.named_buffers(remove_duplicate=False))
+    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(job.named_module))}
     job.optimizer.state.clear()
     try:
         if unknown := sorted(saved.keys() - known - {f"{WEIGHT}:{name}" for name in buffers}):
             raise LookupError(f"has {unknown[0][:60]}, which the run has not")
-        for name in sorted(persistent_buffers(job.plain)):
+        for name in sorted(persistent_buffers(job.named_module)):
             place, buffer = Place.of_whole(buffers[name]), buffers[name]
             flat(buffer).copy_(_taken(saved, f"{WEIGHT}:{name}", buffer.numel(), place, buffer.dtype))
         for name, part in layout.items():
@@ -79,7 +79,7 @@ def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
     if isinstance(job.network, ZeRO1):
-        job.network.pieces_changed()
+        job.network.shards_changed()
 
 
 def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from ddp.job import Job
 
 def state_of_rank(job: Job) -> dict[str, Any]:
     """What differs between ranks: this rank's buffers and metrics window, on the CPU."""
-    buffers = {name: value.to("cpu", non_blocking=True) for name, value in job.plain.named_buffers()}
+    buffers = {name: value.to("cpu", non_blocking=True) for name, value in job.named_module.named_buffers()}
     if job.env.device.type == "cuda":  # into page-locked memory, with one wait for all of them
         torch.cuda.current_stream(job.env.device).synchronize()
     return {"buffers": buffers, "window": tuple(job.window.state())}
@@ -40,18 +40,18 @@ def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     :param ranks: each rank's :func:`state_of_rank`
     :returns: ``model``, ``optimizer`` and ``ranks``
     """
-    model = job.plain.state_dict()  # of the plain module, so that no key begins with "module."
+    model = job.named_module.state_dict()  # of the plain module, so that no key begins with "module."
     return {"model": model | saved_buffers(job, ranks), "optimizer": job.optimizer.state_dict(), "ranks": ranks}
 
 
 def saved_buffers(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The buffers of a ``state_dict``; within an epoch, the averaged statistics, with which the model can be evaluated."""
-    buffers = dict(job.plain.named_buffers())
+    buffers = dict(job.named_module.named_buffers())
     first = {buffer: name for name, buffer in buffers.items()}  # of a module that is used twice, its first name
     if job.step_in_epoch:
         buffers |= _mean_buffers([rank["buffers"] for rank in ranks])
-    named = job.plain.named_buffers(remove_duplicate=False)
-    saved = persistent_buffers(job.plain)
+    named = job.named_module.named_buffers(remove_duplicate=False)
+    saved = persistent_buffers(job.named_module)
     return {name: buffers[first[buffer]] for name, buffer in named if name in saved}
 
 
@@ -116,14 +116,14 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
         job.scaler.load_state_dict(progress["scaler"])
     if len(ranks[0]) == env.world_size:
         own_buffers = ranks[0][env.rank]["buffers"]
-        for name, buffer in job.plain.named_buffers():
+        for name, buffer in job.named_module.named_buffers():
             buffer.copy_(own_buffers[name])
     states = [WindowState(*rank["window"]) for rank in ranks[0]]
     job.window.restore(WindowState.redistribute(states, env.world_size)[env.rank])
     job.windows = [WindowTotals(**window) for window in progress["windows"]]
     job.step, job.epoch = manifest.step, manifest.epoch
     if job.step:  # the last step's rate, which is saved again if the run was stopped after its last step
-        set_learning_rate(job.optimizer, job.config.rate_at(job.step - 1, job.sampler.steps_per_epoch))
+        set_learning_rate(job.optimizer, job.learning_rate(job.step - 1))
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
 
 
@@ -155,7 +155,7 @@ def _require_fitting(job: Job, path: Path, manifest: Manifest, ranks: list[Any])
         raise Damaged(
             path, f"{MANIFEST} has step {manifest.step_in_epoch} of an epoch of {steps}, and {manifest.step} in all"
         )
-    if problem := wrong_ranks(ranks, manifest.world_size, job.plain):
+    if problem := wrong_ranks(ranks, manifest.world_size, job.named_module):
         raise Damaged(path, f"ranks.pt {problem}")
 
 

@@ -24,8 +24,8 @@ from typing import Any
 from torch import nn
 
 from common.errors import UsageError
-from common.reporting.run_directory import writing
-from common.reporting.run_files import CHECKPOINT_FOLDER
+from common.files.run_directory import writing
+from common.files.run_files import CHECKPOINT_FOLDER
 from ddp.checkpoint import directory, folder
 from ddp.checkpoint.folder import FORMATS, MANIFEST, Checkpoint, Damaged, wrong_field
 from ddp.checkpoint.pieces import is_sharded, shard_files

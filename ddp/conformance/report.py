@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from common.files.run_directory import files_line
 from common.reporting.benchmark import write_results
-from common.reporting.run_directory import files_line
 from ddp.conformance.check import Check
 from ddp.conformance.runner import PASS, STATUSES, Result
 

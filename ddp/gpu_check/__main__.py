@@ -31,11 +31,11 @@ from common.cli import command, option, parse
 from common.distributed import DEVICES
 from common.distributed.dist_env import require_alone
 from common.errors import UsageError
+from common.files.run_directory import prepare_output, results_in
+from common.files.run_files import CHECKPOINT_FOLDER
 from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import prepare_output, results_in
-from common.reporting.run_files import CHECKPOINT_FOLDER
-from common.resilience.stop_request import stop_signals
+from common.signals.stop_request import stop_signals
 from ddp.gpu_check import checks, runner, summary
 from ddp.gpu_check.checks import Check, Machine, sizes_of
 from ddp.gpu_check.runner import FAILED, HUNG, LEFT_OUT, PASSED, Outcome

@@ -24,11 +24,11 @@ from torch import Tensor
 from common.cli import command, option, parse
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
+from common.files.run_directory import prepare_output, results_in
 from common.reporting.benchmark import write_results
-from common.reporting.run_directory import prepare_output, results_in
 from common.training.models import build_model, to_device
 from ddp.strategies import Averaging
-from ddp.train import wrap_in_ddp
+from ddp.train import wrap_network
 
 TOLERANCE = 1e-9  # of the largest magnitude of a tensor, or of 1
 STEPS, MICRO_STEPS = 3, 2
@@ -69,7 +69,7 @@ def train(env: DistEnv, strategy: str) -> dict[str, Tensor]:
     """The weights and buffers after some steps with one of the two, on the CPU."""
     torch.manual_seed(0)
     network = to_device(build_model("resnet18", SHAPE, CLASSES).double(), env.device, torch.channels_last)
-    model: Any = wrap_in_ddp(network, env, Averaging(strategy))
+    model: Any = wrap_network(network, env, Averaging(strategy))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
     draws = torch.Generator().manual_seed(1 + env.rank)
     for _ in range(STEPS):

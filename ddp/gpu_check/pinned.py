@@ -20,10 +20,10 @@ from torch import Tensor
 
 from common.cli import command, option, parse
 from common.errors import UsageError
+from common.files.run_directory import files_line
 from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.benchmark import run_alone, write_results
 from common.reporting.clock import clock_of
-from common.reporting.run_directory import files_line
 from common.reporting.timing import interleave
 
 IMAGE = (3, 224, 224)

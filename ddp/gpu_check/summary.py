@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.reporting.atomic_files import write_bytes, write_json
+from common.files.atomic_files import write_bytes, write_json
 from ddp.gpu_check.results import MEMORY
 from ddp.gpu_check.runner import FAILED, HUNG, LEFT_OUT, NO_TIME, PASSED, Outcome
 

@@ -31,9 +31,9 @@ from common.cli import command, option, parse
 from common.distributed.agreement import differences, different_gpus, shared_gpu
 from common.distributed.interface import addresses_by_interface, interface_towards
 from common.distributed.launch_facts import gpu_facts, software
-from common.distributed.launchers import launcher_name
 from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
 from common.distributed.rank_logging import rank_logging
+from common.launchers import launcher_name
 from common.stdout import print_results
 
 POLL_S = 0.002  # between two looks into the store

@@ -7,8 +7,8 @@ So here nothing is read when a step ends. Whether it must be skipped is a number
 happens there: the fused optimizers of torch take it as ``found_inf`` and change nothing if it is 1, and ``torch.where`` chooses
 between the statistics and metrics of before and after. The flags are copied to the host behind the step. The host reads
 them one step later, when the device already works on the next one. It does so in the same place on all ranks, so all still
-agree. They stop, save, fail and report a skipped step one step later than on a CPU. :meth:`DeviceGuard.settle` reads at once:
-where a checkpoint is written, or metrics are read, the host waits anyway, and must know the flags of all steps.
+agree. They stop, save, fail and report a skipped step one step later than on a CPU. Where a checkpoint is written, or metrics are
+read, the host waits anyway, and must know the flags of all steps: there it reads at once (:meth:`DeviceGuard.wait_for_device`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.distributed.process_group import DistEnv
 from ddp.job import Job
 from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags
 from ddp.resilience.guard import ResilientGuard
-
-
-def choose_guard(env: DistEnv) -> ResilientGuard:
-    """The guard for this rank's device."""
-    return DeviceGuard(env) if env.device.type == "cuda" else ResilientGuard(env)
 
 
 class Unread(NamedTuple):
@@ -39,7 +33,7 @@ class Unread(NamedTuple):
 class DeviceGuard(ResilientGuard):
     """Guards steps without a wait. (It runs on CPUs too, and comes to the same bits as the other: so it is tested.)
 
-    ``flags`` are those that were read in this step: of the step before or, after :meth:`settle`, of this one.
+    ``flags`` are those that were read in this step: of the step before or, after :meth:`wait_for_device`, of this one.
     """
 
     def begin(self, job: Job) -> None:
@@ -63,10 +57,10 @@ class DeviceGuard(ResilientGuard):
         if not self._device_decides:
             return super().accepts(norm)
         self.flags = NO_FLAGS
-        self.settle()
+        self.wait_for_device()
         job, scaler = self._job, self._job.scaler
         raised = self._with_flags.take_reduced(self._all_reduce) != 0
-        overflow = self._finite_or_not(norm).isfinite().logical_not()
+        overflow = self._finite_only_if_all_are(norm).isfinite().logical_not()
         if scaler.is_enabled():  # as in the other guard; scaler.scale() tells the scale without a wait
             overflow &= scaler.scale(self._one) * scaler.get_backoff_factor() < 1.0
         not_finite = raised[NOT_FINITE]
@@ -79,9 +73,17 @@ class DeviceGuard(ResilientGuard):
             self._arrived.record()
         self._unread = Unread(job.step + 1, self._losses)
         self._losses = []
+        if self._metrics_are_read():
+            self.wait_for_device()
         return True
 
-    def settle(self) -> None:
+    def _metrics_are_read(self) -> bool:
+        """Whether the loop reads the metrics after the present step."""
+        job = self._job
+        last = job.step_in_epoch + 1 == job.sampler.steps_per_epoch
+        return last or (job.step + 1) % job.config.log_every == 0
+
+    def wait_for_device(self) -> None:
         """Read the flags of the last step, if they were not read yet. A collective.
 
         :raises UsageError: as :meth:`accepts`, for that step

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Flags(NamedTuple):
-    """What one rank reports, or what any rank has reported.
+    """The report of one rank, or of any rank.
 
     :param stop: leave after this step
     :param save: write a checkpoint after this step
@@ -65,10 +65,6 @@ class WithFlags(nn.Module):
                 values[number] = 1
         # The parameter is 0: the product adds nothing to the loss, and has ``values`` for its gradient.
         return loss * (1 + zero_or_nan) + torch.dot(self.flags, values)
-
-    def no_sync(self) -> Any:
-        """That of the network, if it is sharded: then this module is the outermost."""
-        return self.network.no_sync()  # type: ignore[operator]
 
     def take_reduced(self, all_reduce: Callable[[Tensor], object] = lambda _: None) -> Tensor:
         """After backward: what any rank attached in any micro-step, a number per flag on the device, which is 0 if none did.

@@ -1,7 +1,7 @@
-"""What surrounds one training step, so that a bad one does no harm and all ranks take the same decision.
+"""The guard of a training step: a bad step does no harm, and all ranks take the same decision.
 
-The training loop calls a guard in three places: for the batches of an epoch, with the loss of each micro-step, and with the
-norm of the gradients. The default (ddp/job.py) does nothing. This one
+A training step calls a guard in three places: for its batches, with the loss of each micro-step, and with the norm of the
+gradients. The default (ddp/job.py) does nothing. This one
 
 - saves what a skipped step would leave behind, BatchNorm's statistics and the metrics, and restores it;
 - sends flags with the gradients, so that all ranks stop, save or fail after the same step (ddp/resilience/flags.py);
@@ -17,46 +17,58 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from common.data.datasets import Batch
+from common.data.loader_errors import loader_errors
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
-from common.resilience.loader_errors import loader_errors
+from common.training.optimization import local
 from common.training.precision import autocast
 from ddp.batchnorm import SavedStatistics
 from ddp.job import Job, StepGuard
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
-from ddp.resilience.nonfinite import report_skipped, sum_of_gradients
+
+
+def build_guard(network: nn.Module, env: DistEnv, is_sharded: bool) -> ResilientGuard:
+    """The guard for this rank's device; see :class:`ResilientGuard`."""
+    if env.device.type == "cuda":
+        from ddp.resilience.device_guard import DeviceGuard
+
+        return DeviceGuard(network, env, is_sharded)
+    return ResilientGuard(network, env, is_sharded)
 
 
 class ResilientGuard(StepGuard):
-    """The guard of ``ddp.train``; first :meth:`wrap` the network, then :meth:`begin` the job.
+    """The guard of ``ddp.train``. DDP wraps :attr:`module`, then :meth:`begin` takes the job.
+
+    :param network: of the job
+    :param is_sharded: whether each rank has a part of it instead of a replica
 
     ``flags`` are those of the last step, the same on every rank: ``not_finite`` says that it was skipped. ``requests`` is
     called in each micro-step for the flags of this rank.
     """
 
-    def __init__(self, env: DistEnv) -> None:
+    def __init__(self, network: nn.Module, env: DistEnv, is_sharded: bool = False) -> None:
         self._env = env
         self.flags = NO_FLAGS
         self.requests: Callable[[], Flags] = lambda: NO_FLAGS
         self._losses: list[Tensor] = []  # of this step's micro-steps
-        # A sharded strategy reduces the gradients of the network alone, and each rank has other parts of them.
-        self._all_reduce: Callable[[Tensor], object] = lambda _: None
-
-    def wrap(self, network: nn.Module) -> WithFlags:
-        self._with_flags = WithFlags(network, self._env.device)
-        self._statistics = SavedStatistics(network)
-        return self._with_flags
+        self._with_flags = WithFlags(network, env.device)
+        # Shards are reduced by the strategy, which knows the network's own parameters alone: the flags are summed apart.
+        self.module: nn.Module = network if is_sharded else self._with_flags
+        self._all_reduce: Callable[[Tensor], object] = env.sum_over_ranks if is_sharded else lambda _: None
 
     def begin(self, job: Job) -> None:
-        """Guard the steps of this job, whose network this guard has wrapped. A collective."""
+        """Guard the steps of this job, whose model wraps :attr:`module`. A collective."""
         # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
-        if job.config.is_sharded:
-            self._all_reduce = self._env.sum_over_ranks
+        self._statistics = SavedStatistics(job.network)
         self._warm_up()
+
+    def wait_for_device(self) -> None:
+        """Return when the host knows what became of all steps until now. A collective. On a CPU it always knows."""
 
     def _warm_up(self) -> None:
         """One backward pass that is thrown away, so that DDP's buckets are final before the first step.
@@ -127,13 +139,13 @@ class ResilientGuard(StepGuard):
         # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
         # a report only when the scale cannot be lowered further.
         scaler_skips = scaler.is_enabled() and scaler.get_scale() * scaler.get_backoff_factor() >= 1.0
-        finite = not flags.not_finite and (scaler_skips or bool(self._finite_or_not(norm).isfinite()))
+        finite = not flags.not_finite and (scaler_skips or bool(self._finite_only_if_all_are(norm).isfinite()))
         if not finite:
             self.restore()
         self._conclude(job.step + 1, flags._replace(not_finite=not finite), losses)
         return finite
 
-    def _finite_or_not(self, norm: Tensor | None) -> Tensor:
+    def _finite_only_if_all_are(self, norm: Tensor | None) -> Tensor:
         """0-d, the same on every rank: not finite if an element of a gradient is not."""
         if norm is None:
             norm = sum_of_gradients(self._job.network.parameters())
@@ -141,7 +153,7 @@ class ResilientGuard(StepGuard):
         return norm
 
     def _conclude(self, step: int, flags: Flags, losses: list[Tensor]) -> None:
-        """What all ranks do when they know a step's flags.
+        """Act on a step's flags, as all ranks do.
 
         :param step: its number, from 1
         :param flags: those of any rank; ``not_finite`` says that the step was skipped
@@ -154,4 +166,18 @@ class ResilientGuard(StepGuard):
                 if self._job.user_error is not None:
                     raise self._job.user_error
         if flags.not_finite:
+            from ddp.resilience.nonfinite import report_skipped
+
             report_skipped(self._job, step, losses)
+
+
+def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """0-d; not finite if one element of a gradient is not. (The usual norm would overflow: 1e20 squared is inf.)
+
+    On CUDA it is the sum of absolute values, by ``torch._foreach_norm``: a few kernels for all gradients. A CPU adds up the
+    plain values in a fraction of the time. A DTensor counts by this rank's part.
+    """
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients and gradients[0].is_cuda:
+        return nn.utils.get_total_norm(gradients, norm_type=1.0)
+    return torch.stack([gradient.sum() for gradient in gradients]).sum()

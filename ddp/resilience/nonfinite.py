@@ -8,29 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.errors import UsageError
-from common.training.optimization import local
 from ddp.job import Job
 
 logger = logging.getLogger("ddp.train")
-
-
-def sum_of_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """0-d; not finite if one element of a gradient is not. (The usual norm would overflow: 1e20 squared is inf.)
-
-    On CUDA it is the sum of absolute values, by ``torch._foreach_norm``: a few kernels for all gradients. A CPU adds up the
-    plain values in a fraction of the time. Of DTensors, this rank's part.
-    """
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if gradients and gradients[0].is_cuda:
-        return nn.utils.get_total_norm(gradients, norm_type=1.0)
-    return torch.stack([gradient.sum() for gradient in gradients]).sum()
 
 
 def report_skipped(job: Job, step: int, losses: list[Tensor]) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
-from common.reporting.atomic_files import write_json
-from common.reporting.run_files import LAUNCH_FILE, read_regular
+from common.files.atomic_files import write_json
+from common.files.run_files import LAUNCH_FILE, read_regular
 
 if TYPE_CHECKING:
     import psutil

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from common.data.datasets import Batch
+from common.data.loader_errors import loader_errors
 from common.distributed.rank_logging import Progress
+from common.files.run_directory import require_lock
 from common.gpu.report import log_gpu
-from common.reporting.run_directory import require_lock
-from common.resilience import early_signals
-from common.resilience.loader_errors import loader_errors
-from common.resilience.stop_request import StopRequest, StopTogether, exit_status, signal_name
+from common.signals import early_signals
+from common.signals.stop_request import StopRequest, StopTogether, exit_status, signal_name
 from common.stdout import print_results
 from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
@@ -34,9 +34,6 @@ from ddp.resilience.flags import NO_FLAGS, Flags
 from ddp.resilience.guard import ResilientGuard
 
 logger = logging.getLogger("ddp.train")
-
-# The watchdog names the rank that is missing. The backend's own timeout names none, so it is this much longer.
-AFTER_THE_WATCHDOG_S = 30.0
 
 
 class Supervisor:
@@ -65,7 +62,7 @@ class Supervisor:
         )
         if env.device.type == "cuda":
             log_gpu(env.device)
-        job.tell_mfu()
+        job.measure_mfu()
         with env.fail_together():
             after = (job.step, job.epoch) if self._resumed else None
             job.metrics = MetricsWriter(
@@ -110,7 +107,7 @@ class Supervisor:
             require_equal_replicas(job.network, job.env, job.step)
         save = self.guard.flags.save or self.checkpointer.due(job.step)
         if self.guard.flags.stop or save:
-            self.guard.settle()  # on a GPU the flags were those of the step before: now they are those of this one
+            self.guard.wait_for_device()  # on a GPU the flags were those of the step before: now they are those of this one
         if self.guard.flags.stop:
             self._leave()
         if save and not (last or self.guard.flags.not_finite):

@@ -1,10 +1,10 @@
 """Sharded data parallelism (ZeRO) by hand: optimizer state, gradients and parameters divided over the ranks.
 
 by_parameter.py  stage 1 in its simplest form: whole parameters, each optimized by one rank
-zero1.py         stage 1: the optimizer's state, in equal slices
+zero1.py         stage 1: the optimizer's state, in equal shards
 zero2.py         stage 2: the gradients too
 zero3.py         stage 3: the parameters too, gathered unit by unit. They stand on
-                 flat.py (slices of parameters laid end to end), units.py (which parameters travel together)
+                 layout.py and flat.py (parameters end to end, cut into shards), units.py (which parameters travel together)
 clip.py          the norm of gradients that no rank has whole
 stages.py        one call for all stages
 strategies.py    what ddp.train takes: the stages, and torch's fully_shard with the same face; equal_batches.py (evaluation)

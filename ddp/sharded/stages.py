@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp.all_reduce.backend import another_group
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.sharded.flat import Precision
 from ddp.sharded.zero1 import DEFAULT_PRECISION, ZeRO1
 from ddp.sharded.zero2 import ZeRO2
@@ -27,9 +26,7 @@ def shard(
     *,
     units: Iterable[nn.Module] | None = None,
     precision: Precision = DEFAULT_PRECISION,
-    reshard_after_forward: bool | None = None,
     all_reduce: str = "backend",
-    process_group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> ZeRO1:
     """Shard a model over the ranks; then build the optimizer from the ``parameters()`` of what this returns. A collective.
@@ -37,27 +34,14 @@ def shard(
     :param stage: 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too
     :param units: submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
     :param precision: the dtypes of computation and communication
-    :param reshard_after_forward: of stage 3, see :class:`ddp.sharded.zero3.ZeRO3`
-    :param all_reduce: gathers and reduces by its halves: ``"backend"``, ``"ring"`` or ``"shared-memory"``
-    :param process_group: the default group when None
+    :param all_reduce: whose all-gather and reduce-scatter are used: ``"backend"``, ``"ring"`` or ``"shared-memory"``
     :param device: where to put what is on the meta device
     :raises ValueError: on every rank, for another stage or all-reduce, and as :class:`ddp.sharded.zero1.ZeRO1`
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage}: there are 1 (optimizer state), 2 (gradients too) and 3 (parameters too)")
-    if stage < 3 and reshard_after_forward is not None:
-        raise ValueError(f"reshard_after_forward is for stage 3: stage {stage} keeps its parameters whole")
     originals = dict(module.named_parameters())
-    more: dict[str, Any] = {"reshard_after_forward": reshard_after_forward} if stage == 3 else {}
-    model = STAGES[stage](
-        module,
-        units,
-        precision,
-        (_collectives(all_reduce, process_group), _collectives(all_reduce, process_group)),
-        process_group,
-        device,
-        **more,
-    )
+    model = STAGES[stage](module, units, (_collectives(all_reduce), _collectives(all_reduce)), precision, device)
     kept = set(module.parameters())
     for name, parameter in originals.items():
         if parameter not in kept:
@@ -65,17 +49,20 @@ def shard(
     return model
 
 
-def _collectives(name: str, group: dist.ProcessGroup | None) -> SlicedAllReduce:
+def _collectives(name: str) -> ShardedAllReduce:
+    group = dist.distributed_c10d._get_default_group()
     if name == "backend":  # gathers and reductions run at the same time, each kind in an order of its own
-        group = another_group(group or dist.distributed_c10d._get_default_group())
+        group = another_group(group)
     algorithm = build_all_reduce(name, group)
-    if not isinstance(algorithm, SlicedAllReduce):
+    if not isinstance(algorithm, ShardedAllReduce):
         algorithm.close()
-        raise ValueError(f"all_reduce={name!r} has no halves: choose backend, ring or shared-memory")
+        raise ValueError(
+            f"all_reduce={name!r} has no reduce-scatter and all-gather: choose backend, ring or shared-memory"
+        )
     return algorithm
 
 
-def _require_pieces(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _require_shards(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """:raises RuntimeError: for an optimizer of parameters that have been sharded since: its steps would change nothing"""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -86,4 +73,4 @@ def _require_pieces(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 )
 
 
-register_optimizer_step_pre_hook(_require_pieces)  # of every optimizer in this process; a look at each parameter
+register_optimizer_step_pre_hook(_require_shards)  # of every optimizer in this process; a look at each parameter

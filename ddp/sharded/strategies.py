@@ -39,7 +39,7 @@ def shard_network(
 
     :param network: the same on every rank
     :param strategy: one of :data:`ddp.strategies.SHARDED`
-    :param all_reduce: whose halves the hand-written stages use; ``"backend"`` when None
+    :param all_reduce: whose reduce-scatter and all-gather the hand-written stages use; ``"backend"`` when None
     :param precision: one of :data:`common.training.precision.PRECISIONS`
     :raises UsageError: on every rank, for a model with fewer parameters than ranks, and for ``fsdp2`` one with a parameter
         that several units share

@@ -37,7 +37,7 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
 
     :param units: submodules; None takes the children of every ``ModuleList`` and ``Sequential`` that have :data:`SMALL`
         parameters or more, but none within another
-    :raises ValueError: if a unit is no submodule, has no parameters, is listed twice, or lies within another
+    :raises ValueError: if a unit is no submodule, or lies within another
     """
     chosen = dict(_repeated_blocks(module)) if units is None else _checked(module, list(units))
     at: dict[nn.Parameter, set[str]] = {}
@@ -51,11 +51,11 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
                 if (part, name) not in owners.setdefault(parameter, []):
                     owners[parameter].append((part, name))
                 names.setdefault(parameter, f"{path}.{name}" if path else name)
-    found = {name: Unit(name, part, {}) for name, part in {"": module, **chosen}.items()}
+    parts = {name: Unit(name, part, {}) for name, part in {"": module, **chosen}.items()}
     for parameter, places in at.items():
         home = places.pop() if len(places) == 1 else ""
-        found[home].owners[names[parameter]] = owners[parameter]
-    return [unit for name, unit in found.items() if unit.owners or not name]
+        parts[home].owners[names[parameter]] = owners[parameter]
+    return [unit for name, unit in parts.items() if unit.owners or not name]
 
 
 def by_dtype(unit: Unit, trained_only: bool) -> Iterator[dict[str, list[Owner]]]:
@@ -107,24 +107,16 @@ def _repeated_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _checked(module: nn.Module, units: list[nn.Module]) -> Mapping[str, nn.Module]:
-    names = {part: name for name, part in module.named_modules()}
-    chosen: dict[str, nn.Module] = {}
+    names = {part: name for name, part in module.named_modules() if name}
     for unit in units:
-        name = names.get(unit, "")
-        if not name:
-            what = "the model itself, which is the root" if unit is module else "no submodule of the model"
-            raise ValueError(f"units: a {type(unit).__name__} is {what}: list submodules")
-        if name in chosen:
-            raise ValueError(f"units: {name} is listed twice")
-        if next(unit.parameters(), None) is None:
-            raise ValueError(f"units: {name}, a {type(unit).__name__}, has no parameters: leave it out")
-        chosen[name] = unit
+        if unit not in names:
+            raise ValueError(f"units: a {type(unit).__name__} is no submodule of the model")
+    chosen = {name: part for part, name in names.items() if part in units}
     for name in chosen:
         for other in chosen:
             if name != other and _is_in(name, other):
                 raise ValueError(f"units: {name} lies within {other}: list one of them")
-    order = list(names.values())
-    return {name: chosen[name] for name in sorted(chosen, key=order.index)}
+    return chosen
 
 
 def _is_in(path: str, unit: str) -> bool:

@@ -1,15 +1,15 @@
-"""ZeRO stage 1: all ranks compute with all parameters, and each optimizes only its own slice of them.
+"""ZeRO stage 1: all ranks compute with all parameters, and each optimizes only its own shard of them.
 
     model = shard(network, stage=1)
-    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's pieces: its state is a p-th of DDP's
-    model(inputs).sum().backward()                     # the gradients of the pieces are now averages over the ranks
+    optimizer = torch.optim.AdamW(model.parameters())  # of this rank's shards: its state is a p-th of DDP's
+    model(inputs).sum().backward()                     # the gradients of the shards are now averages over the ranks
     optimizer.step()                                   # the next forward pass gathers the new parameters
 
 In DDP every rank takes the same step, p times the same work and p times the same optimizer state. Here a step is
 
-    forward, backward  ->  reduce-scatter of gradients  ->  step of one slice  ->  all-gather of parameters
+    forward, backward  ->  reduce-scatter of gradients  ->  step of one shard  ->  all-gather of parameters
 
-The two collectives are the halves of DDP's all-reduce, with the step in between: as many bytes, and the same bits.
+The two collectives together are DDP's all-reduce, with the step in between: as many bytes, and the same bits.
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
 """
 
@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp.all_reduce.backend import Backend, another_group
-from ddp.all_reduce.base import SlicedAllReduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.replicas import broadcast, require_same_modules
 from ddp.sharded.flat import FlatParameters, Precision
@@ -38,14 +37,13 @@ DEFAULT_PRECISION = Precision()
 
 class ZeRO1(nn.Module):
     """Shards the optimizer's state of ``module`` over the ranks. The module's parameters are replaced: build the optimizer
-    from this wrapper's :meth:`parameters`, which are this rank's pieces, by the names of the whole ones.
+    from this wrapper's :meth:`parameters`, which are this rank's shards, by the names of the whole ones.
 
     :param module: the same on every rank, but for the values: those of rank 0 are sent to all. It may be on the meta device
     :param units: the submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
     :param precision: the dtypes of computation and communication
     :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
-        its own; the backend's when None
-    :param process_group: the default group when None
+        its own
     :param device: where to put what is on the meta device
     :raises ValueError: on every rank, if the modules differ, for units that do not fit, for fewer parameters than ranks
     """
@@ -55,18 +53,17 @@ class ZeRO1(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        units: Iterable[nn.Module] | None = None,
+        units: Iterable[nn.Module] | None,
+        collectives: tuple[ShardedAllReduce, ShardedAllReduce],
         precision: Precision = DEFAULT_PRECISION,
-        collectives: tuple[SlicedAllReduce, SlicedAllReduce] | None = None,
-        process_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        group = process_group or dist.distributed_c10d._get_default_group()
+        group = dist.distributed_c10d._get_default_group()
         require_same_modules(module, {"stage": self.stage, "precision": precision}, group)
         self.module, self.process_group = module, group
         self.require_backward_grad_sync = True  # what no_sync turns off
-        self._collectives = collectives or (Backend(another_group(group)), Backend(another_group(group)))
+        self._collectives = collectives
         self._names = [name for name, parameter in module.named_parameters()]
         self._running = False  # a backward pass
         self.flats: list[FlatParameters] = []
@@ -93,7 +90,7 @@ class ZeRO1(nn.Module):
                 raise ValueError(f"{type(module).__name__} has too few parameters to train for {group.size()} ranks")
         frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         broadcast([*(frozen if self.stage < 3 else ()), *module.buffers()], 0, group)  # at stage 3 they have been sent
-        self._stale = False  # the pieces have changed since the parameters were gathered, or will change
+        self._stale = False  # the shards have changed since the parameters were gathered, or will change
         self._in_gathered = False
         module.register_state_dict_pre_hook(self._require_whole)
         module.register_load_state_dict_pre_hook(self._refuse_to_load)
@@ -108,15 +105,15 @@ class ZeRO1(nn.Module):
         return output
 
     def _require_whole(self, *_: object) -> None:
-        """:raises RuntimeError: where a ``state_dict`` would hold pieces, or other ranks' parameters from before the last step"""
+        """:raises RuntimeError: where a ``state_dict`` would hold shards, or other ranks' parameters from before the last step"""
         if not self._in_gathered:
             raise RuntimeError(
                 "the parameters may not be whole: call state_dict() in `with model.gathered():` on all ranks"
             )
 
     def _refuse_to_load(self, *_: object) -> None:
-        """:raises RuntimeError: since what is loaded would not reach the pieces that are optimized"""
-        raise RuntimeError("load_state_dict() does not reach the pieces: load the weights before shard()")
+        """:raises RuntimeError: since what is loaded would not reach the shards that are optimized"""
+        raise RuntimeError("load_state_dict() does not reach the shards: load the weights before shard()")
 
     def close(self) -> None:
         """Free the threads and connections of the collectives; the model cannot be trained further."""
@@ -126,10 +123,10 @@ class ZeRO1(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's pieces by the parameters' names, in the order of ``module.named_parameters()``; ``parameters()`` too."""
-        pieces = {name: piece for flat in self.flats for name, piece in zip(flat.owners, flat.pieces, strict=True)}
-        for name in [name for name in self._names if name in pieces]:
-            yield f"{prefix}.{name}" if prefix else name, pieces[name]
+        """This rank's shards by the parameters' names, in the order of ``module.named_parameters()``; ``parameters()`` too."""
+        sharded = {name: one for flat in self.flats for name, one in zip(flat.owners, flat.sharded, strict=True)}
+        for name in [name for name in self._names if name in sharded]:
+            yield f"{prefix}.{name}" if prefix else name, sharded[name]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -174,15 +171,15 @@ class ZeRO1(nn.Module):
             self._in_gathered = False
             self._free_all()
 
-    def pieces_changed(self) -> None:
-        """Gather in the next forward pass, since something else than an optimizer after backward has written to the pieces."""
+    def shards_changed(self) -> None:
+        """Gather in the next forward pass, since something else than an optimizer after backward has written to the shards."""
         self._stale = True
 
     def _free_all(self) -> None:
         """Free whole parameters, at stage 3."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the pieces, and those that ``no_sync`` has kept. (An optimizer's ``zero_grad`` knows the pieces.)"""
+        """Drop the gradients of the shards, and those that ``no_sync`` has kept. (An optimizer's ``zero_grad`` knows the shards.)"""
         super().zero_grad(set_to_none)
         self._drop_gradients()
 
@@ -203,7 +200,7 @@ class ZeRO1(nn.Module):
             self._end_pass()
         if unit.module is self.module and self._stale:
             # With gradients that are not dropped yet, a step may follow this forward pass: then gather again in the next.
-            self._stale = any(piece.grad is not None for flat in self.flats for piece in flat.pieces)
+            self._stale = any(one.grad is not None for flat in self.flats for one in flat.sharded)
             for other in self.units:  # in the background: the last units are gathered while the first run
                 for flat in self._flats_of[other.name]:
                     flat.start_gather()
@@ -232,7 +229,7 @@ class ZeRO1(nn.Module):
         try:
             if self.require_backward_grad_sync:
                 self._reduce()
-                self._stale = True  # the optimizer is going to change the pieces
+                self._stale = True  # the optimizer is going to change the shards
         finally:
             self._end_pass()
 
@@ -248,10 +245,10 @@ class ZeRO1(nn.Module):
         self._exchange_flags()
 
     def _exchange_flags(self) -> None:
-        """What the ranks must know of each other's gradients, in one small all-reduce.
+        """Tell all ranks what they must know of each other's gradients, in one small all-reduce.
 
-        - If any slice is not finite, nans are put into all. So GradScaler, and code that looks at the norm of this rank's
-          pieces, comes to the same decision on every rank.
+        - If any shard is not finite, nans are put into all. So GradScaler, and code that looks at the norm of this rank's
+          shards, comes to the same decision on every rank.
         - A parameter that no rank has used gets no gradient, as in DDP.
         - At stage 3, all must have gathered the same units in the same order.
 
@@ -266,7 +263,7 @@ class ZeRO1(nn.Module):
         message = torch.cat([not_finite, used, torch.tensor([*digits, *squares]).to(used)])
         self._collectives[1].run(message)
         not_finite, used, sums = message.split([1, len(used), 2 * len(digits)])
-        for flat, users in zip(self._trained, used.split([len(flat.pieces) for flat in self._trained]), strict=True):
+        for flat, users in zip(self._trained, used.split([len(flat.sharded) for flat in self._trained]), strict=True):
             flat.finalize(not_finite, users)
         # The mean of squares is the square of the mean only if all are the same.
         size = self.process_group.size()

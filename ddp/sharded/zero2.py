@@ -7,10 +7,10 @@
 
 At stage 1 every rank holds all gradients until the end of backward, and then uses a p-th of them. Here the gradients of a unit
 are reduce-scattered as soon as the last of them is ready, while backward goes on with the layers below, and are then freed. A
-rank holds its slice of all gradients, and the whole gradients of the units in flight. (arXiv 1910.02054, section 5.2.)
+rank holds its shard of all gradients, and the whole gradients of the units in flight. (arXiv 1910.02054, section 5.2.)
 
 ``no_sync`` gives that up: gradients that are not reduced stay whole until they are. To accumulate in a p-th of the memory,
-leave it out: slices add up too, for one reduce-scatter in each micro-step.
+leave it out: shards add up too, for one reduce-scatter in each micro-step.
 """
 
 from __future__ import annotations

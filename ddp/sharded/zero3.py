@@ -39,22 +39,15 @@ from ddp.sharded.zero2 import ZeRO2
 class ZeRO3(ZeRO2):
     """Shards the optimizer's state, the gradients and the parameters.
 
-    Outside of forward and backward passes the module's parameters are this rank's pieces; :meth:`gathered` and
+    Outside of forward and backward passes the module's parameters are this rank's shards; :meth:`gathered` and
     :meth:`add_forward_method` are for other uses. See :class:`ddp.sharded.zero1.ZeRO1` for the other parameters.
-
-    :param reshard_after_forward: free a unit's parameters after its forward pass, and gather them again for backward. None
-        does so for all units but the root, whose backward pass begins at once; False saves a third of the traffic for the
-        memory of stage 2
     """
 
     stage = 3
 
-    def __init__(
-        self, module: nn.Module, *arguments: Any, reshard_after_forward: bool | None = None, **more: Any
-    ) -> None:
+    def __init__(self, module: nn.Module, *arguments: Any, **more: Any) -> None:
         self._calls: Counter[str] = Counter()  # of units with frozen parameters, whose backward pass is not over
         super().__init__(module, *arguments, **more)
-        self._reshard = reshard_after_forward
         self._gathers = 0  # a checksum of what was gathered since the last reduction
         self._order: list[Unit] = []  # in which the units run, as seen in the first forward pass
         self._order_is_known = False
@@ -89,10 +82,10 @@ class ZeRO3(ZeRO2):
         if frozen and differentiable:
             self._calls[unit.name] += 1
             register_multi_grad_hook(differentiable, lambda _: self._after_backward(unit))
-        # Without outputs that autograd knows, no hook will gather the parameters again in backward: then the unit stays whole,
-        # unless nothing in it can have a gradient.
+        # The root's backward pass begins at once. Without outputs that autograd knows, no hook will gather the parameters again in
+        # backward: then the unit stays whole, unless nothing in it can have a gradient.
         has_no_backward = not outputs and not differentiable and len(frozen) == len(self._flats_of[unit.name])
-        if has_no_backward or (outputs and (not is_root if self._reshard is None else self._reshard)):
+        if has_no_backward or (outputs and not is_root):
             self._free(unit)
 
     def _before_backward(self, unit: Unit) -> None:

@@ -106,7 +106,7 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
 
 
 def _title(config: StepTimelineConfig, run: RecordedSteps) -> str:
-    from ddp.by_hand.assignment import MIB
+    from ddp.by_hand.buckets import MIB
 
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in run.buckets]
     shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]

@@ -13,7 +13,7 @@ from common.errors import UsageError
 from common.training.models import MODELS, require_heads
 from ddp.all_reduce import ALL_REDUCES
 from ddp.config import micro_batch_size, require_samples
-from ddp.strategies import STAGES, require_halves
+from ddp.strategies import STAGES, require_shardable
 
 REPLICAS = "handwritten"
 
@@ -87,7 +87,7 @@ class StepTimelineConfig:
             require_samples(self.model, self.batch_size, self.ranks)
             return
         _ = self.sequences  # the batch may not divide
-        require_halves(self.all_reduce, self.strategy)
+        require_shardable(self.all_reduce, self.strategy)
         require_heads(self.width)
 
     def _check_gpus(self) -> None:

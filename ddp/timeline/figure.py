@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.reporting.gantt import AXIS_PX, DPI, Gantt, new_gantt, save_gantt
 from common.reporting.run_figures import COLORS
-from ddp.by_hand.assignment import MIB
+from ddp.by_hand.buckets import MIB
 from ddp.timeline.overlap import OverlapParts, sent_by_all
 from ddp.timeline.recording import Sending, Step
 

@@ -21,10 +21,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv
+from common.randomness import derive_seed
 from common.reporting.clock import Clock, clock_of
 from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
-from common.training.randomness import derive_seed
 from common.training.recipes import require_a_batch
 from ddp.all_reduce.base import AllReduce, Pending
 from ddp.all_reduce.choice import build_all_reduce
@@ -228,7 +228,7 @@ class Recorder:
         step.forwarded = self._clock.stamp()
         loss.backward()
         step.returned = self._clock.stamp()
-        set_learning_rate(self._optimizer, self._config.rate_at(self._steps, self._sampler.steps_per_epoch))
+        set_learning_rate(self._optimizer, self._config.learning_rates(self._sampler.steps_per_epoch)(self._steps))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         step.ended = self._clock.stamp()

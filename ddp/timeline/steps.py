@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, write_results
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 
 WARMUP = 3  # unrecorded steps; buckets are final, and the order of units is known, after the first

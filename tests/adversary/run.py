@@ -21,7 +21,7 @@ import psutil
 
 from common.distributed.process_group import TORCHRUN_VARIABLES
 from common.distributed.worker_group import rendezvous
-from common.resilience import early_signals
+from common.signals import early_signals
 from dataloading.dataset.decoders import installed
 from tests.adversary.around import NEED_MOUNTS, can_mount
 from tests.adversary.attempt import Attempt, Outcome

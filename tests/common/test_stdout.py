@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,12 +53,6 @@ def test_a_stdout_that_cannot_be_written_is_named() -> None:
     assert end_of("table", "/dev/full") == (2, f"error: {words}\n")
     status, said = end_of("results", "/dev/full")
     assert (status, said) == (0, f"WARNING:common.stdout:{words}: the summary is lost, the results are complete\n")
-
-
-def test_errors_of_other_files_pass(tmp_path: Path) -> None:
-    program = f"{PROGRAM}\n@command\ndef other():\n    open({str(tmp_path)!r} + '/none/x')\nother()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
-    assert done.returncode == 1 and "FileNotFoundError" in done.stderr
 
 
 def test_a_name_that_is_no_utf_8_can_be_printed() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 import dataparallel.train
 from common.data.datasets import fetch_batches
 from common.errors import UsageError
+from common.randomness import shuffled
 from common.training.metrics import read_metrics
 from common.training.precision import PRECISIONS
-from common.training.randomness import shuffled
 from common.training.recipes import load_dataset
 from dataparallel import train
 from dataparallel.train import (

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from common.reporting.atomic_files import write_json
+from common.files.atomic_files import write_json
 from ddp.all_reduce import ALL_REDUCES, hierarchical
 from ddp.all_reduce.p2p import P2P
 from tests.ddp.jobs import small, train_epochs

@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.resilience.stop_request import REQUEUE
+from common.signals.stop_request import REQUEUE
 from common.training.evaluation import evaluate
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.training_data import load_lfw

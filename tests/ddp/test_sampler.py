@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from common.training.randomness import derive_seed, shuffled
+from common.randomness import derive_seed, shuffled
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
 

@@ -65,7 +65,7 @@ def test_lines_are_sums() -> None:
         ),
         (
             {"strategy": "zero3", "all_reduce": "tree"},
-            "--all-reduce tree has no halves for --strategy zero3: use backend",
+            "--all-reduce tree has no reduce-scatter and all-gather for --strategy zero3: use backend",
         ),
         ({"strategy": "fsdp2", "all_reduce": "ring"}, "--all-reduce ring is for the strategies written by hand"),
     ],

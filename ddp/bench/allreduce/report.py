@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
+from common.files.run_directory import files_line
 from common.reporting.benchmark import write_results
 from common.reporting.benchmark_figures import plot_all_reduce
-from common.reporting.run_directory import files_line
 from common.reporting.timing import Spread
 from ddp.bench.allreduce.alpha_beta import bus_bandwidth, least_shared_memory_seconds
 from ddp.bench.allreduce.config import KI, MI, SHARED, AllReduceConfig, size_name

@@ -9,9 +9,9 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup, preload
 from common.errors import UsageError
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, write_results
 from common.reporting.benchmark_figures import plot_bars
-from common.reporting.run_directory import files_line
 from ddp.bench.memory.config import MemoryConfig, formula
 from ddp.bench.memory.ledger import LATE_IMPORTS, LedgerWorker
 from ddp.bench.sharding import REPLICAS, STAGES, parameters_of

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup, preload
+from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, write_results
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.run_directory import files_line
 from common.training.gpt import GPT
 from ddp.bench.memory import shards
 from ddp.bench.memory.config import PARTS, MemoryConfig, formula

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from ddp.by_hand import errors
-from ddp.by_hand.drop_in.reducer import DropInReducer
+from ddp.by_hand.drop_in.reducer import DropInReducer, UnbucketedAverage
 
 
-class DelayedAverage:
+class DelayedAverage(UnbucketedAverage):
     """Averages the gradients of some parameters in one tensor, when all of them and that of another parameter are ready.
 
     :param parameters: by name, of one dtype and device
@@ -32,55 +31,42 @@ class DelayedAverage:
         group: dist.ProcessGroup,
         reducer: DropInReducer,
     ) -> None:
-        self._names, self._parameters = list(parameters), list(parameters.values())
-        self._group, self._reducer = group, reducer
-        first, sizes = self._parameters[0], [parameter.numel() for parameter in self._parameters]
+        super().__init__(parameters, group, reducer)
+        first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        pieces = self._buffer.split(sizes)
-        self._views = [piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True)]
+        parts = self._buffer.split(sizes)
+        self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
         self._missing: set[int] = set()  # gradients that are waited for in this pass; the last one is the trigger's
         self._work: dist.Work | None = None
-        self._nodes = [get_gradient_edge(parameter).node for parameter in (*self._parameters, trigger)]
-        self.hooks = [n.register_hook(functools.partial(self._ready, i)) for i, n in enumerate(self._nodes)]
-        reducer.ids.update(map(id, self._parameters))
+        self._trigger_node = get_gradient_edge(trigger).node
+        self.hooks.append(self._trigger_node.register_hook(functools.partial(self.ready, len(sizes))))
         reducer.before_backward.append(self._begin)
-        reducer.after_backward.append(self._finish)
 
     def _begin(self) -> None:
         self._wait()  # an exception may have ended the pass before
-        self._missing = set(range(len(self._nodes)))
+        self._missing = set(range(len(self.hooks)))
 
-    def _ready(self, index: int, *_: object) -> None:
-        if not self._reducer.expecting:
-            return
-        self._reducer.begin()  # it ends this pass, also if none of its own gradients becomes ready
-        self._reducer.others_ready = True
+    def ready(self, index: int, *_: object) -> None:
+        super().ready(index)
         self._missing.discard(index)
-        if not self._missing and self._work is None:
+        if self.reducer.expecting and not self._missing and self._work is None:
             self._start()
 
     @torch.no_grad()
     def _start(self) -> None:
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
-        self._buffer.div_(self._reducer.divisor)
-        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+        self._buffer.div_(self.reducer.div_factor)
+        self._work = dist.all_reduce(self._buffer, group=self.group, async_op=True)
 
-    @torch.no_grad()
-    def _finish(self) -> None:
-        """Backward is over: start now if a parameter was not used, and make the averages the gradients.
-
-        :raises RuntimeError: if parameters were converted after wrapping
-        """
-        if error := errors.converted(self._names, self._parameters, self._nodes[:-1]):
-            raise error
-        if self._work is None:
+    def average(self) -> None:
+        if self._work is None:  # a parameter was not used
             self._start()
         self._wait()
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.detach().clone()
             elif parameter.grad.data_ptr() != view.data_ptr():

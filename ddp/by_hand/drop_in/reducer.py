@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import abc
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
-from ddp.by_hand.buckets import Bucket
+from ddp.by_hand import errors
 from ddp.by_hand.reducer import Reducer
 
 
@@ -17,8 +20,7 @@ class DropInReducer(Reducer):
     """A reducer to which other parts of a wrapper can be attached.
 
     ``before_backward`` are called when a backward pass that synchronizes begins, ``after_backward`` when it has ended, ``after_none``
-    when one has ended that gave no parameter a gradient. ``moments`` are of the latest one, in nanoseconds: the begin of backward,
-    the first all-reduce, the end of backward's own computation, and the end of all.
+    when one has ended that gave no parameter a gradient.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -30,7 +32,6 @@ class DropInReducer(Reducer):
         self._skipped: set[int] = set()  # parameters of such buckets in this pass
         self._accumulated: set[int] = set()  # parameters that got gradients in passes that did not synchronize
         self.others_ready = False  # whether a gradient that is in no bucket became ready in this pass
-        self.moments: dict[str, int] = {}
 
     @property
     def rebuilt(self) -> bool:
@@ -45,7 +46,7 @@ class DropInReducer(Reducer):
     def begin(self, *outputs: Node | None) -> None:
         self._leave_interrupted()
         if not self._running:
-            self.others_ready, self.moments = False, {"backward": time.perf_counter_ns()}
+            self.others_ready = False
             self._skipped.clear()
             for call in self.before_backward:
                 call()
@@ -55,10 +56,6 @@ class DropInReducer(Reducer):
         if not self.expecting:
             self._accumulated.add(index)
         super().ready(index, *arguments)
-
-    def start(self, bucket: Bucket) -> None:
-        self.moments.setdefault("all-reduce", time.perf_counter_ns())
-        super().start(bucket)
 
     def _send(self) -> None:
         bucket = self.buckets[len(self.sent)]
@@ -75,7 +72,6 @@ class DropInReducer(Reducer):
         return super().agree_on_receivers(used) - self._skipped
 
     def _finish(self) -> None:
-        self.moments["computed"] = time.perf_counter_ns()
         super()._finish()
         # The lesson's reducer still expects a pass if none of its gradients became ready.
         if not self.expecting or self.others_ready:
@@ -83,7 +79,6 @@ class DropInReducer(Reducer):
             self._accumulated.clear()
             for call in self.after_backward:
                 call()
-            self.moments["end"] = time.perf_counter_ns()
         else:
             for call in self.after_none:
                 call()
@@ -92,3 +87,41 @@ class DropInReducer(Reducer):
 class _Skipped:
     def wait(self) -> None:
         pass
+
+
+class UnbucketedAverage(abc.ABC):
+    """Averages the gradients of parameters that are in no bucket.
+
+    :param parameters: by name, in the same order on all ranks
+    :param reducer: knows when a backward pass synchronizes
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, reducer: DropInReducer
+    ) -> None:
+        self.names, self.parameters = list(parameters), list(parameters.values())
+        self.group, self.reducer = group, reducer
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self.hooks = [n.register_hook(functools.partial(self.ready, i)) for i, n in enumerate(self._nodes)]
+        reducer.ids.update(map(id, self.parameters))
+        reducer.after_backward.append(self._finish)
+
+    def ready(self, index: int, *_: object) -> None:
+        """The gradient of parameter ``index`` is in ``.grad``."""
+        if self.reducer.expecting:
+            self.reducer.begin()  # it ends this pass, also if none of its own gradients becomes ready
+            self.reducer.others_ready = True
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Backward is over.
+
+        :raises RuntimeError: if parameters were converted after wrapping
+        """
+        if error := errors.converted(self.names, self.parameters, self._nodes):
+            raise error
+        self.average()
+
+    @abc.abstractmethod
+    def average(self) -> None:
+        """Make the averages the gradients."""

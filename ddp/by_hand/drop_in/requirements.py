@@ -1,18 +1,18 @@
-"""What a wrapper asks of its module, of a hook, and of a backward pass; each refusal says what to do instead."""
+"""Refusals of modules, hooks and backward passes that the drop-in cannot work with; each says what to do instead."""
 
 from __future__ import annotations
 
-import inspect
+import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from ddp.by_hand.errors import first_of
 from ddp.by_hand.replicas import replicated
 
 
@@ -49,19 +49,19 @@ def require_wrappable(
         raise ValueError("torch's SyncBatchNorm works on GPUs alone: see ddp/batchnorm.py for one that works on a CPU")
 
 
-def require_annotations(hook: Callable[..., Any]) -> None:
-    """:raises ValueError: if a communication hook's annotations are of something else; torch's accepts fewer"""
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if (
-        bucket is not None
-        and isinstance(bucket.annotation, type)
-        and bucket.annotation.__name__ not in ("_empty", "GradBucket")
-    ):
-        raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation}")
-    result = signature.return_annotation
-    if isinstance(result, type) and result.__name__ not in ("_empty", "Future"):
-        raise ValueError(f"a communication hook returns a torch.futures.Future[torch.Tensor], not {result}")
+def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:
+    """Two wrappers of one parameter average the same ``.grad``: each needs a copy of what backward has put there.
+
+    :raises ValueError: if the module holds a wrapper, and this one or that one lets ``.grad`` be a view into its buckets
+    """
+    for name, inner in module.named_modules():
+        if hasattr(inner, "require_backward_grad_sync") and (
+            as_view or getattr(inner, "gradient_as_bucket_view", True)
+        ):
+            raise ValueError(
+                f"{name or 'the module'} is wrapped already, and both wrappers would let .grad be a view into their buckets: "
+                "wrap only one of them, or pass gradient_as_bucket_view=False to both"
+            )
 
 
 def refuse_compiled_autograd() -> None:
@@ -70,3 +70,24 @@ def refuse_compiled_autograd() -> None:
         raise NotImplementedError(
             "compiled autograd traces backward, where hooks cannot start all-reduces: compile the module, not its backward pass"
         )
+
+
+def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) -> None:
+    """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
+    changed = [
+        name for name, parameter in wrapped.items() if (now := _now(module, name)) is not None and now is not parameter
+    ]
+    if changed:
+        raise RuntimeError(
+            f"{len(changed)} parameters were replaced after wrapping: {first_of(changed)}. Their gradients are not averaged any "
+            "more: change values in place (load_state_dict without assign), or wrap the module again"
+        )
+
+
+def _now(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter of that name, if there is one. (Pruning and weight norm make what was a parameter a function of others.)"""
+    try:
+        value = operator.attrgetter(name)(module)
+    except AttributeError:
+        return None
+    return value if isinstance(value, nn.Parameter) else None

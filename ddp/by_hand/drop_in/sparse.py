@@ -6,15 +6,11 @@ travels grows with the number of ranks and of rows that they use, not with the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
-from ddp.by_hand import errors
-from ddp.by_hand.drop_in.reducer import DropInReducer
+from ddp.by_hand.drop_in.reducer import UnbucketedAverage
 
 
 def sparse_parameters(module: nn.Module) -> set[str]:
@@ -27,36 +23,14 @@ def sparse_parameters(module: nn.Module) -> set[str]:
     return {f"{prefix}.weight".removeprefix(".") for prefix in embeddings}
 
 
-class SparseAverage:
-    """Averages sparse gradients when backward is over.
+class SparseAverage(UnbucketedAverage):
+    """Averages sparse gradients when backward is over."""
 
-    :param parameters: in the same order on all ranks
-    :param reducer: knows when a backward pass synchronizes
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, reducer: DropInReducer
-    ) -> None:
-        self._names, self._parameters = list(parameters), list(parameters.values())
-        self._group, self._reducer = group, reducer
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
-        self.hooks = [node.register_hook(self._ready) for node in self._nodes]
-        reducer.ids.update(map(id, self._parameters))
-        reducer.after_backward.append(self._average)
-
-    def _ready(self, *_: object) -> None:
-        if self._reducer.expecting:
-            self._reducer.begin()
-            self._reducer.others_ready = True
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        if error := errors.converted(self._names, self._parameters, self._nodes):
-            raise error
-        for parameter in self._parameters:
+    def average(self) -> None:
+        for parameter in self.parameters:
             gradient = _no_rows_of(parameter) if parameter.grad is None else parameter.grad
-            total = gradient / self._reducer.divisor
-            dist.all_reduce(total, group=self._group)
+            total = gradient / self.reducer.div_factor
+            dist.all_reduce(total, group=self.group)
             if parameter.grad is not None or total._nnz():  # else no rank has used it
                 parameter.grad = total
 

@@ -15,36 +15,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
-from ddp.by_hand.assignment import MIB
-from ddp.by_hand.comm_hook import Hook, StridedGradBucket
+from ddp.by_hand import comm_hook
+from ddp.by_hand.buckets import MIB
 from ddp.by_hand.drop_in import in_backward
-from ddp.by_hand.drop_in.buffer_hook import BufferHookedDDP
 from ddp.by_hand.drop_in.delayed import DelayedAverage
-from ddp.by_hand.drop_in.logging_data import StepTimes, bucket_data
+from ddp.by_hand.drop_in.logging_data import LoggingDDP
 from ddp.by_hand.drop_in.mixed_precision import MixedPrecision, averaged_in, call_in, cast_buffers
 from ddp.by_hand.drop_in.reducer import DropInReducer
 from ddp.by_hand.drop_in.requirements import (
     group_of,
     refuse_compiled_autograd,
-    require_annotations,
+    require_copies_when_nested,
+    require_same_parameters,
     require_wrappable,
 )
 from ddp.by_hand.drop_in.sparse import SparseAverage, sparse_parameters
-from ddp.by_hand.errors import require_same_parameters
-from ddp.by_hand.replicas import broadcast, replicated, require_same_modules, trained_parameters
-from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.by_hand.replicas import make_equal, trained_parameters
 
 
 @TorchDDP.register  # so that isinstance() holds, by which torch.distributed.checkpoint and others recognize a wrapper
-class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParallel):
+class DistributedDataParallel(LoggingDDP):
     """A drop-in for ``torch.nn.parallel.DistributedDataParallel``, whose documentation holds for every argument but these:
 
     :param dim: not used, as in torch's
@@ -101,6 +98,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         if device_mesh is not None:
             process_group = group_of(device_mesh, process_group)
         require_wrappable(module, device_ids, output_device)
+        require_copies_when_nested(module, gradient_as_bucket_view)
         self.dim, self.output_device, self.mixed_precision = dim, output_device, mixed_precision
         self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
@@ -111,7 +109,6 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         self._delayed: DelayedAverage | None = None
         self._sparse: SparseAverage | None = None
         self._fused: list[nn.Parameter] | None = None  # parameters whose optimizers step within backward
-        self._times = StepTimes()
         super().__init__(
             module,
             device_ids,
@@ -133,9 +130,7 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         if self._init_sync:
             more = {"bucket_cap_mb_list": self._limits, "delay_all_reduce_named_params": list(self._delayed_parameters)}
             more |= {"skip_all_reduce_unused_params": self.skip_all_reduce_unused_params}
-            require_same_modules(self.module, settings | more, self.process_group, self._sync_buffers_at_first)
-            tensors = replicated(self.module, buffers=self._sync_buffers_at_first)
-            broadcast(list(tensors.values()), 0, self.process_group)
+            make_equal(self.module, settings | more, self.process_group, self._sync_buffers_at_first)
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
@@ -208,7 +203,6 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
         refuse_compiled_autograd()
         if self._fused is None:
             self._fused = in_backward.take_over(trained_parameters(self.module).values())
-        self._times.forward_begins()
         output = super().forward(*inputs, **kwargs)
         self.synchronize_buffers_after_forward()
         return output
@@ -224,7 +218,6 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             require_same_parameters(wrapper.reducer.unused(), wrapper.module)
             wrapper.await_buffers()
             in_backward.step(wrapper._fused or ())
-            wrapper._times.backward_ended(wrapper.reducer)
 
     @staticmethod
     def _after_none(wrapper: DistributedDataParallel | None) -> None:
@@ -259,35 +252,15 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
 
     # Hooks
 
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
+    def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
         """See torch's."""
-        if callable(hook):
-            require_annotations(hook)
         if self._sparse is not None:
             raise NotImplementedError("a communication hook sees buckets alone, and sparse gradients are in none")
         super().register_comm_hook(state, hook)
 
     def _average_in(self, precision: MixedPrecision) -> None:
         if self._sparse is None:
-            super().register_comm_hook(None, averaged_in(precision, self.process_group))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """One of ``torch.distributed.BuiltinCommHookType``."""
-        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
-
-    def _register_fused_optim(
-        self,
-        optim: type[torch.optim.Optimizer],
-        *args: Any,
-        optim_params: Iterable[Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Let an optimizer update each parameter when its gradient is averaged; see torch's."""
-        from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
-
-        self.bucket_type = StridedGradBucket
-        optimizer_overlap._as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+            comm_hook.register(self.reducer, None, averaged_in(precision, self.process_group))
 
     def join_hook(self, **settings: Any) -> JoinHook:
         if self._sparse is not None or self._delayed is not None:
@@ -308,40 +281,13 @@ class DistributedDataParallel(BufferHookedDDP, HandwrittenDistributedDataParalle
             raise RuntimeError(
                 "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
             )
-        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks"}
-        parts |= {"_sparse", "_delayed", "_times", "_fused"}
+        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks", "_sparse", "_delayed", "_fused"}
         return {name: value for name, value in self.__dict__.items() if name not in parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = dist.distributed_c10d._get_default_group()
-        self._sparse, self._delayed, self._fused, self._times = None, None, None, StepTimes()
+        self._sparse, self._delayed, self._fused = None, None, None
         self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
         if self.mixed_precision is not None:
             self._average_in(self.mixed_precision)
-
-    # Numbers
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Settings, sizes in bytes, and times in nanoseconds, under torch's names."""
-        trained = trained_parameters(self.module)
-        return {
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "backend_name": self.process_group.name(),
-            "device_ids": ", ".join(map(str, self.device_ids)),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "bucket_cap_bytes": max(self.bucket_limits),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            **bucket_data(self.module, trained, self.reducer.buckets, self.reducer.rebuilt),
-            **self._times.data(),
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Record the times of one step of so many, after the first ten."""
-        if sample_rate < 1:
-            raise ValueError(f"sample_rate={sample_rate} must be 1 or more")
-        self._times.sample_rate = sample_rate

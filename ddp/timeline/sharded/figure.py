@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.reporting.gantt import Gantt, new_gantt, save_gantt
 from common.reporting.run_figures import COLORS
-from ddp.by_hand.assignment import MIB
+from ddp.by_hand.buckets import MIB
 from ddp.timeline.figure import CHARACTER_PX, HEIGHT, LABEL_SIZE, LATE, OPTIMIZER, WAIT, lanes
 from ddp.timeline.overlap import Interval, union
 from ddp.timeline.recording import Sending

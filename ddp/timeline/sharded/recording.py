@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from common.distributed.process_group import DistEnv
 from common.training.gpt import GPT
 from ddp.all_reduce.backend import Backend, another_group
-from ddp.all_reduce.base import SlicedAllReduce
 from ddp.all_reduce.choice import build_all_reduce
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.bench.turns import keep_freed_memory
 from ddp.by_hand.outputs import tensors_in
 from ddp.sharded.flat import FlatParameters
@@ -90,13 +90,13 @@ class ShardedStep:
         return [span for span in self.spans if span.kind in kinds]
 
 
-class RecordingCollectives(SlicedAllReduce):
+class RecordingCollectives(ShardedAllReduce):
     """Runs another's collectives one after the other in a background thread, and tells when each began and ended.
 
     :param record: called with the kind of collective, its tensor, the start and the end
     """
 
-    def __init__(self, inner: SlicedAllReduce, record: Callable[[str, Tensor, float, float], None]) -> None:
+    def __init__(self, inner: ShardedAllReduce, record: Callable[[str, Tensor, float, float], None]) -> None:
         super().__init__()
         self._inner, self._record = inner, record
 
@@ -122,12 +122,12 @@ class RecordingCollectives(SlicedAllReduce):
         self._record(kind, buffer, start, time.perf_counter())
 
 
-def _collectives(name: str) -> SlicedAllReduce:
+def _collectives(name: str) -> ShardedAllReduce:
     if name == "backend":  # gathers and reductions run at the same time, each kind in an order of its own
         assert dist.group.WORLD is not None
         return Backend(another_group(dist.group.WORLD))
     algorithm = build_all_reduce(name)
-    assert isinstance(algorithm, SlicedAllReduce)
+    assert isinstance(algorithm, ShardedAllReduce)
     return algorithm
 
 

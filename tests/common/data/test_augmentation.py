@@ -7,8 +7,8 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.training.randomness import uniform
+from common.data.augmentation import Augmentation
+from common.randomness import uniform
 
 Pixels = npt.NDArray[np.uint8]
 Samples = npt.NDArray[np.int64]
@@ -50,46 +50,6 @@ def test_a_batch_is_augmented_as_a_naive_loop_over_images_and_pixels_would(
     assert result.dtype == np.uint8
     for i, sample in enumerate(samples.tolist()):
         np.testing.assert_array_equal(result[i], naive(augmentation, images[i], seed, epoch, sample))
-
-
-@given(augmentations, shapes, seeds, st.data())
-def test_a_sample_looks_the_same_whichever_batch_it_is_in(
-    augmentation: Augmentation, shape: tuple[int, ...], seed: int, data: st.DataObject
-) -> None:
-    images, samples = make_batch(shape, seed)
-    together = augmentation(images, seed, 3, samples)
-    chosen = np.array(data.draw(st.lists(st.sampled_from(range(shape[0])))) if shape[0] else [], np.int64)
-    np.testing.assert_array_equal(augmentation(images[chosen], seed, 3, samples[chosen]), together[chosen])
-
-
-@given(augmentations, shapes, seeds)
-def test_the_given_images_are_neither_changed_nor_shared(
-    augmentation: Augmentation, shape: tuple[int, ...], seed: int
-) -> None:
-    images, samples = make_batch(shape, seed)
-    before = images.copy()
-    result = augmentation(images, seed, 0, samples)
-    assert not np.shares_memory(result, images)
-    np.testing.assert_array_equal(images, before)
-
-
-def test_no_augmentation_returns_equal_images() -> None:
-    images, samples = make_batch((5, 3, 6, 4), 0)
-    np.testing.assert_array_equal(NO_AUGMENTATION(images, 0, 0, samples), images)
-
-
-def test_every_shift_and_mirroring_is_equally_frequent() -> None:
-    count = 5000
-    images = np.zeros((count, 1, 5, 7), np.uint8)
-    images[:, 0, 2, 3], images[:, 0, 2, 4] = 2, 1  # a dot with another to its right, mirrored: to its left
-    result = Augmentation(shift=2, flip=True)(images, 0, 0, np.arange(count)).reshape(count, -1)
-    dot = result.argmax(axis=1)
-    mirrored = result[np.arange(count), dot - 1] == 1
-    counts = np.unique(dot + 100 * mirrored, return_counts=True)[1]
-    assert len(counts) == 5 * 5 * 2
-    assert ((counts - 100) ** 2 / 100).sum() < 49 + 5 * (
-        2 * 49
-    ) ** 0.5  # chi-square's mean and five standard deviations
 
 
 def test_another_epoch_or_seed_draws_anew() -> None:

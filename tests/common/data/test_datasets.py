@@ -39,12 +39,6 @@ def key(*samples: int, epoch: int = 0) -> BatchKey:
     return BatchKey(epoch, np.array(samples, np.int64))
 
 
-def test_glyphs_load_whole_with_their_classes_and_shape() -> None:
-    data = load("glyphs")
-    assert (len(data.train), len(data.test)) == (12_000, 2_000)
-    assert (data.name, data.classes, data.shape) == ("glyphs", tuple("23589BEKRS"), (1, 28, 28))
-
-
 def test_a_limit_takes_the_first_samples() -> None:
     data = load_few()
     for half, split, count in ((data.train, "train", 60), (data.test, "test", 20)):
@@ -124,13 +118,6 @@ def test_to_input_is_torchvisions_normalize(
     np.testing.assert_array_equal(given_images, images)
 
 
-def test_a_models_input_has_mean_0_and_standard_deviation_1() -> None:
-    data = load_few()
-    inputs = data.to_input(torch.from_numpy(in_memory(data.train).images)).double()
-    assert inputs.mean().item() == pytest.approx(0, abs=1e-5)
-    assert inputs.std(correction=0).item() == pytest.approx(1, abs=1e-5)
-
-
 @given(st.lists(st.integers(0, 19), max_size=30))
 def test_a_batch_holds_the_samples_asked_for_in_that_order(samples: list[int]) -> None:
     dataset = ImageDataset(np.arange(20 * 12, dtype=np.uint8).reshape(20, 1, 3, 4), np.arange(20))
@@ -174,15 +161,6 @@ def test_training_batches_are_augmented_with_the_seed_the_epoch_and_the_data_set
 def test_test_batches_are_never_augmented() -> None:
     data = load_few(augmentation=AUGMENTATION)
     np.testing.assert_array_equal(data.test.__getitems__(key(*range(20))).images, in_memory(data.test).images)
-
-
-def test_without_augmentation_a_fetch_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(*_: object) -> None:
-        raise AssertionError("augmented")
-
-    dataset = in_memory(load_few().train)
-    monkeypatch.setattr(Augmentation, "__call__", draw)
-    np.testing.assert_array_equal(dataset.__getitems__(key(2, 5)).images, dataset.images[[2, 5]])
 
 
 def test_batches_are_the_same_from_persistent_workers_as_from_the_main_process() -> None:

@@ -96,20 +96,9 @@ def test_a_missing_folder_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert "--download" in message
 
 
-@needs_debians_files
-@pytest.mark.parametrize("missing", [IMAGES, LABELS])
-def test_a_missing_file_is_named(missing: str, original: dict[str, bytes], tmp_path: Path) -> None:
-    for name, content in original.items():
-        if name != missing:
-            write(tmp_path / name, content)
-    assert f"no {missing}[.gz] in {tmp_path} " in refusal(tmp_path)
-
-
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "cut in its header": lambda content: content[:6],
-    "cut after its header": lambda content: content[:16],
-    "cut in the middle": lambda content: content[: len(content) // 2],
     "one byte short": lambda content: content[:-1],
     "one byte long": lambda content: content + b"\0",
     "text": lambda content: b"<!DOCTYPE html><title>404 Not Found</title>" * 1000,
@@ -120,14 +109,13 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @needs_debians_files
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("damaged", [IMAGES, LABELS])
 def test_a_damaged_or_foreign_file_is_named(
-    damage: str, suffix: str, damaged: str, original: dict[str, bytes], tmp_path: Path
+    damage: str, damaged: str, original: dict[str, bytes], tmp_path: Path
 ) -> None:
     for name, content in original.items():
-        write(tmp_path / (name + suffix), DAMAGES[damage](content) if name == damaged else content)
-    assert str(tmp_path / (damaged + suffix)) in refusal(tmp_path)
+        write(tmp_path / name, DAMAGES[damage](content) if name == damaged else content)
+    assert str(tmp_path / damaged) in refusal(tmp_path)
 
 
 @needs_debians_files
@@ -135,12 +123,11 @@ def test_a_damaged_or_foreign_file_is_named(
     "damage",
     [
         lambda content: b"",
-        lambda content: content[:5],
         lambda content: content[:-10_000],
         lambda content: content[:40] + b"\xff" * 1000 + content[1040:],
         lambda content: b"text" * 999,
     ],
-    ids=["empty", "cut in its header", "truncated", "garbled", "not gzip"],
+    ids=["empty", "truncated", "garbled", "not gzip"],
 )
 def test_a_damaged_gzip_file_is_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     for name in (IMAGES, LABELS):
@@ -148,15 +135,6 @@ def test_a_damaged_gzip_file_is_named(damage: Callable[[bytes], bytes], tmp_path
     path = tmp_path / f"{IMAGES}.gz"
     path.write_bytes(damage(path.read_bytes()))
     assert refusal(tmp_path).startswith(f"{path} is damaged or truncated")
-
-
-@needs_debians_files
-def test_labels_under_the_images_name_are_refused_by_their_shape(original: dict[str, bytes], tmp_path: Path) -> None:
-    for name in (IMAGES, LABELS):
-        write(tmp_path / name, original[LABELS])
-    assert refusal(tmp_path) == (
-        f"{tmp_path / IMAGES} holds uint8 [10000], where Fashion-MNIST has uint8 [10000, 28, 28]"
-    )
 
 
 @needs_debians_files
@@ -193,14 +171,6 @@ class Files(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
-
-
-class Gibberish(Files):
-    """What answers on the port does not speak HTTP."""
-
-    def do_GET(self) -> None:
-        self.close_connection = True
-        self.wfile.write(b"220 mail.example.org ESMTP\r\n")
 
 
 @contextlib.contextmanager
@@ -280,33 +250,11 @@ def test_an_unreachable_mirror_is_named(
     assert UNREACHABLE in download_refusal(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["absent", "changed", "gibberish"])
 def test_a_mirror_that_serves_something_else_is_refused(
-    content: str, use_mirrors: Callable[[list[str], Path], None], tiny: Path, tmp_path: Path
-) -> None:
-    handler = Gibberish if content == "gibberish" else Files
-    with mirror(functools.partial(handler, directory=str(tmp_path / "mirror"))) as address:
-        use_mirrors([address], tiny)
-        if content == "changed":
-            for name in NAMES:
-                write(tmp_path / "mirror" / f"{name}.gz", b"something else")
-        download_refusal(tmp_path / "data")
-
-
-def test_a_folder_that_cannot_be_written_is_refused(
     use_mirrors: Callable[[list[str], Path], None], tiny: Path, tmp_path: Path
 ) -> None:
-    use_mirrors([UNREACHABLE], tiny)
-    (tmp_path / "file").touch()
-    download_refusal(tmp_path / "file" / "data")
-
-
-@pytest.mark.parametrize("damage", ["empty", "truncated"])
-def test_a_damaged_earlier_download_is_refused(
-    damage: str, use_mirrors: Callable[[list[str], Path], None], tiny: Path, tmp_path: Path
-) -> None:
-    use_mirrors([UNREACHABLE], tiny)
     for name in NAMES:
-        content = gzip.decompress((tiny / f"{name}.gz").read_bytes())
-        write(tmp_path / "FashionMNIST/raw" / name, b"" if damage == "empty" else content[:-1])
-    download_refusal(tmp_path)
+        write(tmp_path / "mirror" / f"{name}.gz", b"something else")
+    with mirror(functools.partial(Files, directory=str(tmp_path / "mirror"))) as address:
+        use_mirrors([address], tiny)
+        download_refusal(tmp_path / "data")

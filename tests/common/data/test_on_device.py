@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from common.data import on_device, sums
+from common.data import on_device
 from common.data.augmentation import Augmentation
-from common.data.datasets import Batch, BatchKey, ImageDataset, keep_batch, load
+from common.data.datasets import Batch, BatchKey, ImageDataset, load
 from common.data.on_device import ImagesOnDevice, copied_ahead, kept_on_device
 from common.data.page_locked import page_locked
 from tests.support.fake_gpu import CUDA, FakeGpu
@@ -48,17 +47,6 @@ def test_a_kept_data_set_has_the_batches_of_the_one_in_memory(
         assert torch.equal(ours, expected)
     assert (len(kept), kept.shape) == (len(in_memory), in_memory.shape)
     assert np.array_equal(kept.labels, in_memory.labels)
-
-
-def test_torchs_loader_takes_it_and_text_too() -> None:
-    half = sums.load(60, 20).train
-    assert isinstance(half, ImageDataset)
-    keys: Any = [BatchKey(0, np.array([5, 2])), BatchKey(0, np.array([7]))]
-    whole: Any = {"batch_sampler": keys, "collate_fn": keep_batch}
-    kept: Any = ImagesOnDevice(half, CPU)
-    both = DataLoader(half, **whole), DataLoader(kept, **whole)
-    for expected, ours in zip(*both, strict=True):
-        assert torch.equal(ours.images, expected.images) and torch.equal(ours.labels, expected.labels)
 
 
 def test_it_is_kept_where_a_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:

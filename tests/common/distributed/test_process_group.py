@@ -25,7 +25,7 @@ from common.distributed.process_group import (
     stop_signals,
 )
 from common.errors import UsageError
-from common.resilience.stop_request import REQUEUE, StopTogether, exit_status
+from common.signals.stop_request import REQUEUE, StopTogether, exit_status
 from tests.support.launch import free_port, run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
@@ -35,11 +35,6 @@ def test_torchrun_s_variables_become_a_place() -> None:
     env = find_dist_env("cpu", environment=TORCHRUN)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (1, 4, 1, 2)
     assert (env.device, env.backend, env.is_main) == (torch.device("cpu"), "gloo", False)
-
-
-def test_without_them_it_is_a_job_of_one() -> None:
-    env = find_dist_env("cpu", environment={})
-    assert (env.rank, env.world_size, env.is_main) == (0, 1, True)
 
 
 @pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
@@ -71,7 +66,6 @@ NONE_USABLE = r"no CUDA device is usable here \(Found no NVIDIA driver on your s
     ("gpus", "device", "backend", "outcome"),
     [
         (0, "auto", "auto", ("cpu", "gloo")),
-        (0, "cpu", "nccl", "--backend nccl needs CUDA, but --device cpu was asked for: use --backend gloo"),
         (0, "auto", "nccl", f"--backend nccl needs CUDA, but {NONE_USABLE}, or use --backend gloo"),
         (0, "cuda", "auto", f"--device cuda, but {NONE_USABLE}, or use --device cpu"),
         (
@@ -82,11 +76,8 @@ NONE_USABLE = r"no CUDA device is usable here \(Found no NVIDIA driver on your s
         ),  # shown to this rank alone; or shared, which the ranks find when they meet
         (1, "cuda", "gloo", ("cuda:0", "gloo")),  # shared or not
         (1, "cpu", "nccl", "--backend nccl needs CUDA, but --device cpu was asked for"),
-        (1, "auto", "gloo", ("cpu", "gloo")),
         (2, "auto", "auto", ("cuda:1", "nccl")),
-        (2, "cuda", "gloo", ("cuda:1", "gloo")),
         (2, "cpu", "auto", ("cpu", "gloo")),
-        (8, "auto", "auto", ("cuda:1", "nccl")),
     ],
 )
 def test_device_and_backend(
@@ -117,10 +108,8 @@ def no_driver() -> None:
         (64, 64, 8, 8),  # bound to nothing: shared by all
         (32, 64, 8, 8),  # bound to a half of the node with three others (torchrun --numa-binding=node)
         (8, 64, 8, 8),  # bound to cores of its own (--numa-binding=exclusive, srun --cpus-per-task)
-        (4, 64, 8, 4),
         (2, 1, 2, 1),  # the parent is no launcher
         (2, None, 2, 1),  # it is not there
-        (1, 1, 4, 1),
     ],
 )
 def test_a_rank_s_share_of_the_cores(
@@ -288,7 +277,6 @@ Last error:
             RuntimeError("NCCL Init failed: system error \nNCCL Last Error: no socket interface found"),
             "no socket interface found",
         ),
-        (RuntimeError("NCCL Init failed: system error \nNCCL Last Error: "), "NCCL Init failed: system error"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
             "CUDA out of memory. Tried to allocate 2.00 MiB.",
@@ -325,15 +313,14 @@ def test_an_error_of_the_network_names_the_way_to_the_others(
 LONG = ("--epochs", "10000", "--train-samples", "720", "--test-samples", "50", "--log-every", "1")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path) -> None:
     arguments = ("ddp.train", *LONG, "--workers", "2", "--run-dir", str(tmp_path / "run"))
     with start_command(*arguments) as process:
         _wait_for_training(tmp_path)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == exit_status([number])
-    assert f"stopped by {number.name}" in err
+    assert process.returncode == exit_status([signal.SIGTERM])
+    assert "stopped by SIGTERM" in err
     assert "Traceback" not in err
 
 

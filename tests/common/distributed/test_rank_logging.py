@@ -55,9 +55,9 @@ def test_each_rank_s_file_has_everything(tmp_path: Path) -> None:
 
 
 def test_torchrun_s_report_has_the_traceback_of_the_rank_that_failed() -> None:
-    done = run_torchrun(2, "tests.common.resilience.crashing")
+    done = run_torchrun(2, "tests.common.distributed.crashing")
     assert done.returncode == 1
-    report = done.stderr[done.stderr.index("tests.common.resilience.crashing FAILED") :]
+    report = done.stderr[done.stderr.index("tests.common.distributed.crashing FAILED") :]
     assert "rank      : 1" in report
     assert "ZeroDivisionError: on purpose" in report
 

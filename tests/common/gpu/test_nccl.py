@@ -24,9 +24,7 @@ def built(variable: str | None) -> list[str]:
 
 
 @registered
-@pytest.mark.parametrize(
-    ("variable", "expected"), [(None, "ProcessGroupNCCL"), ("0", "ProcessGroupNCCL"), ("1", "ProcessGroupNCCL2")]
-)
+@pytest.mark.parametrize(("variable", "expected"), [(None, "ProcessGroupNCCL"), ("1", "ProcessGroupNCCL2")])
 def test_the_one_that_overlaps_is_built_unless_the_user_asks_for_the_other(variable: str | None, expected: str) -> None:
     assert run_ranks(built, 1, variable, fresh=True) == [[expected]]  # fresh: torch chooses once per process
 
@@ -62,13 +60,7 @@ def device_or_error(visible: list[list[str]], backend: str) -> str:
     ("visible", "backend", "gpus"),
     [
         ([["a"], ["b"], ["c"]], "auto", ["a", "b", "c"]),  # each was shown its own
-        ([["a", "b"], ["c", "d"], ["e", "f"]], "auto", ["a", "d", "e"]),
         ([["a", "b"]] * 3, "gloo", ["a", "b", "a"]),
-        (
-            [["a"]] * 3,
-            "auto",
-            r"^ranks 0, 1 and 2 have the same GPU, NVIDIA H100 GPU-a of .* --nproc_per_node=1, .*seen by all: True",
-        ),
         (
             [["a", "b"]] * 3,
             "auto",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -40,21 +39,6 @@ def test_the_warm_up_does_not_count_and_rounds_stay_in_order(warmup: int) -> Non
     assert seconds == {"a": [warmup + 1.0, warmup + 2.0, warmup + 3.0]}
 
 
-@given(st.integers(1, 6), st.integers(1, 4))
-def test_every_variant_has_every_place_in_a_round_equally_often(variants: int, times_around: int) -> None:
-    calls: list[str] = []
-    interleave(counting("abcdef"[:variants], calls), rounds=variants * times_around, warmup=0)
-    places = Counter((index % variants, name) for index, name in enumerate(calls))
-    assert len(places) == variants**2
-    assert set(places.values()) == {times_around}
-
-
-def test_a_progress_bar_is_called_after_every_round_warm_up_included() -> None:
-    done: list[int] = []
-    interleave(counting("ab", []), rounds=2, warmup=1, after_round=done.append)
-    assert done == [1, 2, 3]
-
-
 @given(st.lists(times, min_size=2, max_size=30))
 def test_a_spread_is_numpys_median_and_quartiles(values: list[float]) -> None:
     spread = Spread.of(values)
@@ -74,8 +58,3 @@ def test_noise_that_affects_both_in_a_round_cancels(rounds: list[tuple[float, fl
     np.testing.assert_allclose(
         [ratios.low, ratios.median, ratios.high], [expected.low, expected.median, expected.high], rtol=1e-9
     )
-
-
-def test_series_of_different_lengths_have_no_ratio() -> None:
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        paired_ratio([1.0, 2.0, 3.0], [1.0, 2.0])

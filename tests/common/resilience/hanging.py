@@ -19,8 +19,8 @@ from common.distributed.process_group import process_group
 from common.distributed.rank_logging import rank_logging
 from common.distributed.worker_group import take_environment
 from common.resilience import watchdog as watchdog_module
-from common.resilience.stop_request import StopRequest
 from common.resilience.watchdog import Watchdog
+from common.signals.stop_request import StopRequest
 from tests.support.launch import FORK_SERVER, kill
 
 HANG_STEP = 5

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from common.distributed.process_group import DistEnv, process_group
 from common.distributed.worker_group import rendezvous
-from common.reporting.run_files import is_written_by_a_run
+from common.files.run_files import is_written_by_a_run
 from common.resilience.heartbeats import BEAT_S, Beat, MissingRanks, Position, missing_ranks
 from common.resilience.watchdog import IDLE_S, LISTEN_S, TICK_S, Watchdog
 from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
@@ -361,15 +361,14 @@ def test_a_stopped_rank_is_named(jobs: dict[str, Job], victim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_stopped_rank_is_named_with_the_times_of_production(tmp_path: Path, victim: int) -> None:
+def test_a_stopped_rank_is_named_with_the_times_of_production(tmp_path: Path) -> None:
+    victim = 1
     with (
         rendezvous(3) as environments,
         hanging_job(tmp_path / "job", environments, TIMEOUT_S, victim, "stop", patient=False) as job,
     ):
         stopped = int(job.wait_for("hanging").read_text())
-        others = [rank for rank in range(3) if rank != victim]
-        assert [job.exit_status(rank) for rank in others] == [1, 1]
+        assert [job.exit_status(rank) for rank in (0, 2)] == [1, 1]
         os.kill(stopped, signal.SIGCONT)
         named(job, victim, SILENT)
 

@@ -62,7 +62,7 @@ def of_two_ranks() -> list[DeviceTotals | None]:
     with process_group() as env, ScriptedGPU().patched() as gpu:
         window = Window(env.device)
         window.meter = DeviceMeter(env.device, micro_steps=2)
-        window.meter.tell_mfu(flops=300, peak=10_000.0)
+        window.meter.measure_mfu(flops=300, peak=10_000.0)
         totals = []
         for memory in (5_000, 3_000):
             for _ in window.timed(iter([Batch(torch.zeros(1), torch.zeros(1))] * 4)):
@@ -108,7 +108,7 @@ def test_metrics_progress_and_summary_have_what_a_gpu_did() -> None:
 def test_the_mfu_of_a_gpu_without_a_peak_is_left_out() -> None:
     with ScriptedGPU().patched() as gpu:
         meter = DeviceMeter(CPU, 1)
-        meter.tell_mfu(flops=300, peak=None)
+        meter.measure_mfu(flops=300, peak=None)
         meter.begin()
         gpu.now += 1
         totals = meter.read(DistEnv.alone(CPU))
@@ -161,7 +161,7 @@ def flops_with(strategy: str, env: DistEnv) -> int:
     job: Job = build_job(config, env, load_data(config, env))
     job.window.meter = DeviceMeter(env.device, 1)
     with mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"):
-        job.tell_mfu()
+        job.measure_mfu()
     return job.window.meter._flops
 
 

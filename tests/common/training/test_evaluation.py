@@ -11,7 +11,7 @@ import torch
 from common.data import datasets
 from common.data.datasets import BatchKey, fetch_batches
 from common.distributed.process_group import DistEnv
-from common.resilience.stop_request import StopRequest
+from common.signals.stop_request import StopRequest
 from common.training.evaluation import Evaluation, evaluate, evaluation_batch_size, table
 from common.training.models import build_model
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +22,15 @@ from torch import Tensor
 
 from common.distributed.process_group import process_group
 from common.resilience.suspicions import RankLost
+from ddp.all_reduce import shared_memory
 from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import watched_backend
 from ddp.all_reduce.halving_doubling import HalvingDoubling
+from ddp.all_reduce.hierarchical import Hierarchical
 from ddp.all_reduce.naive import Naive
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
+from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory
 from ddp.all_reduce.tree import Tree
 from tests.support.launch import run_ranks, run_with_victim
 
@@ -34,9 +39,17 @@ BY_HAND: list[Build] = [Naive, Ring, HalvingDoubling, Tree]
 ALGORITHMS: list[Build] = [watched_backend, *BY_HAND]
 TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-5, torch.float64: 1e-12}
 DTYPES = [torch.uint8, torch.int32, torch.int64, *TOLERANCES]
+CPU = torch.device("cpu")
+
+# Each rank's host, as a letter; the layouts with most ranks first.
+ONE_HOST = ["aaaaaa", "aaaaa", "aaaa", "aaa", "aa", "a"]
+HOSTS = ["aabbbc", "abab", "aaab", "abc", "aa"]
+# So small that drawn tensors have several blocks, and are copied in several chunks.
+MANY_CHUNKS = {"SMALL_BYTES": 200, "SCRATCH_BYTES": 8192, "BLOCK_BYTES": 512}
 
 Case = tuple[int, torch.dtype]  # numel, dtype
 LARGE: list[Case] = [(300_007, torch.float32), (200_003, torch.bfloat16)]
+AROUND_SMALL: list[Case] = [(SMALL_BYTES + change, torch.uint8) for change in (-1, 0, 1)]
 cases = st.tuples(st.integers(0, 20) | st.integers(0, 5000), st.sampled_from(DTYPES))
 
 
@@ -59,55 +72,71 @@ def assert_is_sum(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
-def sum_among_the_first(size: int, examples: list[Case]) -> list[int]:
-    """A digest of every algorithm's result in every case; half of the sums are started all at once."""
-    group = dist.new_group(list(range(size)))
-    if dist.get_rank() >= size:
-        return []
-    assert isinstance(group, dist.ProcessGroup)
-    tensors = [drawn(case, seed) for seed, case in enumerate(examples)]
-    expected = [tensor.clone() for tensor in tensors]
-    for tensor in expected:
-        dist.all_reduce(tensor, group=group)
-    p2p = P2P(group)
-    digests = []
-    for build in BY_HAND:
-        algorithm = build(p2p)
-        results = [tensor.clone() for tensor in tensors]
-        half = len(results) // 2
-        for tensor in results[:half]:
-            algorithm.run(tensor)
-        for pending in [algorithm.start(tensor) for tensor in results[half:]]:
-            pending.wait()
-        algorithm.close()
-        for ours, theirs in zip(results, expected, strict=True):
-            assert_is_sum(ours, theirs)
-            digests.append(zlib.crc32(ours.view(torch.uint8).numpy().tobytes()))
-    return digests
+def checksums(all_reduce: AllReduce, examples: list[Case], group: dist.ProcessGroup) -> list[int]:
+    """Checksums of the examples' sums, which are compared with torch's: of plain tensors, of allocated ones and of parts of
+    those. A third of the sums are started all at once."""
+    results, expected = [], []
+    for seed, case in enumerate(examples):
+        tensor = drawn(case, seed)
+        expected.append(tensor.clone())
+        dist.all_reduce(expected[-1], group=group)
+        if seed % 2:
+            before = seed % 3
+            memory = all_reduce.allocate(before + tensor.numel(), tensor.dtype, CPU)
+            assert not memory.any()
+            tensor = memory[before:].copy_(tensor)
+        results.append(tensor)
+    third = len(results) // 3
+    for result in results[third:]:
+        all_reduce.run(result)
+    for pending in [all_reduce.start(result) for result in results[:third]]:
+        pending.wait()
+    for ours, theirs in zip(results, expected, strict=True):
+        assert_is_sum(ours, theirs)
+    return [zlib.crc32(result.view(torch.uint8).numpy().tobytes()) for result in results]
 
 
-def summed(sizes: Sequence[int], examples: list[Case]) -> list[list[int]]:
-    with process_group(timeout_s=250):
-        return [sum_among_the_first(size, examples) for size in sizes]
+def summed(
+    builds: list[Build], layouts: list[str], examples: list[Case], constants: Mapping[str, int]
+) -> list[list[int]]:
+    """The checksums of each algorithm, for each layout that has this rank."""
+    sums = []
+    with process_group(timeout_s=250) as env, contextlib.ExitStack() as patches:
+        for name, value in constants.items():
+            patches.enter_context(mock.patch.object(shared_memory, name, value))
+        for hosts in layouts:
+            group = cast(dist.ProcessGroup, dist.new_group(list(range(len(hosts)))))
+            for build in builds if env.rank < len(hosts) else ():
+                p2p = P2P(group)
+                all_reduce = Hierarchical(p2p, hosts) if build is Hierarchical else build(p2p)
+                sums.append(checksums(all_reduce, examples, group))
+                all_reduce.close()
+    return sums
 
 
-def assert_same_sums(sizes: Sequence[int], examples: list[Case]) -> None:
-    results = run_ranks(summed, max(sizes), sizes, [*examples, *LARGE], timeout_s=280)
-    for size, first, *others in zip(sizes, *results, strict=True):
-        assert others[: size - 1] == [first] * (size - 1)
+def assert_same_sums(builds: list[Build], layouts: list[str], examples: list[Case], **constants: int) -> None:
+    results = run_ranks(summed, len(layouts[0]), builds, layouts, examples, constants, timeout_s=280)
+    for rank, sums in enumerate(results):
+        assert len(sums) == len(builds) * sum(len(hosts) > rank for hosts in layouts)
+        assert sums == results[0][: len(sums)]
 
 
 @settings(max_examples=1, phases=[Phase.generate])  # to shrink would start hundreds of jobs
 @given(examples=lists_of_cases(6))
 def test_algorithms_sum_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
-    assert_same_sums([1, 2, 3, 4, 6], examples)
+    assert_same_sums(BY_HAND, [hosts for hosts in ONE_HOST if len(hosts) != 5], [*examples, *LARGE])
+    assert_same_sums([SharedMemory], ONE_HOST, examples, **MANY_CHUNKS)
+    assert_same_sums([Hierarchical], HOSTS, examples, **MANY_CHUNKS)
+    assert_same_sums([SharedMemory], ["aaa"], [*AROUND_SMALL, *[(2_500_001, torch.float32)] * 3])
 
 
 @pytest.mark.slow
 @settings(max_examples=5, phases=[Phase.generate])
 @given(examples=lists_of_cases(20))
 def test_algorithms_sum_as_torch_does_in_many_cases(examples: list[Case]) -> None:
-    assert_same_sums(range(1, 7), examples)
+    assert_same_sums(BY_HAND, ONE_HOST, examples)
+    assert_same_sums([SharedMemory], ONE_HOST, examples, **MANY_CHUNKS)
+    assert_same_sums([Hierarchical], HOSTS, examples, **MANY_CHUNKS)
 
 
 def summed_at_once() -> None:
@@ -130,29 +159,6 @@ def test_algorithms_at_once_and_the_groups_own_collectives_do_not_disturb_each_o
     run_ranks(summed_at_once, 3)
 
 
-def summed_in_subgroups() -> None:
-    with process_group(timeout_s=250) as env:
-        even, odd = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
-        group = cast(dist.ProcessGroup, odd if env.rank % 2 else even)
-        all_ranks = P2P()
-        odd_ones = all_ranks.among([3, 1]) if env.rank % 2 else None
-        for build in ALGORITHMS:
-            tensor = drawn((1000, torch.float64), 0)
-            expected = tensor.clone()
-            dist.all_reduce(expected, group=group)
-            ours = tensor.clone()
-            build(P2P(group)).run(ours)
-            assert_is_sum(ours, expected)
-            if odd_ones and build is not watched_backend:
-                ours = tensor.clone()
-                build(odd_ones).run(ours)
-                assert_is_sum(ours, expected)
-
-
-def test_only_the_groups_ranks_are_summed() -> None:
-    run_ranks(summed_in_subgroups, 5)
-
-
 def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: float) -> tuple[object, str]:
     """All-reduces without end, during which the victim sends itself a signal; returns the rank that this one names."""
     with process_group(timeout_s=600) as env:
@@ -173,11 +179,24 @@ def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: 
             return lost.rank, str(lost)
 
 
+def on_hosts(hosts: Sequence[str]) -> Build:
+    return partial(Hierarchical, hosts=hosts)
+
+
 @pytest.mark.faults
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("build", ALGORITHMS)
-def test_survivors_name_the_rank_that_was_killed(build: Build, victim: int) -> None:
-    survivors = run_with_victim(sum_until_lost, 4, victim, build, signal.SIGKILL, 600.0)
+@pytest.mark.parametrize(
+    ("build", "ranks", "victim"),
+    [
+        *((build, 4, victim) for build in ALGORITHMS for victim in (0, 2)),
+        (SharedMemory, 3, 0),
+        *(
+            (on_hosts(hosts), len(hosts), victim)
+            for hosts, victim in [("aabb", 0), ("aaab", 2), ("aaab", 3), ("abc", 1)]
+        ),
+    ],
+)
+def test_survivors_name_the_rank_that_was_killed(build: Build, ranks: int, victim: int) -> None:
+    survivors = run_with_victim(sum_until_lost, ranks, victim, build, signal.SIGKILL, 600.0)
     for rank, message in survivors.values():
         assert rank == victim
         assert f"rank {victim} (pid " in message
@@ -185,7 +204,9 @@ def test_survivors_name_the_rank_that_was_killed(build: Build, victim: int) -> N
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("build", [watched_backend, Ring, HalvingDoubling])
+@pytest.mark.parametrize(
+    "build", [watched_backend, Ring, HalvingDoubling, SharedMemory, on_hosts("aabb"), on_hosts("aaab")]
+)
 def test_survivors_name_the_rank_that_does_not_answer(build: Build) -> None:
     survivors = run_with_victim(sum_until_lost, 4, 1, build, signal.SIGSTOP, 2.0)
     for rank, message in survivors.values():

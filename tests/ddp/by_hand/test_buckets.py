@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
-from ddp.by_hand.assignment import assign_buckets
-from ddp.by_hand.buckets import Bucket
+from ddp.by_hand.buckets import Bucket, assign_buckets
 from ddp.conformance.recorder import Recorder
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""ddp/by_hand/join.py: ranks that run out of inputs at different times train on as with torch's ``DDP.join``."""
+"""ddp/by_hand/drop_in/join.py: ranks that run out of inputs at different times train on as with torch's ``DDP.join``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.process_group import process_group
-from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.by_hand import DistributedDataParallel as DropIn
 from tests.ddp.by_hand.wrappers import Case, Wrapper, batch, difference, loss_of, wrap
 from tests.support.launch import run_ranks
 
@@ -74,7 +74,7 @@ def compared(examples: list[Uneven]) -> list[str]:
     with process_group(timeout_s=60) as env:
         tolerance = 0 if env.world_size == 2 else 1e-9
         for uneven in examples:
-            theirs, ours = train(DistributedDataParallel, uneven), train(HandwrittenDistributedDataParallel, uneven)
+            theirs, ours = train(DistributedDataParallel, uneven), train(DropIn, uneven)
             for step, (results, expected) in enumerate(zip(ours, theirs, strict=True)):
                 for name in expected:
                     found = difference(results[name], expected[name], tolerance)
@@ -124,7 +124,7 @@ def test_three_ranks_of_uneven_inputs_train_as_torch_does(examples: list[Uneven]
 def ended_early() -> tuple[int, int, str]:
     """Steps begun, steps done, and what was raised."""
     with process_group(timeout_s=60) as env:
-        model = HandwrittenDistributedDataParallel(Case("tied").network(seed=0))
+        model = DropIn(Case("tied").network(seed=0))
         begun, done = [], []
 
         def train_on() -> None:
@@ -151,7 +151,7 @@ def not_enabled() -> None:
     """A block that does nothing: forward passes communicate no more than without it."""
     with process_group(timeout_s=60) as env:
         network = Case("tied").network(seed=0)
-        model = HandwrittenDistributedDataParallel(network)
+        model = DropIn(network)
         gradients = []
         for context in (contextlib.nullcontext(), model.join(enable=False)):
             network.zero_grad()

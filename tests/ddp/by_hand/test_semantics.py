@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import shutil
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from common.distributed.process_group import process_group
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce, Pending
+from ddp.by_hand import DistributedDataParallel as DropIn
 from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 from tests.ddp.by_hand.wrappers import Failing, Images, loss_of
 from tests.support.launch import run_ranks
@@ -835,8 +837,9 @@ def refused_nesting_and_conversion() -> None:
             "0 is wrapped already, and both wrappers would let .grad be a view into their buckets: wrap only one of them, or "
             "pass gradient_as_bucket_view=False to both"
         )
-        assert message(ValueError, lambda: wrap(outer)) == refusal
-        assert message(ValueError, lambda: wrap(nn.Sequential(wrap(layers(3, 2))))) == refusal
+        drop_in = functools.partial(DropIn, gradient_as_bucket_view=True)
+        assert message(ValueError, lambda: drop_in(outer)) == refusal
+        assert message(ValueError, lambda: drop_in(nn.Sequential(wrap(layers(3, 2))))) == refusal
         sum_of(0)(wrap(outer, gradient_as_bucket_view=False))
         assert_same(grads(outer), expected)
 

@@ -22,7 +22,7 @@ from tests.ddp.checkpoint.samples import bits
 from tests.support.launch import FORK_SERVER, REPOSITORY, clean_environment
 
 LIFTED = (
-    "ddp/checkpoint/directory.py", "ddp/checkpoint/folder.py", "common/reporting/atomic_files.py", "common/errors.py"
+    "ddp/checkpoint/directory.py", "ddp/checkpoint/folder.py", "common/files/atomic_files.py", "common/errors.py"
 )  # fmt: skip
 
 

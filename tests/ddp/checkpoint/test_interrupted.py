@@ -20,7 +20,7 @@ import torch
 
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
-from common.reporting import atomic_files
+from common.files import atomic_files
 from ddp.checkpoint import folder, storage
 from ddp.checkpoint.storage import FOLDER, KINDS
 from tests.ddp.checkpoint.samples import (

@@ -39,7 +39,7 @@ def differences() -> tuple[float, float]:
         def wrap(module: nn.Module, env: object, averaging: Averaging) -> nn.Module:
             return Broken(module)
 
-        with mock.patch.object(equivalence, "wrap_in_ddp", wrap):
+        with mock.patch.object(equivalence, "wrap_network", wrap):
             broken = train(env, "handwritten")
         return largest_difference(by_hand, by_torch), largest_difference(broken, by_torch)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.distributed.launchers import expand_hosts
+from common.launchers import expand_hosts
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
 from tests.hosts import TwoHosts

@@ -18,7 +18,7 @@ import torch
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.resilience.stop_request import REQUEUE
+from common.signals.stop_request import REQUEUE
 from common.training.precision import set_arithmetic
 from ddp import train
 from ddp.checkpoint import storage
@@ -45,7 +45,7 @@ def run_job(config: TrainConfig, guard: Guard, fault: Fault) -> tuple[int, str]:
     """All of ``ddp.train`` but its figures, with this guard; its exit status, and the user error that ended it."""
     with without_figures(), process_group(threads=1) as env:
         set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
-        with mock.patch.object(train, "choose_guard", guard), mock.patch.object(train, "train_step", fault):
+        with mock.patch.object(train, "build_guard", guard), mock.patch.object(train, "train_step", fault):
             try:
                 train.train(config, env)
             except SystemExit as end:

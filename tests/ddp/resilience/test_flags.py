@@ -19,7 +19,7 @@ from common.training.models import build_model
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
 from ddp.strategies import REPLICATED as STRATEGIES
 from ddp.strategies import Averaging
-from ddp.train import wrap_in_ddp
+from ddp.train import wrap_network
 from tests.support.launch import run_ranks
 
 HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -78,7 +78,7 @@ def agreed_in(case: Case, env: DistEnv) -> Flags:
     flagged = WithFlags(nn.Linear(3, 2), env.device)
     model: Any = flagged
     if env.world_size > 1:
-        model = wrap_in_ddp(flagged, env, Averaging(case.strategy))
+        model = wrap_network(flagged, env, Averaging(case.strategy))
         if case.hook and case.strategy != "naive":
             hook = HOOKS[case.hook]
             model.register_comm_hook(
@@ -135,7 +135,7 @@ def step(env: DistEnv, strategy: str, flags: bool) -> Step:
     torch.manual_seed(0)
     network = build_model("fashion-cnn", (1, 28, 28), 10)
     flagged = WithFlags(network, env.device) if flags else None
-    model: Any = wrap_in_ddp(flagged or network, env, Averaging(strategy))
+    model: Any = wrap_network(flagged or network, env, Averaging(strategy))
     losses = []
     for micro_step in range(2):
         torch.manual_seed(10 * env.rank + micro_step)

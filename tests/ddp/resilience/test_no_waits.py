@@ -108,8 +108,8 @@ def step_on(guard: type[ResilientGuard], **settings: Any) -> None:
     config = small(train_samples=40, test_samples=20, batch_size=20, grad_accumulation_steps=2, **settings)
     data = load_data(config, env)
     on_host = list(fetch_batches(data.train, np.arange(20), 10))
-    with fake_gpu():
-        job = build_job(config, env, data, guard=guard(env), wrap=Alone)
+    with fake_gpu(), mock.patch("ddp.train.build_guard", guard), mock.patch("ddp.train.wrap_network", Alone):
+        job = build_job(config, env, data)
         train_step(job, job.window.timed(job.guard.batches(on_host)))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,15 +21,14 @@ from torch.utils.data import DistributedSampler
 from common.data.datasets import Batch
 from common.distributed.process_group import process_group
 from common.errors import UsageError
+from common.randomness import derive_seed
 from common.training.metrics import MetricsWriter, read_metrics
-from common.training.randomness import derive_seed
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.flags import NO_FLAGS, Flags
-from ddp.resilience.guard import ResilientGuard
-from ddp.resilience.nonfinite import sum_of_gradients
+from ddp.resilience.guard import ResilientGuard, sum_of_gradients
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
@@ -105,7 +105,8 @@ def poisoned(job: Job, how: str, batches: Iterator[Batch]) -> None:
 
 def skipping(config: TrainConfig, how: str, guard: Guard) -> Seen:
     with process_group(threads=1) as env, MetricsWriter(config.run_dir, silent=not env.is_main) as metrics:
-        job = build_job(config, env, load_data(config, env), guard=guard(env))
+        with mock.patch("ddp.train.build_guard", guard):
+            job = build_job(config, env, load_data(config, env))
         job.metrics = metrics
         job.sampler.set_epoch(0)
         batches = job.guard.batches(job.loader)
@@ -115,7 +116,7 @@ def skipping(config: TrainConfig, how: str, guard: Guard) -> Seen:
         poisoned(job, how, batches)
         assert isinstance(job.guard, ResilientGuard)
         assert guard is ResilientGuard or (job.guard.flags, job.skipped_steps) == (NO_FLAGS, 0)  # not read yet
-        job.guard.settle()
+        job.guard.wait_for_device()
         flags, after = job.guard.flags, state_of(job)
         scales, rate = (scale, job.scaler.get_scale()), job.optimizer.param_groups[0]["lr"]
         steps, skipped = job.step, job.skipped_steps
@@ -135,7 +136,7 @@ def nothing_has_changed(config: TrainConfig, seen: list[Seen]) -> None:
         assert rank.before.window[2] == 2 * BATCH_SIZE // WORLD_SIZE
         assert rank.flags == Flags(not_finite=True)
         assert (rank.steps, rank.skipped) == (3, 1)
-        assert rank.rate == config.rate_at(2, 240 // BATCH_SIZE)  # the schedule goes on
+        assert rank.rate == config.learning_rates(240 // BATCH_SIZE)(2)  # the schedule goes on
         assert rank.later.window[2] == 3 * BATCH_SIZE // WORLD_SIZE
         weights = rank.later.network[FIRST_WEIGHT]
         assert np.isfinite(weights).all() and not np.array_equal(weights, rank.after.network[FIRST_WEIGHT])
@@ -212,7 +213,8 @@ def test_the_scaler_skips_a_gradient_that_overflows_by_itself(tmp_path: Path, gu
 def too_many(config: TrainConfig, guard: Guard) -> tuple[str, int, bool]:
     """What is said of the last of these steps, all of which go wrong; and whether the weights are as they were."""
     with process_group(threads=1) as env, MetricsWriter(config.run_dir, silent=not env.is_main) as metrics:
-        job = build_job(config, env, load_data(config, env), guard=guard(env))
+        with mock.patch("ddp.train.build_guard", guard):
+            job = build_job(config, env, load_data(config, env))
         job.metrics = metrics
         job.sampler.set_epoch(0)
         before = copy.deepcopy(job.network.state_dict())

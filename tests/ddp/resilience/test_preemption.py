@@ -17,7 +17,7 @@ from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.reporting import report
 from common.reporting.report import finish
-from common.resilience.stop_request import INTERRUPTED, REQUEUE, SAME_REQUEST_S
+from common.signals.stop_request import INTERRUPTED, REQUEUE, SAME_REQUEST_S
 from common.training.evaluation import Evaluation, evaluate
 from common.training.metrics import read_metrics
 from ddp import train

@@ -83,7 +83,7 @@ def gradients(model: Any) -> Results:
             whole = torch.zeros(flat.shard_numel * dist.get_world_size(), dtype=flat.dtype)
             flat.own(whole).copy_(flat.grad_shard)
             dist.all_reduce(whole)
-            for name, piece, view in zip(flat.owners, flat.pieces, flat.views(whole), strict=True):
+            for name, piece, view in zip(flat.owners, flat.sharded, flat.views(whole), strict=True):
                 found[name] = None if piece.grad is None else view
     return {name: found[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 

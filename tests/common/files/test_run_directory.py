@@ -1,4 +1,4 @@
-"""common/reporting/run_directory.py: which folders are accepted or refused, and that only a run's files are deleted."""
+"""common/files/run_directory.py: which folders are accepted or refused, and that only a run's files are deleted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from common.reporting.atomic_files import write_json
-from common.reporting.run_directory import prepare, require_lock
-from common.reporting.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
+from common.files.atomic_files import write_json
+from common.files.run_directory import prepare, require_lock
+from common.files.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
 from ddp.checkpoint.directory import NAME
 
 
@@ -48,14 +48,6 @@ def other_with_a_config(folder: Path) -> None:
     (folder / LOG_FOLDER).mkdir()
 
 
-def regular_file(folder: Path) -> None:
-    folder.write_text("years of work")
-
-
-def below_a_regular_file(folder: Path) -> None:
-    folder.parent.write_text("years of work")
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -73,11 +65,6 @@ def test_what_a_run_left_that_was_killed_before_it_began_is_accepted(tmp_path: P
     (tmp_path / f".{CONFIG_FILE}.{'0a' * 16}").write_text("{")
     prepare(tmp_path, overwrite=False).close()
     assert content(tmp_path).keys() == {LOCK_FILE}
-
-
-def test_missing_parents_are_made(tmp_path: Path) -> None:
-    prepare(tmp_path / "runs/of/mine", resume=False, overwrite=False).close()
-    assert (tmp_path / "runs/of/mine" / LOG_FOLDER).is_dir()
 
 
 def test_resume_leaves_the_run_as_it_is(tmp_path: Path) -> None:
@@ -132,24 +119,6 @@ def test_a_refusal_names_the_folder_and_what_to_do_and_changes_nothing(
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("state", [regular_file, below_a_regular_file])
-def test_a_path_that_cannot_be_a_folder_is_refused_with_the_systems_reason(
-    state: Callable[[Path], None], overwrite: bool, tmp_path: Path
-) -> None:
-    folder = tmp_path / "file" / "run"
-    if state is regular_file:
-        folder.parent.mkdir()
-    state(folder)
-    before = content(tmp_path)
-    with pytest.raises(UsageError) as error:
-        prepare(folder, resume=False, overwrite=overwrite)
-    message = str(error.value)
-    assert message.startswith(f"--run-dir {folder} cannot be written: ")
-    assert "Not a directory" in message or "File exists" in message
-    assert content(tmp_path) == before
-
-
 def test_a_run_behind_a_link_is_overwritten_or_refused_with_a_reason(tmp_path: Path) -> None:
     run(tmp_path / "scratch")
     (tmp_path / "run").symlink_to(tmp_path / "scratch")
@@ -160,12 +129,6 @@ def test_a_run_behind_a_link_is_overwritten_or_refused_with_a_reason(tmp_path: P
         message = str(error)
     assert "None" not in message
     assert message or content(tmp_path / "scratch").keys() == {LOCK_FILE}
-
-
-def test_only_a_command_with_resume_advises_it(tmp_path: Path) -> None:
-    run(tmp_path / "run")
-    with pytest.raises(UsageError, match="holds a run: give --overwrite to delete it, or another folder"):
-        prepare(tmp_path / "run", overwrite=False, resumable=False)
 
 
 WRITTEN = (

@@ -1,4 +1,4 @@
-"""common/resilience/early_signals.py: a stop signal during the imports is one line and a status."""
+"""common/signals/early_signals.py: a stop signal during the imports is one line and a status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.resilience import stop_request
+from common.signals import stop_request
 from tests.support.launch import clean_environment, start_command
 
 

@@ -1,4 +1,4 @@
-"""common/distributed/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
+"""common/launchers.py: whatever started a rank, torchrun's variables say which one it is."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.distributed.dist_env import find_dist_env
-from common.distributed.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
 from common.errors import UsageError
+from common.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
 
 SRUN = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -128,17 +126,6 @@ def test_the_hosts_and_tasks_of_slurm() -> None:
         "head"
     ]
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5))
-def test_tasks_of_any_cluster(runs: list[tuple[int, int]]) -> None:
-    short = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else str(tasks) for tasks, nodes in runs)
-    assert tasks_per_node(short) == [tasks for tasks, nodes in runs for _ in range(nodes)]
-
-
-@given(st.lists(st.integers(0, 999), min_size=1, max_size=6, unique=True))
-def test_hosts_of_any_cluster(numbers: list[int]) -> None:
-    assert expand_hosts("n[" + ",".join(f"{number:03d}" for number in numbers) + "]") == [f"n{n:03d}" for n in numbers]
 
 
 VIRTUAL = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "3", **MEETING}

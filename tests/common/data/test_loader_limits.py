@@ -1,4 +1,4 @@
-"""common/resilience/loader_limits.py: what a machine cannot hold is said before workers are started."""
+"""common/data/loader_limits.py: what a machine cannot hold is said before workers are started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from common.data.loaders import stock_loader
-from common.errors import UsageError
-from common.resilience.loader_limits import (
+from common.data.loader_limits import (
     LONGEST_TEMPORARY_FOLDER,
     require_room_for_workers,
     require_short_temporary_folder,
 )
+from common.data.loaders import stock_loader
+from common.errors import UsageError
 from ddp.train import main
 from tests.support.user_errors import UserError
 

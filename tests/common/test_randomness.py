@@ -1,4 +1,4 @@
-"""``common.training.randomness``: its hash against SplitMix64, its draws' distribution, and that nothing else has a say in them."""
+"""``common.randomness``: its hash against SplitMix64, its draws' distribution, and that nothing else has a say in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.training.randomness import derive_seed, hash64, integers, seed_torch, uniform
+from common.randomness import derive_seed, hash64, integers, seed_torch, uniform
 
 GAMMA = 0x9E3779B97F4A7C15
 # The first outputs of the authors' splitmix64.c for this seed, as Rosetta Code publishes them.
@@ -61,11 +61,6 @@ def test_a_batch_hashes_as_its_elements_one_by_one(samples: list[int], seed: int
     assert batch.tolist() == [int(hash64(seed, "stream", sample, 7)) for sample in samples]
 
 
-def test_array_keys_broadcast_against_each_other() -> None:
-    grid = hash64(np.arange(3)[:, None], 5, np.arange(4))
-    assert grid.tolist() == [[reference_hash(i, 5, j) for j in range(4)] for i in range(3)]
-
-
 @given(st.integers(0, 9), st.lists(int64s, max_size=6), st.integers(0, 2**32))
 def test_a_draw_depends_on_its_keys_and_index_alone(count: int, samples: list[int], seed: int) -> None:
     more = uniform(count + 3, seed, np.array(samples, np.int64))
@@ -102,24 +97,6 @@ def test_draws_are_uniform_along_every_coordinate(keys: tuple[int | str | npt.ND
 def test_distinct_streams_are_uncorrelated(one: tuple[int | str, ...], other: tuple[int | str, ...]) -> None:
     count = 20_000
     assert abs(np.corrcoef(uniform(count, *one), uniform(count, *other))[0, 1]) < 4 / count**0.5
-
-
-def test_neighbours_within_a_stream_are_uncorrelated() -> None:
-    draws = uniform(20_000, 3, "neighbours")
-    assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 4 / len(draws) ** 0.5
-
-
-def test_seed_0_in_epoch_1_is_not_seed_1_in_epoch_0() -> None:
-    assert hash64(0, 1) != hash64(1, 0)
-    assert derive_seed(0, "shuffle", 1) != derive_seed(1, "shuffle", 0)
-
-
-@given(low=st.integers(-1000, 1000), width=st.integers(1, 2**24), seed=st.integers(0, 2**32))
-def test_integers_stay_between_their_ends(low: int, width: int, seed: int) -> None:
-    draws = integers(200, low, low + width - 1, seed)
-    assert draws.dtype == np.int64
-    assert low <= draws.min()
-    assert draws.max() < low + width
 
 
 def test_integers_take_every_value_including_both_ends_equally_often() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 
+from common.data.loader_errors import MORE_SHARED_MEMORY
 from common.errors import UsageError
-from common.resilience.loader_errors import MORE_SHARED_MEMORY
 
 WORKER_BYTES = 12 << 20  # private memory of a forked worker of torch's DataLoader, measured on the glyphs
 # Workers hand over descriptors through a socket in the temporary folder, /tmp/pymp-xxxxxxxx/listener-xxxxxxxx. Linux takes 107

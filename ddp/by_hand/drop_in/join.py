@@ -14,25 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from ddp.by_hand.reducer import Reducer
 from ddp.by_hand.replicas import broadcast, replicated
+from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
 
-class JoinableDDP(Joinable):
-    """The part of a DDP wrapper that lets ranks have different numbers of inputs."""
+class JoinableDDP(HandwrittenDistributedDataParallel, Joinable):
+    """The lesson, for ranks that may have different numbers of inputs."""
 
-    module: nn.Module
-    device: torch.device
-    process_group: dist.ProcessGroup
-    broadcast_buffers: bool
-    require_forward_param_sync: bool
-    reducer: Reducer
+    has_joined = False  # whether this rank has no batch left
+    _join_config = _JoinConfig.construct_disabled_join_config()
     _divide_by_active = False
 
-    def join(
+    def join(  # type: ignore[override]
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
@@ -49,7 +45,8 @@ class JoinableDDP(Joinable):
         )
 
     def join_hook(self, **settings: Any) -> JoinHook:
-        """Called by ``Join``."""
+        """Called by ``Join`` when a block begins."""
+        self.has_joined = False
         self._divide_by_active = not settings.get("divide_by_initial_world_size", True)
         return _JoinedRank(self)
 
@@ -65,32 +62,24 @@ class JoinableDDP(Joinable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def announce_forward(self, synchronize: bool) -> None:
-        """Before a forward pass: tell the joined ranks, and synchronize the buffers if they may differ.
-
-        :param synchronize: whether the backward pass will average the gradients
-        """
+        """Before a forward pass: tell the joined ranks which collectives will follow."""
         alive = Join.notify_join_context(self)
-        self.reducer.divisor = self.process_group.size()
+        self.reducer.div_factor = self.process_group.size()
         if alive is not None and self._divide_by_active:
             (active,) = alive.get_future().wait()
-            self.reducer.divisor = active.item()
-        self._synchronize_buffers(self.process_group.rank())
+            self.reducer.div_factor = active.item()
+        super().announce_forward(synchronize)
         if self._join_config.enable:
-            self._largest(synchronize)
-        self.require_forward_param_sync = synchronize
+            self.largest(synchronize)
 
-    def _synchronize_buffers(self, candidate: int) -> None:
-        """Send rank 0's buffers to all ranks; if rank 0 may have joined, those of the rank with the highest ``candidate``."""
-        if not (self.broadcast_buffers and self.require_forward_param_sync):
-            return
-        buffers = list(replicated(self.module, parameters=False).values())
-        if buffers:
-            source = self._largest(candidate) if self._join_config.enable else 0
-            # An earlier forward pass may have saved a buffer for its backward pass, which would refuse a changed one.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-                broadcast(buffers, source, self.process_group)
+    def synchronize_buffers(self, source: int = 0) -> None:
+        """Send the buffers of rank 0 or, if it may have joined, of the last rank that has batches left."""
+        if self._join_config.enable and replicated(self.module, parameters=False):
+            source = self.largest(-1 if self.has_joined else self.process_group.rank())
+        super().synchronize_buffers(source)
 
-    def _largest(self, value: int) -> int:
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks. A collective."""
         largest = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(largest)
@@ -108,7 +97,7 @@ class _JoinBlock(Join):
 
 
 class _JoinedRank(JoinHook):
-    """What a rank does after its last batch."""
+    """Takes part in the other ranks' collectives after this rank's last batch."""
 
     def __init__(self, model: JoinableDDP) -> None:
         self._model = model
@@ -116,15 +105,17 @@ class _JoinedRank(JoinHook):
     def main_hook(self) -> None:
         """Take part in one forward and backward pass of the others: the same collectives in the same order."""
         model = self._model
-        model._synchronize_buffers(-1)
-        model.require_forward_param_sync = bool(model._largest(0))
+        model.has_joined = True
+        if model.broadcast_buffers and model.require_forward_param_sync:
+            model.synchronize_buffers()
+        model.require_forward_param_sync = bool(model.largest(0))
         if model.require_forward_param_sync:
             _contribute_zeros(model.reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: take the weights of one that joined last, and its buffers unless each rank has its own."""
         model = self._model
-        source = model._largest(model.process_group.rank() if is_last_joiner else -1)
+        source = model.largest(model.process_group.rank() if is_last_joiner else -1)
         tensors = replicated(model.module, buffers=model.broadcast_buffers)
         broadcast(list(tensors.values()), source, model.process_group)
         # A rank may evaluate alone from here on, also after ``Join([model, optimizer])``.

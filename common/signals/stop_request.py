@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
 from typing import NoReturn, TypeVar
 
-from common.resilience.signal_redelivery import keep_stops
+from common.signals.signal_redelivery import keep_stops
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UsageError
-from common.reporting.atomic_files import SCRATCH
-from common.reporting.run_files import (
+from common.files.atomic_files import SCRATCH
+from common.files.run_files import (
     CHECKPOINT,
     CHECKPOINT_FOLDER,
     CONFIG_FILE,

@@ -12,7 +12,7 @@ import os
 import signal
 import types
 
-from common.resilience.stop_request import SIGNALS, exit_status, is_requeued
+from common.signals.stop_request import SIGNALS, exit_status, is_requeued
 
 # The signals that are handled here; none in a process that was not started as a command.
 _heard: list[signal.Signals] = []

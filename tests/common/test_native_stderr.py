@@ -1,4 +1,4 @@
-"""common/distributed/native_stderr.py: a store that does not answer is told in lines, not in pages of stack frames."""
+"""common/native_stderr.py: a store that does not answer is told in lines, not in pages of stack frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.distributed.native_stderr import frames_to_log
+from common.native_stderr import frames_to_log
 from tests.support.launch import error_lines, free_port, run_command
 
 TEXT = b"[W] no answer\nException raised from x at y.cpp:3\nframe #0: f() + 0x9d (0x7f in libc10.so)\n<omitting python frames>\n\n"

@@ -1,4 +1,4 @@
-"""common/reporting/run_directory.py: a directory belongs to one process, for as long as that lives."""
+"""common/files/run_directory.py: a directory belongs to one process, for as long as that lives."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from common.errors import UsageError
-from common.reporting.run_directory import RunLock
-from common.reporting.run_files import LOCK_FILE
+from common.files.run_directory import RunLock
+from common.files.run_files import LOCK_FILE
 from tests.support.launch import FORK_SERVER, kill, kill_tree
 
 
@@ -68,15 +68,3 @@ def test_it_is_free_when_its_process_was_killed_though_a_child_lives_on(tmp_path
         with RunLock(tmp_path):
             assert child.is_running()
             assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
-
-
-def test_the_same_process_can_take_it_again(tmp_path: Path) -> None:
-    for _ in range(3):
-        with RunLock(tmp_path):
-            pass
-    assert len((tmp_path / LOCK_FILE).read_text().splitlines()) == 1
-
-
-def test_a_folder_that_is_not_there_is_no_mistake_of_another_run(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        RunLock(tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""common/resilience/fork_safety.py: a fork waits for C++ threads, and for no others."""
+"""common/fork_safety.py: a fork waits for C++ threads, and for no others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common import fork_safety as forking
 from common.distributed.process_group import process_group
-from common.resilience import fork_safety as forking
 from tests.support.launch import run_ranks
 
 
@@ -52,16 +52,6 @@ def test_a_thread_at_work_is_running_unless_it_is_left_out(computing: int) -> No
     assert not any(computing in forking.running_threads({computing}) for _ in range(50))
 
 
-def test_a_thread_that_waits_is_not() -> None:
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait)
-    thread.start()
-    time.sleep(0.2)
-    assert not any(thread.native_id in forking.running_threads() for _ in range(50))
-    over.set()
-    thread.join()
-
-
 def forks() -> list[tuple[int, int]]:
     """Fork after collectives; for each, the status of the child, and how often it was waited for threads."""
     with (
@@ -85,20 +75,6 @@ def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
     for found in run_ranks(forks, 2):
         assert {status for status, _ in found} == {7}
         assert min(times for _, times in found) >= 1
-
-
-def test_without_a_process_group_a_fork_does_not_wait() -> None:
-    with mock.patch.object(forking, "running_threads") as looked:
-        forking.let_threads_rest()
-    looked.assert_not_called()
-
-
-def test_threads_that_compute_for_long_are_not_waited_for() -> None:
-    with (
-        mock.patch.object(forking, "running_threads", return_value=[1]),
-        mock.patch.object(dist, "is_initialized", return_value=True),
-    ):
-        forking.let_threads_rest()  # it returns
 
 
 def test_pythons_with_the_defect_are_known() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UsageError
-from common.reporting.atomic_files import SCRATCH
+from common.files.atomic_files import SCRATCH
 
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"

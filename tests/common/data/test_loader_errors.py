@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common.data.loader_errors import loader_errors
 from common.errors import UsageError
-from common.resilience.loader_errors import loader_errors
 from dataloading.loader.stock_loader import stock_loader
 
 
