@@ -115,6 +115,17 @@ def judge(attempt: Attempt, outcome: Outcome) -> Verdict:
     return Verdict.AS_TOLD if as_told else Verdict.POOR
 
 
+def describe(attempt: Attempt, outcome: Outcome) -> str:
+    """What was done, what must come out, and what came out."""
+    return (
+        f"{attempt.command} {attempt.ranks or ''} {dict(attempt.env) or ''}\n"
+        f"  must end with {attempt.status} and match {attempt.line!r}\n"
+        f"  ended with {outcome.statuses} after {outcome.seconds:.1f} s and {outcome.bytes / 1e6:.0f} MB; "
+        f"changed {outcome.changed}, made {outcome.made}, left {outcome.left}\n"
+        f"  stdout: {outcome.stdout[-1000:]}\n  stderr: {outcome.stderr[-3000:]}"
+    )
+
+
 def made_by(make: Callable[[Path], None]) -> Scene:
     """A scene of files that a function makes in the attempt's folder."""
 

@@ -98,7 +98,7 @@ def is_missing(attempt: Attempt) -> str | None:
 
 
 def _filled(word: str, names: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word)
+    return re.sub(r"\{(\w+)\}", lambda match: names.get(match[1], match[0]), word)
 
 
 def _watch(attempt: Attempt, processes: list[ForkServerProcess], folder: Path) -> tuple[float, set[int]]:
@@ -173,17 +173,17 @@ def _peak_bytes() -> int:
 
 def _files(folder: Path) -> dict[str, str]:
     """All that is below a folder: its kind and content, or where a link leads."""
-    found = {}
+    contents = {}
     for path in _below(folder):
         mode = path.lstat().st_mode
         name = os.fsencode(path.relative_to(folder)).decode(errors="replace")
         if stat.S_ISLNK(mode):
-            found[name] = f"link to {os.readlink(path)}"
+            contents[name] = f"link to {os.readlink(path)}"
         elif stat.S_ISREG(mode):
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            contents[name] = hashlib.sha256(path.read_bytes()).hexdigest()
         elif not stat.S_ISDIR(mode):
-            found[name] = "special"
-    return found
+            contents[name] = "special"
+    return contents
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.cli import parse
 from common.data.augmentation import Augmentation
 from common.errors import UsageError
 from dataloading.dataset import decoders
@@ -100,6 +101,20 @@ def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str,
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainConfig(**settings)
+
+
+# A value of each flag that is just out of its range.
+OUT_OF_RANGE = (
+    "lr=0 momentum=1 weight-decay=-1 dropout=1 label-smoothing=1 clip-norm=0 epochs=0 batch-size=0 train-samples=0 "
+    "test-samples=0 grad-accumulation-steps=0 warmup-epochs=-1 bucket-mib=0 threads=-1 timeout=0 workers=-1 keep-last=0 "
+    "max-skipped-steps=-1 check-replicas-every=0 log-every=0 image-size=4 min-images-per-person=1"
+)
+
+
+@pytest.mark.parametrize("flag", OUT_OF_RANGE.split())
+def test_a_value_out_of_its_range_is_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--{flag.partition('=')[0]} .* is out of range: it must be "):
+        parse(TrainConfig, "ddp.train", None, [f"--{flag}"])
 
 
 def test_it_survives_json() -> None:

@@ -48,18 +48,3 @@ def test_a_folder_without_code_and_a_common_that_comes_later_do_no_harm(tmp_path
 def test_the_three_packages_check_alike() -> None:
     texts = [(REPOSITORY / subject / "__init__.py").read_text().split('"""')[-1] for subject in SUBJECTS]
     assert texts[0] == texts[1] == texts[2]
-
-
-def test_a_job_on_glyphs_imports_neither_the_other_subjects_nor_what_only_files_and_figures_need(
-    tmp_path: Path,
-) -> None:
-    program = (
-        "import sys, ddp.train; from ddp.config import *; from common.training.recipes import load_dataset; "
-        "load_dataset(TrainConfig(train_samples=20, test_samples=20)); "
-        "print(*{name.split('.')[0] for name in sys.modules} & {'dataloading', 'dataparallel', 'torchvision', 'matplotlib'})"
-    )
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("\n", "")

@@ -1,0 +1,162 @@
+"""How much a reader has to take in: code tokens by folder, and the files behind a run, a step and the DDP by hand.
+
+Code tokens are names, numbers, operators and strings that are not docstrings. Comments, docstrings and layout are free.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.launch import REPOSITORY
+
+PRODUCT = ("common", "dataloading", "dataparallel", "ddp", "examples")
+MOST_TOKENS = {"the product without ddp/conformance": 160_000, "ddp/conformance": 29_000, "tests": 245_000}
+MOST_MODULES_OF_A_RUN = 45
+MOST_FILES_OF_BY_HAND, MOST_TOKENS_OF_BY_HAND = 8, 5_500
+MOST_FILES_OF_A_STEP = 5
+# To understand one step of ddp/train.py on the CPU, a reader opens these.
+FILES_OF_A_STEP = {
+    "ddp/train.py": "the step",
+    "ddp/job.py": "what a rank trains with, and the weight of a micro-batch of text",
+    "ddp/sampler.py": "the samples of this rank in each micro-batch",
+    "common/data/datasets.py": "from uint8 images to the input of the model",
+    "common/training/optimization.py": "the optimizer, and the learning rate of a step",
+}
+# A step also enters these, which its mechanism does not depend on.
+NOT_THE_MECHANISM = {
+    "common/training/models.py": "the network, any other trains alike",
+    "common/data/augmentation.py": "how the training images are shifted",
+}
+
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+F_STRING_START, F_STRING_END = (getattr(tokenize, f"FSTRING_{end}", None) for end in ("START", "END"))
+
+# It prints, as JSON, our files that the DDP by hand loads, those that a step enters, and all modules that a run loads. Each
+# thread has a profiler of its own, so that of the main thread sees the step without the autograd engine's hooks. It leaves
+# out what the guard calls, except for the loader and the network, which the guard calls in the step's place.
+PROGRAM = """
+import contextlib, io, json, os, runpy, sys
+import torch
+
+def modules_below(root):
+    return sorted(name for name, module in sys.modules.items() if (getattr(module, "__file__", None) or "").startswith(root))
+
+def profile(frame, event, _):
+    file, function = frame.f_code.co_filename, frame.f_code.co_name
+    if event == "call":
+        if stack or (function == "train_step" and file == root + "ddp/train.py"):
+            guarded = stack[-1] if stack else False
+            if file.startswith(root + "ddp/resilience/"):
+                guarded = True
+            elif "torch/utils/data/" in file or function == "_call_impl":
+                guarded = False
+            stack.append(guarded)
+            if file.startswith(root) and not guarded:
+                entered.add(file.removeprefix(root))
+    elif event == "return" and stack:
+        stack.pop()
+
+root, run_dir = sys.argv[1:]
+sys.path.insert(0, root)
+reading, writing = os.pipe()
+if os.fork() == 0:
+    from ddp.by_hand import HandwrittenDistributedDataParallel
+    print(json.dumps(modules_below(root)), flush=True)
+    os._exit(0)
+os.wait()
+stack, entered = [], set()
+sys.argv = ["ddp.train", *"--device cpu --epochs 1 --train-samples 288 --test-samples 100 --run-dir".split(), run_dir]
+sys.setprofile(profile)
+with contextlib.redirect_stdout(io.StringIO()):
+    runpy.run_module("ddp.train", run_name="__main__")
+sys.setprofile(None)
+print(json.dumps(sorted(entered)))
+print(json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("dataloading", "dataparallel", "torchvision"))))
+print(json.dumps(modules_below(root)))
+"""
+
+
+def code_tokens(*files: Path) -> int:
+    return sum(_code_tokens(file.read_text()) for file in files)
+
+
+def _code_tokens(text: str) -> int:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False)
+    }
+    count = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in LAYOUT or (token.type == tokenize.STRING and token.start[0] in docstrings):
+            continue
+        depth -= token.type == F_STRING_END  # From Python 3.12 on, an f-string is many tokens. It counts as one.
+        count += depth == 0
+        depth += token.type == F_STRING_START
+    return count
+
+
+@pytest.mark.parametrize("what", MOST_TOKENS)
+def test_code_tokens(what: str) -> None:
+    """The product, its conformance suite and the tests each stay within their number of code tokens."""
+    conformance = set((REPOSITORY / "ddp" / "conformance").rglob("*.py"))
+    files = {
+        "the product without ddp/conformance": {
+            file for folder in PRODUCT for file in (REPOSITORY / folder).rglob("*.py") if file not in conformance
+        },
+        "ddp/conformance": conformance,
+        "tests": set((REPOSITORY / "tests").rglob("*.py")),
+    }
+    assert code_tokens(*files[what]) <= MOST_TOKENS[what]
+
+
+class Loaded(NamedTuple):
+    """Names of modules and files of this repository: what an import, one step and a whole run load or enter."""
+
+    by_hand: list[str]
+    step: list[str]
+    other_subjects: list[str]
+    run: list[str]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    folder = tmp_path_factory.mktemp("loaded")
+    command = [sys.executable, "-c", PROGRAM, f"{REPOSITORY}/", str(folder / "run")]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
+    return Loaded(*map(json.loads, done.stdout.splitlines()))
+
+
+def modules(names: list[str]) -> list[Path]:
+    """The files of modules, without those of packages."""
+    files = [REPOSITORY / name.replace(".", "/") for name in names]
+    return [file.with_suffix(".py") for file in files if not file.is_dir()]
+
+
+def test_a_run_on_glyphs_loads_few_modules(loaded: Loaded) -> None:
+    """A whole run, with its figures, loads at most so many of our modules, and neither the other subjects nor torchvision."""
+    assert loaded.other_subjects == []
+    assert len(modules(loaded.run)) <= MOST_MODULES_OF_A_RUN, loaded.run
+
+
+def test_the_ddp_by_hand_is_a_short_read(loaded: Loaded) -> None:
+    """``from ddp.by_hand import HandwrittenDistributedDataParallel`` loads few files with few code tokens."""
+    files = modules(loaded.by_hand)
+    assert len(files) <= MOST_FILES_OF_BY_HAND, files
+    assert code_tokens(*files) <= MOST_TOKENS_OF_BY_HAND
+
+
+def test_a_step_is_understood_from_five_files(loaded: Loaded) -> None:
+    """One training step, traced on the CPU without its guard, enters functions of the five files of the table and no other."""
+    assert set(loaded.step) - NOT_THE_MECHANISM.keys() == FILES_OF_A_STEP.keys()
+    assert len(FILES_OF_A_STEP) <= MOST_FILES_OF_A_STEP
