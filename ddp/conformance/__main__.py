@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from common.cli import command, option, parse
 from common.distributed.dist_env import require_alone
 from common.errors import UsageError
-from common.files.run_directory import prepare_output, results_in
 from common.files.run_directory import files_line, prepare_output, results_in
 from common.stdout import print_results
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.files.run_directory import files_line
 from common.errors import UsageError
 from common.reporting.benchmark import write_results
 from ddp.conformance.check import Check
