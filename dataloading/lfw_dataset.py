@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.cli import command, option, parse
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.process_group import require_alone
 from common.errors import UsageError
 from common.files.run_directory import prepare_output, results_in

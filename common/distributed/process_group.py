@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
 from common.errors import UsageError, leaves_together
-from common.files.run_files import LOG_FOLDER
-from common.fork_safety import rest_before_forks
+from common.files.run_directory import LOG_FOLDER
 from common.launchers import TORCHRUN_VARIABLES
 from common.signals.stop_request import stop_signals
 
@@ -74,7 +74,10 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
 
     Ctrl-C, SIGTERM, SIGUSR1, SIGHUP and the death of torchrun end the block as ``SystemExit``, and forks of loader workers are made safe.
     """
-    rest_before_forks()
+    if sys.version_info < (3, 11, 10):
+        from common.fork_safety import rest_before_forks  # only for Pythons with the defect
+
+        rest_before_forks()
     with stop_signals(), _ending_with_agent():
         together = False
         try:
@@ -137,7 +140,7 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
         choose_implementation()
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:
-        from common.distributed.interface import offer_interface
+        from common.distributed.addresses import offer_interface
 
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
@@ -151,7 +154,7 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
             from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
             return store_with_new_prefix(env.rank, env.world_size, timeout)
-        from common.distributed.master_address import require_master_address
+        from common.distributed.addresses import require_master_address
 
         require_master_address(env, address, port, timeout_s)
         # Rank 0 serves the store; which ranks come is checked by the caller.

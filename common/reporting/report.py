@@ -6,19 +6,20 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from common.data.datasets import Batch, ImageData
-from common.data.sums import TextData
 from common.files.atomic_files import write_json
-from common.files.run_directory import files_line
-from common.files.run_files import METRICS_FILE, RESULTS
+from common.files.run_directory import METRICS_FILE, RESULTS, files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.training.device_meter import DeviceTotals
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
+
+if TYPE_CHECKING:
+    from common.data.sums import TextData
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -91,8 +92,8 @@ def finish(
 
     plot_curves(run_dir / "curves.png", records, title, data.unit)
     plot_confusion(run_dir / "confusion.png", result.confusion, data.classes, title)
-    if isinstance(data, TextData):
-        plot_text(run_dir / "samples.png", *lines_of(data, shown, predictions), title)
+    if data.unit == "characters":
+        plot_text(run_dir / "samples.png", *lines_of(cast("TextData", data), shown, predictions), title)
     else:
         images, labels = shown.images.numpy(), shown.labels.tolist()
         plot_samples(run_dir / "samples.png", images, labels, predictions.tolist(), data.classes, title)

@@ -2,6 +2,10 @@
 
 Schedulers announce a preemption by SIGTERM or SIGUSR1. A terminal sends SIGINT, and SIGHUP when it is closed. Torchrun passes
 on the signals that it gets, so that one Ctrl-C may come twice. A later second signal ends the process at once.
+
+A stop signal that arrives inside a ``__del__`` is sent again: Python prints and drops an exception that is raised while an object is
+finalized. ``DataLoader`` ends its workers there, which takes so long that Ctrl-C or a scheduler's SIGTERM may arrive during it. The
+program would then go on.
 """
 
 from __future__ import annotations
@@ -18,9 +22,38 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from common.signals.signal_redelivery import keep_stops
+PAUSE_S = 0.01  # until the finalizer is over
+
+
+@contextlib.contextmanager
+def keep_stops(signal_of: Callable[[BaseException], int | None]) -> Iterator[None]:
+    """If Python drops the exception of a stop signal within this block, send the signal again.
+
+    :param signal_of: returns the signal that raised an exception; None for any other exception
+    """
+    others = sys.unraisablehook
+
+    def dropped(unraisable: Any) -> None:
+        number = signal_of(unraisable.exc_value) if unraisable.exc_value is not None else None
+        if number is None:
+            others(unraisable)
+        else:
+            threading.Timer(PAUSE_S, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = others
+
+
+def finalize_silently() -> None:
+    """From here on, Python prints no exception of a ``__del__``. For a process that a stop signal ends: what the signal met
+    half built cannot always be finalized, as an iterator of ``DataLoader`` that had no workers yet (torch 2.15)."""
+    sys.unraisablehook = lambda unraisable: None
+
 
 logger = logging.getLogger(__name__)
 

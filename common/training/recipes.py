@@ -13,7 +13,6 @@ from common.cli import is_function_name, option
 from common.data import datasets
 from common.data.augmentation import Augmentation
 from common.data.datasets import IN_MEMORY, ImageData
-from common.data.enlarged import enlarge
 from common.errors import UsageError
 from common.training.models import MODELS
 from common.training.optimization import learning_rate
@@ -209,7 +208,11 @@ def load_dataset(config: LearningConfig) -> ImageData:
         )
     if not is_function_name(config.dataset):
         data = datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **taken)
-        return data if config.image_size is None else enlarge(data, config.image_size)
+        if config.image_size is None:
+            return data
+        from common.data.enlarged import enlarge
+
+        return enlarge(data, config.image_size)
     from common.data.own_dataset import load_own
 
     if config.data_dir is not None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.loader_limits import require_shared_memory, shared_memory_is_full
+from common.data.loaders import require_shared_memory, shared_memory_is_full
 from common.data.page_locked import lock_pages, page_locked
 from common.errors import UsageError
 from dataloading.dataset.decoders import Pixels

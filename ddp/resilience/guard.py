@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from common.data.datasets import Batch
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
 from common.training.precision import autocast

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.data.datasets import Batch
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import require_lock
 from common.gpu.report import log_gpu

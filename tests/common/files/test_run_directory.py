@@ -11,8 +11,7 @@ import pytest
 
 from common.errors import UsageError
 from common.files.atomic_files import write_json
-from common.files.run_directory import prepare, require_lock
-from common.files.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
+from common.files.run_directory import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER, prepare, require_lock
 from ddp.checkpoint.directory import NAME
 
 
