@@ -92,7 +92,7 @@ def addresses_by_interface() -> Mapping[str, list[str]]:
 RESOLVE_S = 5.0  # for rank 0. Others wait longer: a name of Kubernetes can be resolved only when its pod has started
 CONNECT_S = 3.0
 LISTEN_S = 20.0  # in which rank 0 begins to listen, if it is on this host
-POLL_S = 0.5
+RETRY_S = 0.5
 
 
 def require_master_address(env: DistEnv, address: str, port: int, timeout_s: float) -> None:
@@ -151,10 +151,10 @@ def _listens(address: str, port: int) -> bool:
     deadline = time.monotonic() + LISTEN_S
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((address, port), POLL_S).close()
+            socket.create_connection((address, port), RETRY_S).close()
             return True
         except OSError:
-            time.sleep(POLL_S)
+            time.sleep(RETRY_S)
     return False
 
 
@@ -168,7 +168,7 @@ def _resolve(address: str, patience_s: float) -> list[str]:
         except OSError:
             if time.monotonic() > deadline:
                 return []
-            time.sleep(POLL_S)
+            time.sleep(RETRY_S)
 
 
 def _route_problem(address: str) -> str | None:

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from common.distributed import STORE_POLL_S
 from common.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.01
 OTHERS_S = 2.0  # after a difference is found, for ranks that have not come yet: they are named too
 READ_S = 3.0  # for the others to read the verdict: rank 0 may serve the store, and leaves after an error
 MOST_DIFFERENCES = 4
@@ -151,7 +151,7 @@ def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -
                 "the others, and check that their hosts can reach this one"
             )
         if not came:
-            time.sleep(POLL_S)
+            time.sleep(STORE_POLL_S)
     return everyone, describe(everyone)
 
 
@@ -184,7 +184,7 @@ def _wait_for(keys: list[str], store: Store, deadline: float) -> list[str]:
     while keys := [key for key in keys if not store.check([key])]:
         if time.monotonic() > deadline:
             return keys
-        time.sleep(POLL_S)
+        time.sleep(STORE_POLL_S)
     return []
 
 

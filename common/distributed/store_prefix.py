@@ -20,7 +20,8 @@ import uuid
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-POLL_S = 0.01
+from common.distributed import STORE_POLL_S
+
 NCCL_S_KEYS = ("exception_dump", "remote_error")  # kStoreDumpKey and kStoreErrorSignalKey of ProcessGroupNCCL.hpp
 
 
@@ -66,5 +67,5 @@ def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.
                 absent.remove(other)
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks {sorted(absent)} did not come")
-        time.sleep(POLL_S)
+        time.sleep(STORE_POLL_S)
     return mine

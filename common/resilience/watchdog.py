@@ -41,7 +41,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from common.distributed.dist_env import DistEnv
 from common.errors import leaves_together, one_line
 from common.files.run_directory import FLIGHT_RECORDER_FOLDER
-from common.resilience.heartbeats import (
+from common.resilience.failure_detector import (
     STORE_S,
     Beat,
     Heartbeats,

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from common.distributed.process_group import DistEnv, process_group
 from common.distributed.worker_group import rendezvous
 from common.files.run_directory import is_written_by_a_run
-from common.resilience.heartbeats import BEAT_S, Beat, MissingRanks, Position, missing_ranks
+from common.resilience.failure_detector import BEAT_S, Beat, MissingRanks, Position, missing_ranks
 from common.resilience.watchdog import IDLE_S, LISTEN_S, TICK_S, Watchdog
 from tests.common.resilience.hanging import HANG_STEP, Job, hanging_job
 from tests.support.launch import free_port, run_ranks
