@@ -85,7 +85,7 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
 
     The host's memory of a batch may be used again as soon as the next one is asked for: its copy is over then.
 
-    :param batches: on the CPU; a copy from page-locked memory takes no time of the host
+    :param batches: on the CPU; a copy from pinned memory takes no time of the host
     :param device: a GPU; a batch is ready for what the caller queues on its current stream
     """
     copying = torch.cuda.Stream(device)
@@ -105,5 +105,5 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. On a GPU it is queued, and read from page-locked memory: from other memory the host would wait."""
+    """A copy on the device. On a GPU it is queued, and read from pinned memory: from other memory the host would wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -154,7 +154,8 @@ def load_own(
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise UsageError(f"{flag} returned {_outline(returned)}: it must return (train, test, class_names); {HALF}")
     *halves, names = returned
-    if isinstance(names, str) or not _all_strings(names) or len(names) < 2:
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not named or len(names) < 2:
         raise UsageError(f"{flag} returned {names!r:.80} for class_names: it must be a list of two or more names")
     classes = tuple(names)
 
@@ -219,10 +220,6 @@ def _pixels(half: Images) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 def _as_array(value: Any) -> npt.NDArray[Any]:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-def _all_strings(names: Any) -> bool:
-    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
 
 
 def _outline(value: Any) -> str:

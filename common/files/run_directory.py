@@ -23,6 +23,8 @@ from typing import Any
 from common.errors import UsageError
 from common.files.atomic_files import SCRATCH
 
+logger = logging.getLogger(__name__)
+
 CONFIG_FILE = "config.json"
 LOG_FOLDER = "logs"
 FLIGHT_RECORDER_FOLDER = "flight-recorder"  # among the logs; see common/resilience/flight_recorder.py
@@ -63,17 +65,13 @@ def is_written_by_a_run(path: str) -> bool:
     return _WRITTEN.fullmatch(path) is not None or SCRATCH.fullmatch(name) is not None
 
 
-def foreign_entries(folder: Path) -> list[str]:
-    """What no run has written in its directory, and so must not be deleted: paths relative to it, sorted.
-
-    A link is foreign too, since what it points to is elsewhere.
-    """
-    return sorted(path for path, entry in _walk(folder, "") if not is_written_by_a_run(path) or entry.is_symlink())
-
-
 def require_only_a_run(folder: Path) -> None:
-    """:raises UsageError: when the directory holds something that no run has written"""
-    if foreign := foreign_entries(folder):
+    """A link is refused too, since what it points to is elsewhere.
+
+    :raises UsageError: when the directory holds something that no run has written
+    """
+    entries = {entry.relative_to(folder).as_posix(): entry for entry in sorted(folder.rglob("*"))}
+    if foreign := [path for path, entry in entries.items() if entry.is_symlink() or not is_written_by_a_run(path)]:
         more = f" and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
         raise UsageError(
             f"--overwrite: {folder} also holds {', '.join(foreign[:MOST_NAMED])}{more}, which no run has written: move "
@@ -105,18 +103,6 @@ def read_regular(path: Path) -> bytes:
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
     with os.fdopen(descriptor, "rb") as file:
         return file.read()
-
-
-def _walk(folder: Path, inside: str) -> Iterator[tuple[str, Path]]:
-    """All entries below a folder, those of a folder after it; folders behind links are not entered."""
-    for entry in sorted(folder.iterdir()):
-        path = f"{inside}{entry.name}"
-        yield path, entry
-        if entry.is_dir() and not entry.is_symlink():
-            yield from _walk(entry, f"{path}/")
-
-
-logger = logging.getLogger(__name__)
 
 
 class RunLock:
@@ -233,22 +219,15 @@ def require_writable(folder: Path) -> None:
 
 def holds_run(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours, or if that is missing or damaged, whether there are checkpoints."""
-    config = _read_config(folder)
-    return _is_ours(config) or (
-        not config
-        and any(
-            re.fullmatch(CHECKPOINT, file.parent.name) for file in folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
-        )
+    checkpoints = folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
+    return has_config(folder) or (
+        not _read_config(folder) and any(re.fullmatch(CHECKPOINT, file.parent.name) for file in checkpoints)
     )
 
 
 def has_config(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours; many programs write a file of that name."""
-    return _is_ours(_read_config(folder))
-
-
-def _is_ours(config: dict[str, Any]) -> bool:
-    return "dataset_fingerprint" in config
+    return "dataset_fingerprint" in _read_config(folder)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -48,11 +48,10 @@ def plot_sweep(
             "markersize": 5,
             "capsize": 4,
         }
-        deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in seconds]
-        seconds_plot.errorbar(positions, [runs.mean() for runs in seconds], deviations, **style)
         rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
-        deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in rates]
-        rate_plot.errorbar(positions, [runs.mean() for runs in rates], deviations, **style)
+        for plot, values in ((seconds_plot, seconds), (rate_plot, rates)):
+            deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in values]
+            plot.errorbar(positions, [runs.mean() for runs in values], deviations, **style)
     for plot, y_title in ((seconds_plot, "seconds, mean and standard deviation"), (rate_plot, "images/s")):
         plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
         plot.set_xlabel(x_title.replace("_", " "))

@@ -95,7 +95,7 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Within this block, signals are requests; a second one ends the process at once."""
-        with _hearing_at_once(self._note), _handled_by(lambda *_: None):
+        with _noticed_at_once(self._note), _handled_by(lambda *_: None):
             yield self
 
     def _note(self, number: int) -> None:
@@ -107,8 +107,8 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
-    """Within this block, a thread calls ``hear`` with the number of each of :data:`SIGNALS` that comes.
+def _noticed_at_once(notice: Callable[[int], None]) -> Iterator[None]:
+    """Within this block, a thread calls ``notice`` with the number of each of :data:`SIGNALS` that comes.
 
     Python runs signal handlers in the main thread, but not while that waits for another rank inside C++. The number of
     each signal is also written to a descriptor at once (``signal.set_wakeup_fd``), from which the thread reads it.
@@ -119,7 +119,7 @@ def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
     def read() -> None:
         while numbers := reader.recv(1):
             if numbers[0] in SIGNALS:
-                hear(numbers[0])
+                notice(numbers[0])
 
     thread = threading.Thread(target=read, name="stop requests", daemon=True)
     thread.start()
@@ -140,7 +140,7 @@ def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
     """Within this block, Python calls this handler for the signals that are heard."""
-    before = {number: signal.signal(number, handler) for number in signals_to_hear()}
+    before = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
         yield
     finally:
@@ -169,7 +169,7 @@ def is_requeued() -> bool:
     return any(name in sys.orig_argv for name in REQUEUED_COMMANDS)
 
 
-def signals_to_hear() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """:data:`SIGNALS`, but not SIGHUP for a process that was started by ``nohup``."""
     return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
@@ -238,7 +238,7 @@ def stop_signals() -> Iterator[None]:
             _end_at_once(exit_status([number]) if is_requeued() else 128 + number)
 
     with (
-        _hearing_at_once(end_if_stuck),
+        _noticed_at_once(end_if_stuck),
         contextlib.ExitStack() as at_the_end,
         _handled_by(stop),
         keep_stops(stopped_by),
