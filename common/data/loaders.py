@@ -103,8 +103,8 @@ def _last_line(text: str) -> str:
 
 
 WORKER_BYTES = 12 << 20  # private memory of a forked worker of torch's DataLoader, measured on the glyphs
-# Workers hand over descriptors through a socket in the temporary folder, /tmp/pymp-xxxxxxxx/listener-xxxxxxxx. Linux takes 107
-# bytes of its path. torch's workers would report a longer one on stderr, and never hand over a batch.
+# Workers send descriptors through a socket in the temporary folder, /tmp/pymp-xxxxxxxx/listener-xxxxxxxx. Linux takes 107
+# bytes of its path. torch's workers would report a longer one on stderr, and never send a batch.
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
@@ -194,7 +194,7 @@ def poll_for_deaths() -> None:
 
 
 def start_worker(worker: int) -> None:
-    """The ``worker_init_fn``: no traceback when the rank is stopped while the worker hands over a batch.
+    """The ``worker_init_fn``: no traceback when the rank is stopped while the worker sends a batch.
 
     multiprocessing's server of file descriptors would print that of the broken connection.
 

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 
-# What gloo and NCCL read. NCCL takes "eth1" as the beginning of a name, as of eth10; "=eth1" is that interface alone.
+# The variables that gloo and NCCL read. NCCL takes "eth1" as the beginning of a name, as of eth10; "=eth1" is that interface alone.
 VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 
 
 def offer_interface(master_address: str, named: str | None = None) -> str | None:
-    """Have gloo and NCCL offer one interface: the named one; else what the user's variables say; else the one found.
+    """Have gloo and NCCL offer one interface: the named one; else what the user's variables say; else the one on the way to the rendezvous.
 
     :param master_address: of the rendezvous, a name or an address
     :param named: ``--interface``; when None, the interface on the way to the rendezvous
@@ -83,8 +83,8 @@ def addresses_by_interface() -> Mapping[str, list[str]]:
 
     up = psutil.net_if_stats()
     return {
-        name: [one.address for one in found if one.family in (socket.AF_INET, socket.AF_INET6)]
-        for name, found in psutil.net_if_addrs().items()
+        name: [one.address for one in addresses if one.family in (socket.AF_INET, socket.AF_INET6)]
+        for name, addresses in psutil.net_if_addrs().items()
         if name in up and up[name].isup
     }
 
@@ -104,24 +104,24 @@ def require_master_address(env: DistEnv, address: str, port: int, timeout_s: flo
     :raises UsageError: when the address cannot be resolved, has no route, or is this host's loopback address although rank 0 is
         on another; on rank 0, which listens there, when it is that of another host
     """
-    found = _resolve(address, min(RESOLVE_S, timeout_s) if env.rank == 0 else timeout_s)
-    if not found:
+    addresses = _resolve(address, min(RESOLVE_S, timeout_s) if env.rank == 0 else timeout_s)
+    if not addresses:
         raise UsageError(
             f"MASTER_ADDR {address} cannot be resolved on {env.host}: set it to the name or address of the host of rank 0"
         )
-    problems = [_route_problem(one) for one in found]
+    problems = [_route_problem(one) for one in addresses]
     if env.rank == 0:
-        if not any(map(_is_own, found)) and not _leads_here(address, port):
+        if not any(map(_is_own, addresses)) and not _leads_here(address, port):
             raise UsageError(
-                f"rank 0 is on {env.host}, but MASTER_ADDR {address} ({', '.join(found)}) is another host: start rank 0 there, "
+                f"rank 0 is on {env.host}, but MASTER_ADDR {address} ({', '.join(addresses)}) is another host: start rank 0 there, "
                 f"or set MASTER_ADDR to an address of {env.host}"
             )
     elif all(problems):
         raise UsageError(
             f"{env.host} has no way to MASTER_ADDR {address}: {problems[0]}: check the address, and the network between the hosts"
         )
-    only_here = env.rank >= env.local_world_size and all(map(_is_loopback, found))
-    if only_here and timeout_s > LISTEN_S and not _listens(found[0], port):
+    only_here = env.rank >= env.local_world_size and all(map(_is_loopback, addresses))
+    if only_here and timeout_s > LISTEN_S and not _listens(addresses[0], port):
         raise UsageError(
             f"MASTER_ADDR {address} is {env.host} itself, and no rank 0 is here: set it to an address of rank 0's host that all "
             "hosts can reach"
@@ -134,7 +134,7 @@ def _is_own(address: str) -> bool:
 
 
 def _leads_here(address: str, port: int) -> bool:
-    """Whether who connects there comes to this process, as through a service of Kubernetes or a public address."""
+    """Whether a connection to that address comes to this process, as through a service of Kubernetes or a public address."""
     try:
         with socket.create_server(("", port)):
             socket.create_connection((address, port), CONNECT_S).close()
@@ -163,8 +163,8 @@ def _resolve(address: str, patience_s: float) -> list[str]:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-            return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found))
+            answers = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in answers))
         except OSError:
             if time.monotonic() > deadline:
                 return []

@@ -216,7 +216,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _nccls_line(error: Exception) -> str:
-    """What NCCL or CUDA says of its own. NCCL's message ends with it, as "Last error", if there was one. CUDA's begins with it."""
+    """NCCL's or CUDA's own line. NCCL's message ends with it, as "Last error", if there was one. CUDA's begins with it."""
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return _first_line(error)
     message, *_ = str(error).partition("Exception raised from ")  # the rest is stack frames of C++

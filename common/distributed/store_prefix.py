@@ -40,8 +40,8 @@ def store_with_new_prefix(rank: int, world_size: int, timeout: datetime.timedelt
 
 
 def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it. What NCCL has
-    left in the store is deleted before any rank has the prefix.
+    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it. Keys that NCCL has
+    left in the store are deleted before any rank has the prefix.
 
     :param store: the store that outlives the ranks
     :param rank: this rank

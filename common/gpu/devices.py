@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 def count_gpus() -> int:
     """How many GPUs this process can use. A driver that is there but cannot be used is one line, and not torch's warning."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as torchs_warnings:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # torch warns once per process, and only where there is a driver. One rank of a node says it for all.
-    if told and os.environ.get("LOCAL_RANK", "0") == "0":
+    if torchs_warnings and os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(why_no_gpu())
     return count
 

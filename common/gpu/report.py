@@ -32,11 +32,11 @@ def cores_beside(device: torch.device) -> set[int]:
 
 def parse_cores(ranges: str) -> set[int]:
     """The kernel's short form of cores: ``0-2,8`` is 0, 1, 2 and 8."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, ranges.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def advice(device: torch.device) -> str | None:
@@ -77,9 +77,9 @@ def gpu_software() -> dict[str, Any]:
 
 def software_line() -> str:
     """The same, to be read."""
-    found = gpu_software()
-    variables = ", ".join(f"{name}={value}" for name, value in found.pop("variables").items())
-    return f"{', '.join(f'{name} {version}' for name, version in found.items())}; {variables or 'no variables'}"
+    versions = gpu_software()
+    variables = ", ".join(f"{name}={value}" for name, value in versions.pop("variables").items())
+    return f"{', '.join(f'{name} {version}' for name, version in versions.items())}; {variables or 'no variables'}"
 
 
 def _dotted(version: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What a run reports at its end: the figures and the summary."""
+"""The end of a run: its figures and its summary."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
 
 def of_gpus(records: Sequence[Record]) -> dict[str, float]:
     """The medians of what the windows of steps say of GPUs, and the most memory; nothing of a run on CPUs."""
-    found = {}
+    medians = {}
     for name in (field.name for field in dataclasses.fields(DeviceTotals)):
         values = [record[name] for record in records if type(record.get(name)) in (int, float)]
         if values:
-            found[name] = max(values) if name == "gpu_memory" else statistics.median(values)
-    return found
+            medians[name] = max(values) if name == "gpu_memory" else statistics.median(values)
+    return medians
 
 
-def gpu_line(found: dict[str, float]) -> str:
+def gpu_line(medians: dict[str, float]) -> str:
     """:func:`of_gpus` as a line of the summary, or nothing."""
     words = {
         "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
@@ -54,8 +54,8 @@ def gpu_line(found: dict[str, float]) -> str:
         "mfu": ("{:.0f} % MFU", 100.0),
         "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
     }
-    told = [text.format(unit * found[name]) for name, (text, unit) in words.items() if name in found]
-    return f"GPU: {', '.join(told)}\n" if told else ""
+    parts = [text.format(unit * medians[name]) for name, (text, unit) in words.items() if name in medians]
+    return f"GPU: {', '.join(parts)}\n" if parts else ""
 
 
 def finish(
