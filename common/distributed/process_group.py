@@ -115,7 +115,7 @@ def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
 def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """The store in which the ranks find each other's addresses, at MASTER_ADDR and MASTER_PORT. There they also compare what
     they were started with. From here on, gloo and NCCL offer the interface that leads there, and "nccl" is the implementation
-    that overlaps (common/gpu/nccl.py).
+    that overlaps (common/gpu/devices.py).
 
     :param timeout_s: seconds to wait for the other ranks
     :param settings: the command's dataclass; None if it has none
@@ -135,7 +135,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
 def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """:func:`rendezvous_store`, before the ranks compare anything."""
     if env.backend == "nccl":
-        from common.gpu.nccl import choose_implementation  # only on GPUs
+        from common.gpu.devices import choose_implementation  # only on GPUs
 
         choose_implementation()
     interface = getattr(settings, "interface", None)

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from common.gpu.devices import kind_of
-from common.gpu.nccl import VARIABLE, WITHOUT_OVERLAP, implementation
+from common.gpu.devices import NCCL2_VARIABLE, WITHOUT_OVERLAP, implementation, kind_of
 
 PCI = Path("/sys/bus/pci/devices")
 
@@ -99,7 +98,7 @@ def log_gpu(device: torch.device) -> None:
     logger.info(f"{kind_of(device)}: {runs}, {software_line()}")
     if runs == WITHOUT_OVERLAP:
         logger.info(
-            f"{runs} does not overlap DDP's all-reduces with the backward pass: {VARIABLE}=0 chooses the one that does"
+            f"{runs} does not overlap DDP's all-reduces with the backward pass: {NCCL2_VARIABLE}=0 chooses the one that does"
         )
     if (line := advice(device)) is not None:
         logger.info(line)

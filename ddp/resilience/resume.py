@@ -32,7 +32,7 @@ from common.files.run_directory import (
     prepare,
     require_writable,
 )
-from common.gpu.nccl import implementation
+from common.gpu.devices import implementation
 from common.reporting.machine import describe_machine
 from common.resilience.device_errors import device_errors
 from common.signals.stop_request import REQUEUE, SIGNALS
