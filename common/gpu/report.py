@@ -82,11 +82,8 @@ def software_line() -> str:
 
 
 def _dotted(version: int | None) -> str | None:
-    """cuDNN's number with dots: 92600 is 9.26.0. (Before 9, the first digit stood for a thousand: 8902 is 8.9.2.)"""
-    if version is None:
-        return None
-    major, rest = divmod(version, 10_000) if version >= 90_000 else divmod(version, 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    """cuDNN's number with dots: 92600 is 9.26.0."""
+    return None if version is None else f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
 
 
 logger = logging.getLogger(__name__)
