@@ -258,7 +258,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
         started["deadlock"] = stack.enter_context(
             hanging_job(folder / "deadlock", environments, TIMEOUT_S, 0, "deadlock")
         )
-        started["alone"] = stack.enter_context(hanging_job(folder / "alone", [{}], TIMEOUT_S, 0, "loop"))
         started["kill"].exit_status(1)
         for rank in (0, 2):
             os.kill(started["kill"].processes[rank].pid or 0, signal.SIGTERM)  # as torchrun does
@@ -423,13 +422,6 @@ def test_the_latest_collectives_are_written_for_torch_s_own_tool(
         fr_trace.main([folder])
     assert "Not all ranks joining collective" in caplog.text
     assert "collective: gloo:all_reduce" in caplog.text and "missing ranks: {1}" in caplog.text
-
-
-@pytest.mark.faults
-def test_a_rank_alone_names_itself(jobs: dict[str, Job]) -> None:
-    assert jobs["alone"].exit_status(0) == 1
-    assert re.fullmatch(rf"this rank has been at data of step {HANG_STEP} for \d+ s", error(jobs["alone"], 0))
-    assert "in _hang" in jobs["alone"].log(0)
 
 
 # Jobs that do not.
