@@ -142,9 +142,11 @@ class WorkerGroup:
         """Wait for the call that was started; returns the results in rank order."""
         results = self._results(ENDLESS_S, lambda _: False, ECHO_S)
         errors = [result for result in results.values() if isinstance(result, Exception)]
-        if errors:  # the death of a rank is the cause of what others report
-            raise next((error for error in errors if isinstance(error, RankDied)), errors[0])
-        return list(results.values())
+        if errors:
+            errors.sort(key=lambda error: not isinstance(error, RankDied))  # a death is the cause of what others report
+            results.clear()  # no frame may hold the error that is raised: the cycle would keep the caller's tensors
+            raise errors.pop(0)
+        return [results[rank] for rank in sorted(results)]
 
     def finish_within(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
         """Wait for a call that was started and may fail or hang on some ranks. Unless it went well on all, all ranks end.
@@ -159,10 +161,10 @@ class WorkerGroup:
         for result in results.values():
             if isinstance(result, UsageError):
                 raise result
-        return results
+        return dict(sorted(results.items()))
 
     def _results(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
-        """By rank, what the ranks answer in time, or an exception. Unless the call went well on all, all ranks end."""
+        """The ranks' answers or exceptions, in the order in which they come. Unless the call went well on all, all ranks end."""
         if not self._doing:
             raise RuntimeError("no call was started")
         deadline = time.monotonic() + timeout_s
@@ -182,7 +184,7 @@ class WorkerGroup:
             if not well:
                 self._kill()
         self._doing = None
-        return dict(sorted(results.items()))
+        return results
 
     def close(self) -> None:
         """End the ranks: ask them to leave; kill those that do not, or are still in a call."""
