@@ -1,7 +1,7 @@
-"""Page-locked ("pinned") memory: a GPU reads it by itself, while the host goes on. It reads other memory by way of a copy, for
+"""Pinned (page-locked) memory: a GPU reads it by itself, while the host goes on. It reads other memory by way of a copy, for
 which the host waits.
 
-torch's own page-locked memory belongs to one process. Memory that several processes share is locked where it lies, by
+torch's own pinned memory belongs to one process. Memory that several processes share is locked where it lies, by
 ``cudaHostRegister``, as torch/cuda/_pin_memory_utils.py does.
 """
 
@@ -19,15 +19,15 @@ from common.errors import UsageError
 PORTABLE = 1  # cudaHostRegisterPortable: for every GPU of this process
 
 
-def page_locked(shape: tuple[int, ...]) -> Tensor:
-    """New page-locked memory of this process, uint8."""
+def pinned_memory(shape: tuple[int, ...]) -> Tensor:
+    """New pinned memory of this process, uint8."""
     return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
 
 
-def lock_pages(memory: Tensor, device: torch.device, remedy: str) -> None:
+def pin_shared(memory: Tensor, device: torch.device, remedy: str) -> None:
     """Lock the pages of a tensor on the CPU, for as long as this tensor lives. (A view or an array of it does not count.)
 
-    torch does not know which copies from such memory are still running: who writes to it again must wait for them.
+    torch does not know which copies from such memory are still running: whoever writes to it again must wait for them.
 
     :param memory: alone on its pages
     :param device: a GPU that will read it
@@ -44,13 +44,13 @@ def lock_pages(memory: Tensor, device: torch.device, remedy: str) -> None:
         with contextlib.suppress(RuntimeError):  # CUDA remembers the error, and the next kernel raises it
             torch.zeros(1, device=device)
         raise UsageError(
-            f"{memory.nbytes / 1e6:.1f} MB of shared memory cannot be page-locked for {device} ({reason}): {remedy}"
+            f"{memory.nbytes / 1e6:.1f} MB of shared memory cannot be pinned for {device} ({reason}): {remedy}"
         )
     # Before the memory is unmapped. At the end of the process, CUDA does it.
-    weakref.finalize(memory, _unlock_pages, address, device, os.getpid()).atexit = False
+    weakref.finalize(memory, _unpin, address, device, os.getpid()).atexit = False
 
 
-def _unlock_pages(address: int, device: torch.device, owner: int) -> None:
+def _unpin(address: int, device: torch.device, owner: int) -> None:
     if os.getpid() == owner:  # not in a forked worker, which has a copy of the tensor, and no CUDA
         with torch.cuda.device(device):
             torch.cuda.cudart().cudaHostUnregister(address)

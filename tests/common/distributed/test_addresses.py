@@ -1,4 +1,4 @@
-"""common/distributed/interface.py: gloo and NCCL offer an interface that the other hosts can reach."""
+"""common/distributed/addresses.py: gloo and NCCL offer an interface that the other hosts can reach."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from common.distributed import interface
-from common.distributed.interface import VARIABLES, addresses_by_interface, interface_towards, offer_interface
+from common.distributed import addresses
+from common.distributed.addresses import VARIABLES, addresses_by_interface, interface_towards, offer_interface
 from common.errors import UsageError
 
-LOOPBACK = next(name for name, addresses in addresses_by_interface().items() if "127.0.0.1" in addresses)
+LOOPBACK = next(name for name, own in addresses_by_interface().items() if "127.0.0.1" in own)
 FOUND = {"lo": ["127.0.0.1", "::1"], "docker0": ["172.17.0.1"], "eth0": ["10.0.0.5"], "ib0": []}
 
 
@@ -35,7 +35,7 @@ def test_the_interface_on_the_way_to_the_rendezvous(monkeypatch: pytest.MonkeyPa
         def getsockname(self) -> tuple[str, int]:
             return "10.0.0.5", 1
 
-    monkeypatch.setattr(interface, "addresses_by_interface", lambda: FOUND)
+    monkeypatch.setattr(addresses, "addresses_by_interface", lambda: FOUND)
     monkeypatch.setattr(socket, "socket", Probe)
     assert interface_towards("10.0.0.1") == "eth0"
     assert offer_interface("10.0.0.1") == "eth0"
@@ -44,7 +44,7 @@ def test_the_interface_on_the_way_to_the_rendezvous(monkeypatch: pytest.MonkeyPa
 
 def test_the_user_s_own_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
-    monkeypatch.setattr(interface, "interface_towards", lambda host: "eth0")
+    monkeypatch.setattr(addresses, "interface_towards", lambda host: "eth0")
     assert offer_interface("10.0.0.1") is None
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
@@ -57,7 +57,7 @@ def test_a_named_one_is_taken() -> None:
 
 @pytest.mark.parametrize(("named", "reason"), [("eth7", "is not an interface"), ("ib0", "has no address")])
 def test_one_that_cannot_be_taken(monkeypatch: pytest.MonkeyPatch, named: str, reason: str) -> None:
-    monkeypatch.setattr(interface, "addresses_by_interface", lambda: FOUND)
+    monkeypatch.setattr(addresses, "addresses_by_interface", lambda: FOUND)
     with pytest.raises(UsageError) as error:
         offer_interface("10.0.0.1", named)
     expected = (

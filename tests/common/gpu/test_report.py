@@ -1,17 +1,47 @@
-"""common/gpu/software.py and report.py: the versions and variables of a GPU's run, in its log and in the JSON."""
+"""common/gpu/report.py: a GPU's versions, variables and cores, in the log of a run and in the JSON."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.gpu import report, software
-from common.gpu.software import gpu_software
+from common.gpu import report
+from common.gpu.report import advice, gpu_software
 from common.reporting.machine import describe_machine
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("local", "usable", "words"),
+    [
+        ("0-3", {0, 1}, None),  # bound
+        ("0-1,3,2", {0, 1, 2, 3}, None),
+        ("0-3", set(range(8)), "4 of the 8 cores that this rank may use are far from its GPU"),
+        ("0-3", {6, 7}, "2 of the 2 cores that this rank may use are far from its GPU"),
+        (None, set(range(8)), None),  # the kernel does not tell, as in some virtual machines
+    ],
+)
+def test_a_rank_whose_cores_are_far_from_its_gpu_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, local: str | None, usable: set[int], words: str | None
+) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(report, "PCI", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: usable)
+    if local is not None:
+        (tmp_path / "0000:dc:00.0").mkdir()
+        (tmp_path / "0000:dc:00.0" / "local_cpulist").write_text(f"{local}\n")
+    line = advice(GPU)
+    assert (
+        line is None if words is None else line is not None and line.startswith(words) and "--numa-binding=node" in line
+    )
+
 
 H100 = SimpleNamespace(name="NVIDIA H100", uuid="1", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
 
@@ -19,7 +49,7 @@ H100 = SimpleNamespace(name="NVIDIA H100", uuid="1", pci_domain_id=0, pci_bus_id
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "version").write_text("580.95.05\n")
-    monkeypatch.setattr(software, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(report, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
@@ -40,13 +70,6 @@ def test_versions_and_variables_are_in_the_json() -> None:
     }  # fmt: skip
     assert found["variables"].items() >= {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth1"}.items()
     assert "PATH" not in found["variables"]
-
-
-@pytest.mark.usefixtures("a_gpu")
-@pytest.mark.parametrize(("number", "dotted"), [(8902, "8.9.2"), (92600, "9.26.0"), (None, None)])
-def test_versions_of_cudnn(monkeypatch: pytest.MonkeyPatch, number: int | None, dotted: str | None) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
-    assert gpu_software()["cudnn"] == dotted
 
 
 @pytest.mark.usefixtures("a_gpu")
