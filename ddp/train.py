@@ -44,7 +44,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job, StepGuard
 from ddp.resilience.device_guard import choose_guard
-from ddp.resilience.resume import Found, open_run
+from ddp.resilience.resume import CheckpointToResume, open_run
 from ddp.resilience.supervisor import AFTER_THE_WATCHDOG_S, Supervisor
 from ddp.sampler import MicroBatchSampler
 
@@ -97,7 +97,7 @@ def build_job(
     config: TrainConfig,
     env: DistEnv,
     data: ImageData,
-    found: Found | None = None,
+    found: CheckpointToResume | None = None,
     guard: StepGuard | None = None,
     wrap: Callable[..., nn.Module] | None = None,
 ) -> Job:

@@ -24,11 +24,11 @@ from common.errors import UsageError
 from common.gpu.nccl import implementation
 from common.reporting.atomic_files import write_json
 from common.reporting.machine import describe_machine
-from common.reporting.run_directory import has_config, holds_run, prepare, require_writable
+from common.reporting.run_directory import has_config, holds_run, prepare, require_writable, writing
 from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, METRICS_FILE, REQUEUE_FILE
 from common.resilience.device_errors import device_errors
 from common.resilience.stop_request import REQUEUE, SIGNALS
-from ddp.checkpoint import storage
+from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
 from ddp.resilience import restarts
@@ -42,7 +42,7 @@ IDENTITY = (
 )  # fmt: skip
 
 
-class Found(NamedTuple):
+class CheckpointToResume(NamedTuple):
     """A checkpoint that is whole."""
 
     path: Path
@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Found | None]:
+def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[CheckpointToResume | None]:
     """Hold the run's directory, for the length of the block; gives the checkpoint to continue from, if it does. A collective.
 
     :raises UsageError: on every rank, for a directory that is in use, holds something else, or cannot be written, and for
@@ -58,7 +58,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
     """
     agents = restarts.agents_of(env)
     with contextlib.ExitStack() as held:
-        found: list[Found | None] = [None]
+        found: list[CheckpointToResume | None] = [None]
         with env.fail_together():  # last of all checks, since it may delete the run that was there
             if env.is_main:
                 begun = holds_run(config.run_dir)
@@ -68,7 +68,8 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                 (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
                 # Before there is a run: it is this launch's from its first moment.
                 restarts.record(config.run_dir, agents)
-                storage.clean(config.run_dir)
+                with writing(config.run_dir / storage.FOLDER):
+                    directory.clean(config.run_dir / storage.FOLDER)
                 if resume:
                     found[0] = _newest(config, must_exist=config.resume and not restarted)
                 if found[0] is None:
@@ -121,7 +122,7 @@ def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str
     }
 
 
-def _newest(config: TrainConfig, must_exist: bool) -> Found | None:
+def _newest(config: TrainConfig, must_exist: bool) -> CheckpointToResume | None:
     found = storage.newest(config.run_dir, set_aside=True)
     if found is None and must_exist:
         raise UsageError(
@@ -133,7 +134,7 @@ def _newest(config: TrainConfig, must_exist: bool) -> Found | None:
     best = manifest.progress["best"]
     if best is not None and not (path.parent / best["name"]).is_dir():  # it was damaged, and set aside
         manifest = dataclasses.replace(manifest, progress={**manifest.progress, "best": None})
-    return Found(path, manifest)
+    return CheckpointToResume(path, manifest)
 
 
 def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> None:
@@ -143,7 +144,7 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
     """
     before, now = manifest.config, config.as_json()
     for name in IDENTITY:
-        if before.get(name) != now.get(name):  # an older version's run has not all of them
+        if before.get(name) != now.get(name):
             raise UsageError(
                 f"--resume: the run was started with {flag_of(name)} {before.get(name)}, not {now.get(name)}: "
                 f"give {flag_of(name)} {before.get(name)}, or another --run-dir"
@@ -166,6 +167,4 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each setting that differs, but for those that say where the run lies and how it is begun."""
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
-    # What an older version wrote as False may be None now.
-    changed = [name for name in names if (before[name] or None) != (now[name] or None)]
-    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in changed]
+    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in names if before[name] != now[name]]

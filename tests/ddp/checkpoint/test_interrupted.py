@@ -21,7 +21,7 @@ import torch
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.reporting import atomic_files
-from ddp.checkpoint import folder, storage
+from ddp.checkpoint import clean, folder, list_checkpoints, prune, storage
 from ddp.checkpoint.storage import FOLDER, KINDS
 from tests.ddp.checkpoint.samples import (
     FILES,
@@ -135,7 +135,7 @@ def test_a_small_disk_that_is_full(tmp_path: Path) -> None:
 
 def _write_for_ever(run_dir: Path, sender: Connection) -> None:
     """A run that continues from its newest checkpoint, sends each step that it has saved, and saves every third twice."""
-    storage.clean(run_dir)
+    clean(run_dir / FOLDER)
     found = storage.newest(run_dir)
     step = found[1].step if found else 0
     while True:
@@ -143,7 +143,7 @@ def _write_for_ever(run_dir: Path, sender: Connection) -> None:
         for _ in range(2 if step % 3 == 0 else 1):
             write(run_dir, step)
             sender.send(step)
-        storage.prune(run_dir, 2, best=None)
+        prune(run_dir / FOLDER, 2)
 
 
 def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
@@ -167,12 +167,12 @@ def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
         seen |= {name.split("-")[0] for name in litter(tmp_path)}
         before = storage.newest(tmp_path)
         assert before is not None
-        storage.clean(tmp_path)
+        clean(tmp_path / FOLDER)
         assert not litter(tmp_path)
         after = storage.newest(tmp_path)
         assert after is not None
         assert after[1].step >= max(sent, before[1].step)
-        for path in storage.all_of(tmp_path):
+        for path in list_checkpoints(tmp_path / FOLDER):
             assert_is(path, int(path.name[-8:]))
     assert seen  # some kills interrupted a save or a removal
 
@@ -216,7 +216,7 @@ def test_a_stop_signal_within_torch_save_is_no_error_of_torch(tmp_path: Path) ->
     results = in_a_process(_stopped_at_every_write, tmp_path)
     assert results == [(f"SystemExit({128 + signal.SIGTERM})", [])] * 24
     assert_is(older, 10)
-    assert storage.all_of(tmp_path) == [older]
+    assert list_checkpoints(tmp_path / FOLDER) == [older]
 
 
 def test_files_have_the_usual_permissions(tmp_path: Path) -> None:

@@ -110,18 +110,6 @@ def test_what_any_rank_raises_in_any_micro_step_all_know(cases: list[Case]) -> N
                 assert agreed == flags, f"{case} on {world_size} ranks"
 
 
-def test_each_flag_is_known_by_itself_and_none_when_none_is_raised() -> None:
-    cases = [
-        Case(strategy, hook, 2.0**16, 2, [Raised(1, 0, flag, math.nan)] if flag else [])
-        for strategy in STRATEGIES
-        for hook in (None, *HOOKS)
-        for flag in (None, *Flags._fields)
-    ]
-    for found in run_ranks(agreed_in_each, 2, cases):
-        assert found == [case.expected(2) for case in cases]
-    assert NO_FLAGS in found
-
-
 Step = tuple[list[float], dict[str, Any]]
 
 
