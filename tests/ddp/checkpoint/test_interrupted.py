@@ -8,30 +8,25 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.reporting import atomic_files
 from ddp.checkpoint import clean, folder, list_checkpoints, prune, storage
-from ddp.checkpoint.storage import FOLDER, KINDS
+from ddp.checkpoint.storage import FOLDER
 from tests.ddp.checkpoint.samples import (
     FILES,
     NEWER,
-    OLDER,
     assert_is,
-    contents,
     in_a_process,
     litter,
-    manifest,
     write,
 )
 from tests.support.launch import FORK_SERVER
@@ -106,31 +101,6 @@ def failure_at(call: int, run_dir: Path) -> str | None:
             return str(error)
     assert failing.calls < call  # no failure is ignored
     return None
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of ``size``."""
-    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
-    if mounting.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounting.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
-def test_a_small_disk_that_is_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path, "512k") as disk:
-        older = write(disk, 10)
-        for kind in KINDS:  # the first, second or third file does not fit
-            held = {"w": torch.zeros(1 << 17)}  # 512 KiB
-            large = contents(20) | {kind: held if kind != "ranks" else [held]}
-            with pytest.raises(UsageError, match=rf"{NEWER} cannot be written \(No space left on device\): make room"):
-                storage.write(disk, manifest(20), large)
-            assert os.listdir(disk / FOLDER) == [OLDER]
-        assert_is(older, 10)
-        assert_is(write(disk, 20), 20)
 
 
 def _write_for_ever(run_dir: Path, sender: Connection) -> None:
