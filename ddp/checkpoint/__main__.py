@@ -74,7 +74,7 @@ class ExportConfig:
 class ImportConfig:
     """Settings of ``ddp.checkpoint import``."""
 
-    input: Path = option(Path("for-dcp"), "folder that torch.distributed.checkpoint has written")
+    input: Path = option(Path("from-dcp"), "folder that torch.distributed.checkpoint has written")
     run_dir: Path = option(DEFAULT_RUN, "directory of a run of the same model")
     checkpoint: str | None = option(None, f"whose facts are taken: {CHOICE}")
     output: Path = option(Path("runs/imported"), "directory of the new run")

@@ -62,7 +62,7 @@ def save(
 
 @contextlib.contextmanager
 def scratch_in(directory: Path) -> Iterator[Path]:
-    """The path of a folder, not made yet, in which a checkpoint is written. What is left of it at the end is removed.
+    """The path of a folder, not made yet, in which a checkpoint is written. Its remains are removed at the end.
 
     :raises OSError: when the directory cannot be made
     """

@@ -48,9 +48,9 @@ def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
     assert isinstance(network, ZeRO1)
     parts: dict[str, Part] = {}
     for flat in network.flats:
-        for name, piece, begin, like in zip(flat.owners, flat.pieces, flat.begins(), flat.like, strict=True):
+        for name, shard, begin, like in zip(flat.owners, flat.pieces, flat.begins(), flat.like, strict=True):
             region = Region.of_whole(like)._replace(begin=begin)
-            parts[name] = Part(piece, region, in_full=flat.shard_in_full)
+            parts[name] = Part(shard, region, in_full=flat.shard_in_full)
     for name, parameter in network.module.named_parameters():
         if name in parts:
             yield name, parts[name]
@@ -79,7 +79,7 @@ def _of_fully_shard(network: FullyShard) -> Iterator[tuple[str, Part]]:
 def state_of_shard(
     network: nn.Module, optimizer: torch.optim.Optimizer, buffers: Mapping[str, Tensor], first: bool
 ) -> dict[str, Any]:
-    """What this rank writes. Tensors are not copied, except for shards in the memory of whole parameters.
+    """The content of this rank's file. Tensors are not copied, except for shards in the memory of whole parameters.
 
     :param network: what :func:`ddp.sharded.strategies.shard_network` returned
     :param buffers: of the plain module, by name
@@ -131,7 +131,7 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
 
 
 def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """What the optimizer keeps for this rank's part of one parameter."""
+    """The optimizer's state for this rank's part of one parameter."""
     state: dict[str, Tensor] = {}
     for key, entry in expected.items():
         if entry.like_parameter:

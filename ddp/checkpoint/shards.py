@@ -5,7 +5,7 @@
 
 A *shard* is a run of consecutive elements of a tensor, in the order in which they lie in memory. All layouts in use are made of
 such runs: parts of flat parameters (ZeRO), rows along the first dimension (``fully_shard``), and whole tensors (replicas).
-So a reader needs to know where each shard begins, and nothing about who wrote it.
+So a reader needs to know where each shard begins, and nothing about its writer.
 
 Files are mapped, not read: only the elements that a rank takes come into its memory.
 """
@@ -119,7 +119,7 @@ class Shards(NamedTuple):
 
 
 def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
-    """What one rank writes, in the types that ``torch.load(weights_only=True)`` reads; see :class:`Shards`."""
+    """The content of one rank's file, in the types that ``torch.load(weights_only=True)`` reads; see :class:`Shards`."""
     packed = {name: (values, *region) for name, (values, region) in shards.items()}
     return {"shards": packed, "parameters": parameters, "tied": tied}
 
@@ -180,7 +180,7 @@ def open_shards(path: Path) -> Shards:
 
 
 def assembled(path: Path, kind: str) -> Any:
-    """What a job of replicas would have written, put together from a verified sharded checkpoint.
+    """The state that a job of replicas would have written, put together from a verified sharded checkpoint.
 
     :param kind: ``"model"`` or ``"optimizer"``
     :returns: the state dict of the plain module, or that of the optimizer without the settings of its parameter groups

@@ -28,7 +28,7 @@ from ddp.job import Job
 
 
 def state_of_rank(job: Job) -> dict[str, Any]:
-    """What differs between ranks: this rank's buffers and metrics window, on the CPU."""
+    """The state that differs between ranks: this rank's buffers and metrics window, on the CPU."""
     buffers = {name: value.to("cpu", non_blocking=True) for name, value in job.plain.named_buffers()}
     if job.env.device.type == "cuda":  # into pinned memory, with one wait for all of them
         torch.cuda.current_stream(job.env.device).synchronize()

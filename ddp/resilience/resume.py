@@ -58,7 +58,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
     """
     agents = restarts.agents_of(env)
     with contextlib.ExitStack() as held:
-        found: list[CheckpointToResume | None] = [None]
+        checkpoint: list[CheckpointToResume | None] = [None]
         with env.fail_together():  # last of all checks, since it may delete the run that was there
             if env.is_main:
                 begun = holds_run(config.run_dir)
@@ -71,8 +71,8 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
                 with writing(config.run_dir / storage.FOLDER):
                     directory.clean(config.run_dir / storage.FOLDER)
                 if resume:
-                    found[0] = _newest(config, must_exist=config.resume and not restarted)
-                if found[0] is None:
+                    checkpoint[0] = _newest(config, must_exist=config.resume and not restarted)
+                if checkpoint[0] is None:
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         with env.fail_together():  # on every node
             require_writable(config.run_dir)
@@ -81,17 +81,17 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
                 f"{config.run_dir} on {env.host} is not that of rank 0, which writes the run and its checkpoints: only the logs of "
                 "this host's ranks will be here"
             )
-        dist.broadcast_object_list(found, src=0, device=env.device)
-        if found[0] is not None:
+        dist.broadcast_object_list(checkpoint, src=0, device=env.device)
+        if checkpoint[0] is not None:
             with env.fail_together():
-                check_identity(found[0].manifest, config, data)
+                check_identity(checkpoint[0].manifest, config, data)
                 if env.is_main and not has_config(config.run_dir):
                     logger.warning(f"{config.run_dir / CONFIG_FILE} was damaged: it now has the settings of this start")
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
             with device_errors(env.device, config.less_memory):
-                yield found[0]
+                yield checkpoint[0]
         except UsageError:
             if env.is_main and not _has_begun(config.run_dir):
                 # The next start, without the error, finds no run here.
@@ -123,14 +123,14 @@ def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str
 
 
 def _newest(config: TrainConfig, must_exist: bool) -> CheckpointToResume | None:
-    found = storage.newest(config.run_dir, set_aside=True)
-    if found is None and must_exist:
+    checkpoint = storage.newest(config.run_dir, set_aside=True)
+    if checkpoint is None and must_exist:
         raise UsageError(
             f"--resume: {config.run_dir} holds no checkpoint, the run ended before its first: start again with --overwrite"
         )
-    if found is None:
+    if checkpoint is None:
         return None
-    path, manifest = found
+    path, manifest = checkpoint
     best = manifest.progress["best"]
     if best is not None and not (path.parent / best["name"]).is_dir():  # it was damaged, and set aside
         manifest = dataclasses.replace(manifest, progress={**manifest.progress, "best": None})
