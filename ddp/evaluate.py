@@ -24,9 +24,8 @@ from common.training.models import build_model
 from common.training.precision import PRECISIONS, set_arithmetic
 from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
-from ddp.checkpoint.choice import CHOICE, choose
 from ddp.checkpoint.folder import MANIFEST, Damaged
-from ddp.checkpoint.storage import Manifest
+from ddp.checkpoint.storage import CHOICE, Manifest, choose
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
 from ddp.data import load_data, open_test_loader
 

@@ -50,7 +50,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
 from ddp.resilience.guard import build_guard
-from ddp.resilience.resume import Found, open_run
+from ddp.resilience.resume import CheckpointToResume, open_run
 from ddp.resilience.supervisor import Supervisor
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import SHARDED, Averaging
@@ -82,11 +82,11 @@ def train(config: TrainConfig, env: DistEnv) -> None:
     with env.fail_together():  # if this fails on one rank, all stop: the others would wait for it forever
         config.check(env.world_size)
     data = load_data(config, env)
-    with open_run(config, env, data) as found:
-        job = build_job(config, env, data, found)
-        if found is not None:
-            restore(job, *found)
-        with Supervisor(job, resumed=found is not None) as supervisor:
+    with open_run(config, env, data) as checkpoint:
+        job = build_job(config, env, data, checkpoint)
+        if checkpoint is not None:
+            restore(job, *checkpoint)
+        with Supervisor(job, resumed=checkpoint is not None) as supervisor:
             result = None
             while job.epoch < config.epochs:
                 totals = train_epoch(job, supervisor.after_step)
@@ -99,10 +99,10 @@ def train(config: TrainConfig, env: DistEnv) -> None:
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
-def build_job(config: TrainConfig, env: DistEnv, data: ImageData, found: Found | None = None) -> Job:
+def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: CheckpointToResume | None = None) -> Job:
     """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields other samples.
 
-    :param found: the checkpoint to continue from. Rank 0 reads its weights, and DDP broadcasts them
+    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
@@ -110,8 +110,8 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, found: Found |
         network = convert_sync_batchnorm(network, env.device)
     network = to_device(network, env.device, config.memory_format)
     with env.fail_together():
-        if found is not None and env.is_main and not config.is_sharded:
-            load_weights(network, found.path)
+        if checkpoint is not None and env.is_main and not config.is_sharded:
+            load_weights(network, checkpoint.path)
     guard = build_guard(network, env, config.is_sharded)
     model = wrap_network(guard.module, env, config.averaging, config.precision)
     if config.is_sharded:

@@ -18,7 +18,7 @@ import pytest
 from common.files.run_directory import CONFIG_FILE, LOCK_FILE
 from common.signals.stop_request import REQUEUE
 from common.training.metrics import read_metrics
-from ddp.checkpoint import storage
+from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.folder import MANIFEST
 from ddp.checkpoint.storage import Manifest, name_of
 from tests.faults import (
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, expected: dict[str, Any]) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
-    checkpoints = storage.all_of(run_dir)
+    checkpoints = list_checkpoints(run_dir / storage.FOLDER)
     last, before_last = reversed(checkpoints[-2:])
     size = (last / "model.pt").stat().st_size
     truncate(last / "model.pt", size // 2)
@@ -137,7 +137,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
         assert differences(run_dir, expected) == []
         assert_nothing_left(run)
 
-    for path in storage.all_of(run_dir):
+    for path in list_checkpoints(run_dir / storage.FOLDER):
         truncate(path / MANIFEST, 0)
     before = sorted(os.listdir(run_dir / storage.FOLDER))
     with training(run_dir, *SMALL, "--auto-resume") as run:

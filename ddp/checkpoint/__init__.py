@@ -4,12 +4,12 @@ For a training loop of one's own, with any state::
 
     from ddp.checkpoint import load, newest, prune, save
 
-    found = newest("checkpoints", set_aside=True)  # None at the first start; damaged ones are passed over
-    if found is not None:
-        model.load_state_dict(load(found.path, "model"))
-        optimizer.load_state_dict(load(found.path, "optimizer"))
-        scheduler.load_state_dict(load(found.path, "scheduler"))
-    for step in range(found.step if found else 0, steps):
+    checkpoint = newest("checkpoints", set_aside=True)  # None at the first start; damaged ones are passed over
+    if checkpoint is not None:
+        model.load_state_dict(load(checkpoint.path, "model"))
+        optimizer.load_state_dict(load(checkpoint.path, "optimizer"))
+        scheduler.load_state_dict(load(checkpoint.path, "scheduler"))
+    for step in range(checkpoint.step if checkpoint else 0, steps):
         ...
         if rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
@@ -21,8 +21,9 @@ the random number generators are entries like any other. ``facts`` is JSON for p
 removes what a killed process left; :func:`verify` checks one checkpoint. Only one process may write: rank 0.
 
 To copy it, take ddp/checkpoint/folder.py and directory.py, common/files/atomic_files.py and common/errors.py: they
-import nothing else of this project. The other modules here are the trainer's: its manifest and names (storage.py), the
-choice of one (choice.py), what it saves (state.py), when (checkpointer.py), and ``python -m ddp.checkpoint``.
+import nothing else of this project. Tensors of sharded models are cut in shards.py. The other modules here are the trainer's: its
+manifest and names (storage.py), its state (state.py, sharded_state.py), when it is saved (checkpointer.py), and
+``python -m ddp.checkpoint``.
 """
 
 from ddp.checkpoint.directory import clean, list_checkpoints, newest, prune, save

@@ -1,24 +1,31 @@
-"""Inspect a run's checkpoints, verify them, and export the weights of one.
+"""Inspect a run's checkpoints, verify them, export the weights of one, and exchange them with torch.distributed.checkpoint.
 
     python -m ddp.checkpoint inspect --run-dir runs/glyphs-fashion-cnn
     python -m ddp.checkpoint verify --run-dir runs/glyphs-fashion-cnn
     python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --checkpoint best --output weights.pt
+    python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --format dcp --output for-dcp
+    python -m ddp.checkpoint import --input from-dcp --run-dir runs/glyphs-fashion-cnn --output runs/imported
 
 ``inspect`` lists them, with all facts of the newest that is whole. ``verify`` reads every byte and ends with status 1 if any
 is damaged; ``sha256sum -c SHA256SUMS`` in a checkpoint's folder does the same. ``export`` writes a state dict for the plain
-module of common/training/models.py, which ``torch.load(weights_only=True)`` reads. None of them changes anything in the run's
-directory. If the run is still going on and removes a checkpoint while it is read, that one is reported as damaged.
+module of common/training/models.py, which ``torch.load(weights_only=True)`` reads, or in DCP's format a folder with the weights
+and the optimizer's state. ``import`` writes a new run whose only checkpoint has the tensors of a folder of DCP, and all else of
+the run's: ``ddp.train --run-dir runs/imported --resume`` continues it. DCP's index is a pickle: import only what you trust.
+None of them changes anything in the run's directory. If the run is still going on and removes a checkpoint while it is read,
+that one is reported as damaged.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from common.reporting.run_files import CONFIG_FILE
 
 from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
@@ -26,9 +33,9 @@ from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import atomic_file
 from ddp.checkpoint import storage
-from ddp.checkpoint.choice import CHOICE, best_of, choose, existing, named
+from ddp.checkpoint.directory import move_into_place, scratch_in
 from ddp.checkpoint.folder import Damaged, save_tensors
-from ddp.checkpoint.storage import Manifest
+from ddp.checkpoint.storage import CHOICE, Manifest, choose, existing, named
 
 DEFAULT_RUN = Path("runs/glyphs-fashion-cnn")
 
@@ -54,8 +61,23 @@ class ExportConfig:
 
     run_dir: Path = option(DEFAULT_RUN, "directory of the run")
     checkpoint: str | None = option(None, CHOICE)
-    output: Path = option(Path("weights.pt"), "file that the weights are written to")
+    format: str = option(
+        "torch", "torch: weights alone; dcp: of torch.distributed.checkpoint", choices=("torch", "dcp")
+    )
+    output: Path = option(
+        Path("weights.pt"), "file that the weights are written to; of dcp, a folder that is not there yet"
+    )
     overwrite: bool = option(False, "replace that file")
+
+
+@dataclass(frozen=True)
+class ImportConfig:
+    """Settings of ``ddp.checkpoint import``."""
+
+    input: Path = option(Path("from-dcp"), "folder that torch.distributed.checkpoint has written")
+    run_dir: Path = option(DEFAULT_RUN, "directory of a run of the same model")
+    checkpoint: str | None = option(None, f"whose facts are taken: {CHOICE}")
+    output: Path = option(Path("runs/imported"), "directory of the new run")
 
 
 @command
@@ -74,20 +96,20 @@ def main() -> None:
 def inspect(argv: Sequence[str]) -> None:
     """Print a table of all checkpoints, and all facts of the newest that is whole."""
     config = parse(InspectConfig, "ddp.checkpoint inspect", __doc__, argv)
-    found = [_verified(path) for path in existing(config.run_dir)]
-    whole = [one for one in found if isinstance(one, Manifest)]
-    best = best_of(whole[-1]) if whole else None
-    width = max(len(one.path.name if isinstance(one, Damaged) else one.name) for one in found)
+    paths = existing(config.run_dir)
+    checked = [_verified(path) for path in paths]
+    whole = [one for one in checked if isinstance(one, Manifest)]
+    width = max(len(path.name) for path in paths)
     print(f"{'':<{width}}{'step':>9}{'epoch':>7}{'step in epoch':>15}{'accuracy':>10}{'size':>12}{'ranks':>7}")
-    for one in found:
+    for path, one in zip(paths, checked, strict=True):
         if isinstance(one, Damaged):
-            print(f"{one.path.name:<{width}}  damaged: {one.problem}")
+            print(f"{path.name:<{width}}  damaged: {one.problem}")
             continue
-        accuracy = one.progress.get("accuracy")
+        accuracy = one.progress["accuracy"]
         print(
-            f"{one.name:<{width}}{one.step:>9}{one.epoch:>7}{one.step_in_epoch:>15}"
+            f"{path.name:<{width}}{one.step:>9}{one.epoch:>7}{one.step_in_epoch:>15}"
             f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{_size(one):>12}{one.world_size:>7}  whole"
-            f"{', best' if one.name == best else ''}"
+            f"{', best' if path.name == whole[-1].best else ''}"
         )
     if whole:
         print(f"\n{whole[-1].name}, the newest that is whole:")
@@ -101,45 +123,67 @@ def verify(argv: Sequence[str]) -> None:
     paths = existing(config.run_dir)
     damaged = False
     for path in paths if config.checkpoint is None else [named(config.checkpoint, paths)]:
-        found = _verified(path)
-        if isinstance(found, Damaged):
+        checked = _verified(path)
+        if isinstance(checked, Damaged):
             damaged = True
-            print(f"{path.name}: damaged: {found.problem}")
+            print(f"{path.name}: damaged: {checked.problem}")
         else:
-            print(f"{path.name}: whole, {_size(found)}")
+            print(f"{path.name}: whole, {_size(checked)}")
     if damaged:
         sys.exit(1)
 
 
 def export(argv: Sequence[str]) -> None:
-    """Write the weights of one checkpoint, on the CPU; the file is complete or absent.
+    """Write the weights of one checkpoint, on the CPU; the output is complete or absent.
 
-    :raises UsageError: when there is no such checkpoint, it is damaged, or the file is there or cannot be written
+    :raises UsageError: when there is no such checkpoint, it is damaged, or the output is there or cannot be written
     """
     config = parse(ExportConfig, "ddp.checkpoint export", __doc__, argv)
     output = config.output
     try:
-        _require_file(output, config.overwrite)
+        _require_free(output, config.overwrite)
         path, manifest = choose(config.run_dir, config.checkpoint)
-        weights = storage.read(path, "model")
-        with atomic_file(output) as file:
-            save_tensors(file, weights)
+        if config.format == "dcp":
+            from ddp.checkpoint.dcp import write_dcp  # imports much
+
+            with scratch_in(output.parent) as scratch:
+                count = write_dcp(path, scratch)
+                move_into_place(scratch, output)
+        else:
+            weights = storage.read(path, "model")
+            count = len(weights)
+            with atomic_file(output) as file:
+                save_tensors(file, weights)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written ({error.strerror})") from error
-    print(f"{output}: {len(weights)} tensors of {manifest.model}, from {manifest.name}")
+    print(f"{output}: {count} tensors of {manifest.config['model']}, from {manifest.name}")
 
 
-def _require_file(output: Path, overwrite: bool) -> None:
-    """:raises UsageError: when this is something else than a file that is not there, or one that may be replaced"""
-    if output.is_dir():
-        raise UsageError(f"--output {output} is a folder: name a file")
-    if output.is_symlink() or (output.exists() and not output.is_file()):
-        raise UsageError(f"--output {output} is a link or a device: name a regular file")
-    if os.path.lexists(output) and not overwrite:
-        raise UsageError(f"--output {output} is there already: give --overwrite to replace it, or another name")
+def import_dcp(argv: Sequence[str]) -> None:
+    """Write a new run with one checkpoint, whose tensors are those of a folder of DCP.
+
+    :raises UsageError: when the folder does not fit the run's model, or the output is there or cannot be written
+    """
+    from ddp.checkpoint.dcp import read_dcp
+
+    config = parse(ImportConfig, "ddp.checkpoint import", __doc__, argv)
+    _require_free(config.output)
+    path, manifest = choose(config.run_dir, config.checkpoint)
+    written = storage.write(config.output, manifest, read_dcp(config.input, path))
+    if (config.run_dir / CONFIG_FILE).is_file():
+        shutil.copy(config.run_dir / CONFIG_FILE, config.output)
+    print(f"{written}: the tensors of {config.input}, and all else of {manifest.name}")
 
 
-COMMANDS = {"inspect": inspect, "verify": verify, "export": export}
+def _require_free(output: Path, overwrite: bool = False) -> None:
+    """:raises UsageError: when there is anything but a regular file that may be replaced"""
+    if os.path.lexists(output) and not (overwrite and output.is_file() and not output.is_symlink()):
+        raise UsageError(
+            f"--output {output} is there already: give another name (export --overwrite replaces a regular file only)"
+        )
+
+
+COMMANDS = {"inspect": inspect, "verify": verify, "export": export, "import": import_dcp}
 
 
 def _verified(path: Path) -> Manifest | Damaged:

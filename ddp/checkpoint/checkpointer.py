@@ -1,7 +1,7 @@
 """When a checkpoint is written, and by which rank.
 
-Rank 0 writes, because all ranks hold the same weights. What differs between ranks is gathered first. Of a sharded model each
-rank writes its own part (sharded_saver.py).
+Rank 0 writes, because all ranks hold the same weights. The state that differs between ranks is gathered first. If the model is
+sharded, each rank writes its own part (shards.py).
 
 With ``--async-checkpoint``, training waits only until rank 0 has a copy in memory; on a GPU, not even for that. A thread
 writes the copy while training continues, and the next checkpoint begins only after that thread has ended.
@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
+from common.files.run_directory import writing
 from common.training.metrics import MetricsWriter
-from ddp.checkpoint import storage
+from ddp.checkpoint import directory, storage
 from ddp.checkpoint.state import manifest_of, saved_buffers, state_of_job, state_of_rank
 from ddp.checkpoint.state_copy import StateCopy
 from ddp.checkpoint.storage import Manifest
@@ -118,8 +119,8 @@ class Checkpointer:
 
     def _write_together(self, job: Job, ranks: list[Any]) -> None:
         """Each rank writes its part."""
-        from ddp.checkpoint.sharded_saver import write_together
-        from ddp.checkpoint.shards import state_of_shard
+        from ddp.checkpoint.sharded_state import state_of_shard
+        from ddp.checkpoint.shards import write_together
 
         with self._env.fail_together():
             if self._env.is_main:
@@ -127,15 +128,18 @@ class Checkpointer:
                     raise job.user_error
                 self._metrics.sync()
                 self._may_write()
-        manifest, own = manifest_of(job), state_of_shard(job, saved_buffers(job, ranks))
-        write_together(self._config.run_dir, manifest, own, {"ranks": ranks}, self._env)
+        manifest = manifest_of(job)
+        own = state_of_shard(job.network, job.optimizer, saved_buffers(job, ranks), self._env.is_main)
+        path = self._config.run_dir / storage.FOLDER / manifest.name
+        write_together(path, manifest.step, manifest.facts(), own, {"ranks": ranks}, self._env)
         with self._env.fail_together():
             if self._env.is_main:
                 self._prune(manifest)
 
     def _prune(self, manifest: Manifest) -> None:
-        best = manifest.progress["best"]
-        storage.prune(self._config.run_dir, self._config.keep_last, best["name"] if best else None)
+        folder = self._config.run_dir / storage.FOLDER
+        with writing(folder):
+            directory.prune(folder, self._config.keep_last, keep=[manifest.best] if manifest.best else ())
 
     def _join(self) -> None:
         """:raises UsageError: when the last checkpoint could not be written"""

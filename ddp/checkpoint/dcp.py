@@ -1,135 +1,99 @@
-"""Between this project's checkpoints and those of ``torch.distributed.checkpoint`` (DCP).
+"""Checkpoints of ``torch.distributed.checkpoint`` (DCP), made of ours, and read into ours.
 
-    import torch.distributed.checkpoint as dcp
-    from ddp.checkpoint.dcp import PieceReader, load_parameters
+    python -m ddp.checkpoint export --format dcp --run-dir runs/sums-gpt --output for-dcp
+    python -m ddp.checkpoint import --input from-dcp --run-dir runs/sums-gpt --output runs/imported
 
-    state = {"model": model.state_dict()}  # plain tensors or DTensors
-    dcp.load(state, storage_reader=PieceReader("runs/sums-gpt/checkpoints/epoch-0010-step-00001250"))
+Any program with the same model reads the first, on any number of ranks, whatever shards it there::
 
-    load_parameters(network, "a-folder-of-dcp.save")  # into a network that is sharded here
+    model_state, optimizer_state = torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": {"state": optimizer_state["state"]}}, checkpoint_id="for-dcp")
 
-DCP names tensors as ``get_state_dict`` does: ``model.NAME`` and ``optimizer.state.NAME.exp_avg``. It keeps what its files hold in a
-pickle, ``.metadata``, so read only what you trust. This project's own files are read with ``weights_only=True``.
-(torch/distributed/checkpoint/storage.py and filesystem.py.)
+and writes the second by ``dcp.save`` with the same names: ``model.NAME`` and ``optimizer.state.NAME.exp_avg``. DCP has nothing of
+a run but tensors, so all other facts come from the run's own checkpoint. DCP keeps an index of its files in a pickle,
+``.metadata``, which may hold code: import only what you trust. (torch/distributed/checkpoint/filesystem.py.)
 """
 
 from __future__ import annotations
 
-import functools
-import os
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.checkpoint._storage_utils import _storage_setup
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from common.errors import UsageError
-from ddp.checkpoint.layout import layout_of
-from ddp.checkpoint.pieces import Piece, Saved, assemble, in_memory_order, is_sharded, open_shards
-from ddp.checkpoint.shards import WEIGHT, flat
-from ddp.checkpoint.storage import verify
-from ddp.sharded.zero1 import ZeRO1
+from ddp.checkpoint import storage
+from ddp.checkpoint.folder import Damaged, shard_keys
+from ddp.checkpoint.shards import open_shards
+from ddp.checkpoint.storage import KINDS
+
+METADATA = ".metadata"
 
 
-class PieceReader(StorageReader):
-    """Lets ``dcp.load`` read a sharded checkpoint of this project. On every rank, one tensor at a time is whole.
+def write_dcp(path: Path, folder: Path) -> int:
+    """Write the weights and the optimizer's state of a verified checkpoint into a new folder, in DCP's format.
 
-    :param path: the checkpoint's folder
-    :raises Damaged: when it is not as it was written
-    :raises UsageError: when it is not sharded
+    :returns: the number of tensors of the model
+    :raises OSError: when it cannot be written
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.reset(path)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another checkpoint from now on; None changes nothing."""
-        if checkpoint_id is None:
-            return
-        path = Path(checkpoint_id)
-        verify(path)
-        if not is_sharded(path):
-            raise UsageError(f"{path} is of replicas: torch.load reads its model.pt")
-        pieces, _, tied, _ = open_shards(path)
-        self._pieces: Saved = {_name_in_dcp(name): parts for name, parts in pieces.items()}
-        for name, parts in pieces.items():
-            kind, _, parameter = name.partition(":")
-            self._pieces |= {_name_in_dcp(f"{kind}:{alias}"): parts for alias in tied if tied[alias] == parameter}
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """All tensors, each as one chunk."""
-        found: dict[str, Any] = {name: _as_one_chunk(pieces[0]) for name, pieces in self._pieces.items()}
-        return Metadata(state_dict_metadata=found, storage_meta=StorageMeta())
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Nothing is to be set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what this rank has planned to load."""
-        for item in plan.items:
-            name = item.storage_index.fqn
-            taken = assemble(name, self._pieces[name])
-            for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                taken = taken.narrow(dim, begin, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(taken)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it may be a checkpoint's folder."""
-        return Path(checkpoint_id).is_dir()
+    contents = {kind: storage.read(path, kind) for kind in KINDS}
+    with _one_process():
+        save(_by_name(path, contents), checkpoint_id=folder, no_dist=True)
+    return len(contents["model"])
 
 
-@torch.no_grad()
-def load_parameters(network: nn.Module, path: str | os.PathLike[str], prefix: str = f"{WEIGHT}.") -> None:
-    """Take this rank's part of every parameter from a folder that ``dcp.save`` wrote. One tensor at a time is whole.
+def read_dcp(folder: Path, path: Path) -> dict[str, Any]:
+    """The contents of a verified checkpoint, with the tensors of a folder of DCP in the place of its own.
 
-    :param network: what :func:`ddp.sharded.strategies.shard_network` returned
-    :param prefix: of the parameters' names in the folder
-    :raises CheckpointException: when the folder lacks one
+    :raises UsageError: when the folder lacks a tensor, or has it in another shape
     """
-    reader = cast(StorageReader, _storage_setup(None, path, reader=True))  # the one that load() would choose
-    # Every load() asks for the metadata of the whole folder.
-    reader.read_metadata = functools.cache(reader.read_metadata)  # type: ignore[method-assign]
-    for name, part in layout_of(network).items():
-        whole = {f"{prefix}{name}": torch.empty(part.place.shape, dtype=part.parameter.dtype)}
-        load(whole, storage_reader=reader, no_dist=True)
-        values = in_memory_order(whole[f"{prefix}{name}"], part.place.order)
-        flat(part.parameter).copy_(values[part.place.begin : part.place.begin + part.numel])
-    if isinstance(network, ZeRO1):
-        network.shards_changed()
+    if not (folder / METADATA).is_file():
+        raise UsageError(
+            f"--input {folder} holds no {METADATA}: name a folder that torch.distributed.checkpoint has written"
+        )
+    contents = {kind: storage.read(path, kind) for kind in KINDS}
+    try:
+        with _one_process():
+            load(_by_name(path, contents), checkpoint_id=folder, no_dist=True)  # into the same memory
+    except Exception as error:  # its type depends on what the files hold
+        raise UsageError(f"--input {folder} does not fit {path.name}: {str(error).splitlines()[0]}") from error
+    for rank in contents["ranks"]:
+        rank["buffers"] |= {name: contents["model"][name] for name in rank["buffers"] if name in contents["model"]}
+    return contents
 
 
-def _name_in_dcp(name: str) -> str:
-    kind, _, parameter = name.partition(":")
-    return f"{WEIGHT}.{parameter}" if kind == WEIGHT else f"optimizer.state.{parameter}.{kind}"
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """A block in which DCP does not warn that there is one process, and raises that one's error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
 
 
-def _as_one_chunk(piece: Piece) -> TensorStorageMetadata:
-    size = torch.Size(piece.place.shape)
-    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)
-    return TensorStorageMetadata(TensorProperties(dtype=piece.values.dtype), size, [chunk])
+def _by_name(path: Path, contents: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a checkpoint by the names that ``get_state_dict`` gives them; they are not copied."""
+    names = open_shards(path).parameters if shard_keys(path) else _parameter_names(contents)
+    numbers = [number for group in contents["optimizer"]["param_groups"] for number in group["params"]]
+    if len(names) != len(numbers):
+        raise Damaged(path, f"model.pt has {len(names)} parameters, optimizer.pt {len(numbers)}")
+    state: dict[str, dict[str, Tensor]] = {
+        names[number]: {key: value for key, value in kept.items() if value is not None}
+        for number, kept in contents["optimizer"]["state"].items()
+    }
+    return {"model": contents["model"], "optimizer": {"state": state}}
+
+
+def _parameter_names(contents: dict[str, Any]) -> list[str]:
+    """The names of replicas' parameters, in the order in which the optimizer numbers them: that of ``named_parameters()``."""
+    first: dict[int, str] = {}
+    for name, value in contents["model"].items():
+        first.setdefault(value.data_ptr(), name)  # one of several names of the same parameter
+    return [name for name in first.values() if name not in contents["ranks"][0]["buffers"]]

@@ -16,9 +16,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import sync_folder
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"([a-z]+-\d+-)*step-\d{8,}", re.ASCII)  # of a checkpoint's folder
 SAVING, REPLACED, REMOVED = ".saving-", ".replaced-", ".removed-"  # folders that are being written or removed
-
-_Verified = TypeVar("_Verified")
 
 
 def save(
@@ -64,7 +62,7 @@ def save(
 
 @contextlib.contextmanager
 def scratch_in(directory: Path) -> Iterator[Path]:
-    """The path of a folder, not made yet, in which a checkpoint is written. What is left of it at the end is removed.
+    """The path of a folder, not made yet, in which a checkpoint is written. Its remains are removed at the end.
 
     :raises OSError: when the directory cannot be made
     """
@@ -90,42 +88,34 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
         return []
     except OSError as error:
         raise UsageError(f"{directory} cannot be read ({error.strerror})") from error
-    found = [name for name in names if NAME.fullmatch(name)]
-    return [directory / name for name in sorted(found, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+    names = sorted(filter(NAME.fullmatch, names), key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+    return [directory / name for name in names]
 
 
-def newest(directory: str | Path, *, set_aside: bool = False) -> Checkpoint | None:
+def newest(
+    directory: str | Path, *, set_aside: bool = False, remedy: str = "or start in another directory"
+) -> Checkpoint | None:
     """The newest checkpoint that is whole; damaged ones are reported and passed over.
 
     :param set_aside: rename these to ``damaged-...``; for the process that writes into the directory
+    :param remedy: what else to do when all are damaged, for the message
     :returns: None when there is no checkpoint at all
     :raises UsageError: when all are damaged, or the newest that is not damaged has another format
     """
-    return newest_of(list_checkpoints(directory), verify, set_aside=set_aside, remedy="or start in another directory")
-
-
-def newest_of(
-    paths: list[Path], verify: Callable[[Path], _Verified], *, set_aside: bool, remedy: str
-) -> _Verified | None:
-    """:func:`newest` of these checkpoints, checked by another ``verify``.
-
-    :param remedy: what else to do when all are damaged
-    """
     damaged: list[Damaged] = []
-    for path in reversed(paths):
+    for path in reversed(list_checkpoints(directory)):
         try:
-            found = verify(path)
+            checkpoint = verify(path)
         except Damaged as error:
             logger.warning("%s", error)
             damaged.append(error)
             continue
-        if set_aside:  # only now: if all are damaged, the directory must not look as if it never held any
-            for one in damaged:
-                _set_aside(one.path)
-        return found
+        for one in damaged if set_aside else []:
+            _set_aside(one.path)  # only now: if all are damaged, the directory must not look as if it never held any
+        return checkpoint
     if damaged:
         raise UsageError(
-            f"{paths[0].parent} holds no checkpoint that is whole ({len(damaged)} damaged; the newest: {damaged[0]}): "
+            f"{directory} holds no checkpoint that is whole ({len(damaged)} damaged; the newest: {damaged[0]}): "
             f"restore a copy, {remedy}"
         )
     return None
@@ -188,8 +178,10 @@ def move_into_place(scratch: Path, path: Path) -> None:
 
 def _set_aside(path: Path) -> None:
     """:raises OSError: when it cannot be renamed"""
-    names = (f"damaged-{path.name}{number}" for number in ("", *(f"-{i}" for i in range(2, 10**6))))
-    target = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    target, number = path.with_name(f"damaged-{path.name}"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"damaged-{path.name}-{number}")
     os.rename(path, target)
     sync_folder(path.parent)
     logger.warning("%s is now %s", path.name, target.name)

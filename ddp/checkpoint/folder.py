@@ -30,12 +30,9 @@ from common.files.atomic_files import new_file, sync_folder
 
 logger = logging.getLogger(__name__)
 
-# Raise it with every change of the fields below, or of the trainer's (ddp/checkpoint/storage.py).
-FORMAT = 3
-SHARDED_FORMAT = 4  # written by several processes, see ddp/checkpoint/pieces.py
-FORMATS = f"{FORMAT} and {SHARDED_FORMAT}"
+# Raise it with every change of the manifest below, of the trainer's (ddp/checkpoint/storage.py), or of shards.
+FORMAT = 5
 MANIFEST, DIGESTS = "manifest.json", "SHA256SUMS"
-FIELDS = {"format": int, "step": int, "facts": dict, "files": dict}
 CHUNK = 1 << 20  # bytes hashed at a time
 
 _KEY = re.compile(r"\w[\w-]*", re.ASCII)  # of a state's entry: never a path such as ../elsewhere
@@ -85,29 +82,35 @@ def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
 
     :returns: its size in bytes and its digest, as it is read back
     :raises OSError: when it cannot be written
+    :raises TypeError: when it could not be loaded again
     """
-    _save_entry(folder / f"{key}.pt", content)
-    return _size_and_digest(folder / f"{key}.pt")
+    import torch  # see load
+
+    path = folder / f"{key}.pt"
+    with new_file(path) as file:
+        save_tensors(file, content)
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mapped: no tensor is read
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise TypeError(f"state {key!r} holds what torch.load(weights_only=True) refuses: {reason}") from error
+    except (OSError, RuntimeError):
+        logger.debug("%s is on a file system that cannot map files: not tried", path)
+    return size_and_digest(path)
 
 
-def complete(
-    folder: Path,
-    step: int,
-    facts: Mapping[str, Any],
-    entries: Mapping[str, tuple[int, str]],
-    format: int = FORMAT,
-) -> None:
+def complete(folder: Path, step: int, facts: Mapping[str, Any], entries: Mapping[str, tuple[int, str]]) -> None:
     """Write the manifest and the digests of entries that have been written.
 
     :param entries: by key, what :func:`write_entry` returned, in this process or in another
     :raises OSError: when they cannot be written
     """
-    read_back = {f"{key}.pt": found for key, found in entries.items()}
+    read_back = {f"{key}.pt": entry for key, entry in entries.items()}
     files = {name: size for name, (size, _) in read_back.items()}
-    manifest = {"format": format, "step": step, "facts": dict(facts), "files": files}
+    manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
     with new_file(folder / MANIFEST) as file:
         file.write((json.dumps(manifest, indent=2) + "\n").encode("ascii"))
-    read_back[MANIFEST] = _size_and_digest(folder / MANIFEST)
+    read_back[MANIFEST] = size_and_digest(folder / MANIFEST)
     with new_file(folder / DIGESTS) as file:
         file.write("".join(f"{digest}  {name}\n" for name, (_, digest) in read_back.items()).encode("ascii"))
     sync_folder(folder)
@@ -117,8 +120,8 @@ def verify(path: str | Path) -> Checkpoint:
     """Check every byte of a checkpoint; files that it does not list are ignored.
 
     :raises Damaged: when it is not as it was written, or cannot be read
-    :raises UsageError: when it has another format. Every later format keeps ``format`` in ``manifest.json``, with the
-        digest in ``SHA256SUMS``, so that it is not mistaken for damage.
+    :raises UsageError: when it has another format. Every format keeps ``format`` in ``manifest.json``, with the digest in
+        ``SHA256SUMS``, so that it is not mistaken for damage.
     """
     path = Path(path)
     digests = _read_digests(path)
@@ -131,11 +134,11 @@ def verify(path: str | Path) -> Checkpoint:
         raise Damaged(path, f"{DIGESTS} lists {sorted(digests)} instead of {sorted([*files, MANIFEST])}")
     for name, size in files.items():
         try:
-            found, digest = _size_and_digest(path / name)
+            actual_size, digest = size_and_digest(path / name)
         except OSError as error:
             raise Damaged(path, f"{name} cannot be read ({error.strerror})") from error
-        if found != size:
-            raise Damaged(path, f"{name} has {found} bytes instead of {size}")
+        if actual_size != size:
+            raise Damaged(path, f"{name} has {actual_size} bytes instead of {size}")
         if digest != digests[name]:
             raise Damaged(path, f"{name} has other content than was written (SHA-256)")
     return Checkpoint(path, manifest["step"], manifest["facts"], files)
@@ -145,7 +148,7 @@ def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:
     """Read one entry of a verified checkpoint's state, its tensors on the CPU; nothing in it is executed.
 
     :param mapped: map the file instead of reading it, where the file system can; the tensors must not be written to
-    :raises Damaged: when it cannot be loaded: a forged file can have a matching digest
+    :raises Damaged: when it cannot be loaded
     """
     import torch  # here, so that a program may import this module without torch
 
@@ -159,12 +162,14 @@ def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:
         raise Damaged(path, f"{key}.pt cannot be loaded ({type(error).__name__})") from error
 
 
-def listed_files(path: Path) -> dict[str, int]:
-    """The files of a verified checkpoint's state, with their bytes.
+def shard_keys(path: Path) -> list[str]:
+    """The entries of a verified checkpoint that hold shards, one of each rank that wrote it; none if it is not sharded. Files that
+    it does not list do not count.
 
     :raises Damaged: when it has no manifest
     """
-    return dict(_parse_manifest(path, _read(path, MANIFEST))["files"])
+    files = _parse_manifest(path, _read(path, MANIFEST))["files"]
+    return [name.removesuffix(".pt") for name in files if name.startswith("rank-")]
 
 
 def save_tensors(file: BinaryIO, content: Any) -> None:
@@ -209,85 +214,40 @@ class _ErrorKeepingStream:
         """Done when the file is closed."""
 
 
-def wrong_field(content: dict[str, Any], types: Mapping[str, type]) -> str | None:
-    """The first difference between the fields of JSON and those that it should have, or None."""
-    if content.keys() != types.keys():
-        return f"lacks or adds {sorted(content.keys() ^ types.keys())}"
-    for name, kind in types.items():
-        if type(content[name]) is not kind:
-            return f"has {name} {content[name]!r}, which is no {kind.__name__}"
-    return None
-
-
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name; -1 if it has none."""
     digits = path.name.rpartition("-")[2]
     return int(digits) if digits.isdecimal() else -1
 
 
-def _save_entry(path: Path, content: Any) -> None:
-    """Write one entry of a state, and check that it can be loaded again."""
-    import torch  # see load
-
-    with new_file(path) as file:
-        save_tensors(file, content)
-    try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mapped: no tensor is read
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise TypeError(f"state {path.stem!r} holds what torch.load(weights_only=True) refuses: {reason}") from error
-    except (OSError, RuntimeError):
-        logger.debug("%s is on a file system that cannot map files: not tried", path)
-
-
 def _read_digests(path: Path) -> dict[str, str]:
-    """The digest of each file that ``SHA256SUMS`` lists.
-
-    :raises UsageError: when the checkpoint is of format 2, which had none and kept a digest in its manifest
-    """
-    try:
-        lines = _read(path, DIGESTS)
-    except Damaged:
-        try:
-            manifest = json.loads(_read(path, MANIFEST))
-        except (Damaged, ValueError, RecursionError):
-            manifest = None
-        if isinstance(manifest, dict) and manifest.get("format") == 2 and "digest" in manifest:
-            raise _other_format(path, 2) from None
-        raise
-    found = [line.split("  ") for line in lines.decode("ascii").splitlines()] if _DIGEST_LINES.fullmatch(lines) else []
-    digests = {name: digest for digest, name in found}
-    if not digests or len(digests) != len(found):  # malformed, or a name twice
+    """The digest of each file that ``SHA256SUMS`` lists."""
+    lines = _read(path, DIGESTS)
+    pairs = [line.split("  ") for line in lines.decode("ascii").splitlines()] if _DIGEST_LINES.fullmatch(lines) else []
+    digests = {name: digest for digest, name in pairs}
+    if not digests or len(digests) != len(pairs):  # malformed, or a name twice
         raise Damaged(path, f"{DIGESTS} has other content than was written")
     return digests
 
 
 def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
-    """The manifest, whose digest was right. It may still be another program's, or forged."""
+    """The manifest, whose digest was right; it may still be another version's.
+
+    Names that lead out of the folder are damage. No other content is doubted: whoever makes digests that are right can write any.
+    """
     try:
-        manifest = json.loads(encoded)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(path, f"{MANIFEST} is not JSON") from error
-    if not isinstance(manifest, dict):
-        raise Damaged(path, f"{MANIFEST} is not one of a checkpoint")
-    found = manifest.get("format")
-    if type(found) is int and found not in (FORMAT, SHARDED_FORMAT):  # exactly: True is no int here
-        raise _other_format(path, found)
-    problem = wrong_field(manifest, FIELDS)
-    if problem is None:
-        for name, size in manifest["files"].items():
-            if not (name.endswith(".pt") and _KEY.fullmatch(name[:-3]) and type(size) is int):
-                problem = f"lists the file {name!r} with {size!r} bytes"
-    if problem is None and manifest["step"] != step_of(path):
-        problem = f"is that of step {manifest['step']}"
-    if problem is not None:
-        raise Damaged(path, f"{MANIFEST} {problem}")
+        manifest: dict[str, Any] = json.loads(encoded)
+        version, step, files = manifest["format"], manifest["step"], manifest["files"]
+        names = [name.removesuffix(".pt") for name in files]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise Damaged(path, f"{MANIFEST} is not one of a checkpoint") from error
+    if version != FORMAT:
+        raise UsageError(f"{path} has the format {version}, this version reads {FORMAT}: use the one that wrote it")
+    if not all(map(_KEY.fullmatch, names)):
+        raise Damaged(path, f"{MANIFEST} lists files that are not in its folder")
+    if step != step_of(path):
+        raise Damaged(path, f"{MANIFEST} is that of step {step}")
     return manifest
-
-
-def _other_format(path: Path, found: int) -> UsageError:
-    age = "older" if found < FORMAT else "newer"
-    return UsageError(f"{path} has the {age} format {found}, this version reads {FORMATS}: use the one that wrote it")
 
 
 def _read(path: Path, name: str) -> bytes:
@@ -298,7 +258,7 @@ def _read(path: Path, name: str) -> bytes:
         raise Damaged(path, f"{name} cannot be read ({error.strerror})") from error
 
 
-def _size_and_digest(path: Path) -> tuple[int, str]:
+def size_and_digest(path: Path) -> tuple[int, str]:
     """The bytes of a file and their SHA-256 in hex digits.
 
     :raises OSError: when it cannot be read

@@ -1,161 +1,222 @@
-"""The state of a sharded job: each rank writes its own part, and takes its part of what any other job has written.
+"""Tensors in shards: how the ranks of a sharded job share out a checkpoint, and any other number of ranks reads it.
 
-No rank ever has more than its own part and, while it reads, one whole tensor.
+    rank-0-of-2.pt     | w1 begin 0 .... | b1 begin 0 | w2 begin 0 .. |
+    rank-1-of-2.pt                                    | w2 begin 700 ....... | b2 begin 0 |
+
+A *shard* is a run of consecutive elements of a tensor, in the order in which they lie in memory. All layouts in use are made of
+such runs: parts of flat parameters (ZeRO), rows along the first dimension (``fully_shard``), and whole tensors (replicas).
+So a reader needs to know where each shard begins, and nothing about its writer.
+
+Files are mapped, not read: only the elements that a rank takes come into its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
-from common.training.models import persistent_buffers
-from common.training.optimization import STATE_OF, Entry, local
-from ddp.checkpoint.folder import Damaged, load
-from ddp.checkpoint.layout import Part, layout_of
-from ddp.checkpoint.pieces import Piece, Place, Saved, assemble, is_sharded, open_shards, read, shard_content
-from ddp.job import Job
-from ddp.sharded.zero1 import ZeRO1
+from common.distributed.dist_env import DistEnv
+from common.errors import UsageError
+from common.files.run_directory import writing
+from ddp.checkpoint import directory, folder
+from ddp.checkpoint.folder import Damaged
 
-WEIGHT = "model"  # pieces are named "model:NAME" and, after the optimizer's own words, "exp_avg:NAME"
-NUMBER = Place(0, (), ())  # of a 0-d tensor
+WEIGHT = "model"  # tensors are named "model:NAME" and, after the optimizer's own words, "exp_avg:NAME"
 
 
-def state_of_shard(job: Job, buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What this rank writes. Tensors are not copied, except for pieces in the memory of whole parameters.
+class Region(NamedTuple):
+    """Where a shard lies in its tensor.
 
-    :param buffers: of the plain module, by name; rank 0 writes them
+    :param begin: of its first element, in memory order
+    :param shape: of the whole tensor
+    :param order: the tensor's dimensions, from the slowest to the fastest in memory; channels-last is ``(0, 2, 3, 1)``
     """
-    pieces: dict[str, Piece] = {}
-    stateless: list[str] = []
-    first, layout = job.env.is_main, layout_of(job.network)
-    for name, part in layout.items():
-        if first or not part.replicated:
-            values = flat(part.parameter)
-            # torch.save writes whole storages: without the copy, those of the whole parameters.
-            pieces[f"{WEIGHT}:{name}"] = Piece(values.clone() if part.in_full else values, part.place)
-        state = {key: value for key, value in job.optimizer.state.get(part.parameter, {}).items() if value is not None}
-        if part.parameter.requires_grad and not state:
-            stateless.append(name)
-        for key, value in state.items():
-            if value.dim():
-                pieces[f"{key}:{name}"] = Piece(flat(value), part.place)
-            elif first:  # Adam's count of steps, the same on every rank
-                pieces[f"{key}:{name}"] = Piece(value.view(1), NUMBER)
-    if first:
-        pieces |= {f"{WEIGHT}:{name}": Piece.of_whole(value) for name, value in buffers.items()}
-    return shard_content(pieces, list(layout), _tied(job.named_module), stateless)
+
+    begin: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Region:
+        """The region of a whole tensor that has no gaps."""
+        return cls(0, tuple(tensor.shape), memory_order(tensor))
 
 
-def restore_shard(job: Job, path: Path, may_be_empty: bool) -> None:
-    """Take this rank's part of the parameters and the optimizer's state from a verified checkpoint of any strategy.
+class Shard(NamedTuple):
+    """A shard in memory, or in a mapped file: its values ``[n]``, of any dtype."""
 
-    :param may_be_empty: whether the optimizer of replicas may have kept nothing yet
-    :raises Damaged: when it holds other tensors than this job's: a forged file can have a matching digest
+    values: Tensor
+    region: Region
+
+    @classmethod
+    def of_whole(cls, tensor: Tensor) -> Shard:
+        """A whole tensor as one shard. It is copied only if it has gaps."""
+        return cls(in_memory_order(tensor, memory_order(tensor)), Region.of_whole(tensor))
+
+
+Saved = dict[str, list[Shard]]  # the shards of each tensor, by its name
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the slowest to the fastest."""
+    return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def in_memory_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """All elements ``[n]`` with the dimensions in this order; a view if they lie so."""
+    return tensor.permute(order).reshape(-1)
+
+
+def read(name: str, shards: Sequence[Shard], numel: int, region: Region) -> Tensor:
+    """The ``numel`` elements at this region, ``[numel]``.
+
+    :param shards: of the whole tensor. If they are in another memory order, the whole tensor is put together first
+    :raises LookupError: when they are not the shards of such a tensor, naming it
     """
-    layout, expected = layout_of(job.network), STATE_OF[type(job.optimizer)]
-    if is_sharded(path):
-        saved, _, _, stateless = open_shards(path)
-    else:
-        saved = _open_whole(path, list(layout))
-        has_state = any(not name.startswith(f"{WEIGHT}:") for name in saved)
-        stateless = [] if has_state or not may_be_empty else list(layout)
-    buffers = dict(job.named_module.named_buffers(remove_duplicate=False))
-    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(job.named_module))}
-    job.optimizer.state.clear()
-    try:
-        if unknown := sorted(saved.keys() - known - {f"{WEIGHT}:{name}" for name in buffers}):
-            raise LookupError(f"has {unknown[0][:60]}, which the run has not")
-        for name in sorted(persistent_buffers(job.named_module)):
-            place, buffer = Place.of_whole(buffers[name]), buffers[name]
-            flat(buffer).copy_(_taken(saved, f"{WEIGHT}:{name}", buffer.numel(), place, buffer.dtype))
-        for name, part in layout.items():
-            flat(part.parameter).copy_(_taken(saved, f"{WEIGHT}:{name}", part.numel, part.place, part.parameter.dtype))
-            if part.parameter.requires_grad and name not in stateless:
-                job.optimizer.state[part.parameter] = _state_of(name, part, saved, expected)
-    except LookupError as error:
-        raise Damaged(path, str(error.args[0])) from error
-    if isinstance(job.network, ZeRO1):
-        job.network.shards_changed()
+    if problem := _wrong_shards(shards, region.shape):
+        raise LookupError(f"has {name} {problem}")
+    if shards[0].region.order != region.order:
+        whole = assemble(name, shards)
+        return in_memory_order(whole, region.order)[region.begin : region.begin + numel]
+    values = torch.empty(numel, dtype=shards[0].values.dtype)
+    for shard in shards:
+        first = max(region.begin, shard.region.begin)
+        last = min(region.begin + numel, shard.region.begin + shard.values.numel())
+        if first < last:
+            values[first - region.begin : last - region.begin] = shard.values[
+                first - shard.region.begin : last - shard.region.begin
+            ]
+    return values
 
 
-def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """What the optimizer keeps for this rank's part of one parameter."""
-    if missing := [key for key in expected if f"{key}:{name}" not in saved]:
-        raise LookupError(f"lacks {', '.join(missing)} of {name}")
-    state: dict[str, Tensor] = {}
-    for key, entry in expected.items():
-        if entry.like_parameter:
-            state[key] = torch.zeros_like(part.parameter, requires_grad=False)
-            flat(state[key]).copy_(_taken(saved, f"{key}:{name}", part.numel, part.place, state[key].dtype))
-        else:  # fused optimizers want it on the parameter's device
-            state[key] = _taken(saved, f"{key}:{name}", 1, NUMBER, torch.float32).view(()).to(part.parameter.device)
-    return state
+def assemble(name: str, shards: Sequence[Shard]) -> Tensor:
+    """The whole tensor, laid out in memory as it was saved.
+
+    :raises LookupError: as :func:`read`
+    """
+    _, shape, order = shards[0].region
+    flat = read(name, shards, torch.Size(shape).numel(), Region(0, shape, order))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(back)
+
+
+class Shards(NamedTuple):
+    """All files of a sharded checkpoint.
+
+    :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
+    :param tied: for each further name of a parameter that several modules hold, its first
+    """
+
+    shards: Saved
+    parameters: list[str]
+    tied: dict[str, str]
+
+
+def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
+    """The content of one rank's file, in the types that ``torch.load(weights_only=True)`` reads; see :class:`Shards`."""
+    packed = {name: (values, *region) for name, (values, region) in shards.items()}
+    return {"shards": packed, "parameters": parameters, "tied": tied}
+
+
+def write_together(
+    path: Path, step: int, facts: Mapping[str, Any], own: Any, shared: Mapping[str, Any], env: DistEnv
+) -> None:
+    """Write a sharded checkpoint into one folder, which gets its name when it is complete. A collective.
+
+    :param path: of the checkpoint's folder, on rank 0; one that is there is replaced
+    :param facts: of its manifest, on rank 0
+    :param own: what this rank writes, see :func:`shard_content`
+    :param shared: further entries, which rank 0 writes
+    :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
+    """
+    with contextlib.ExitStack() as at_the_end:
+        scratch: list[Any] = [None]
+        with env.fail_together(), writing(path):
+            if env.is_main:
+                scratch[0] = at_the_end.enter_context(directory.scratch_in(path.parent))
+                scratch[0].mkdir()
+        dist.broadcast_object_list(scratch, src=0, device=env.device)
+        with env.fail_together(), writing(path):
+            if not scratch[0].is_dir():
+                raise UsageError(
+                    f"{path.parent} on {env.host} is not that of rank 0: every rank of --strategy zero1, zero2, zero3 and fsdp2 "
+                    "writes its part there, so give a --run-dir that all hosts share"
+                )
+            key = f"rank-{env.rank}-of-{env.world_size}"
+            entries = {key: folder.write_entry(scratch[0], key, own)}
+        entries_of_ranks: list[Any] = [None] * env.world_size
+        dist.all_gather_object(entries_of_ranks, entries)
+        with env.fail_together(), writing(path):
+            if env.is_main:
+                entries = {key: entry for entries in entries_of_ranks for key, entry in entries.items()}
+                entries |= {key: folder.write_entry(scratch[0], key, content) for key, content in shared.items()}
+                folder.complete(scratch[0], step, facts, entries)
+                directory.move_into_place(scratch[0], path)
+
+
+def open_shards(path: Path) -> Shards:
+    """All shards of a verified sharded checkpoint, mapped from its files.
+
+    :raises Damaged: when a file holds something else
+    """
+    shards: Saved = {}
+    for key in folder.shard_keys(path):
+        content = folder.load(path, key, mapped=True)
+        try:
+            for name, (values, begin, shape, order) in content["shards"].items():
+                if not (values.dim() == 1 and values.is_contiguous()):
+                    raise ValueError(name)  # an expanded tensor seems larger than its file
+                shards.setdefault(name, []).append(Shard(values, Region(begin, tuple(shape), tuple(order))))
+            whole = Shards(shards, content["parameters"], content["tied"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Damaged(path, f"{key}.pt holds something else than shards") from error
+    return whole
 
 
 def assembled(path: Path, kind: str) -> Any:
-    """What a job of replicas would have written, put together from a verified sharded checkpoint.
+    """The state that a job of replicas would have written, put together from a verified sharded checkpoint.
 
     :param kind: ``"model"`` or ``"optimizer"``
     :returns: the state dict of the plain module, or that of the optimizer without the settings of its parameter groups
-    :raises Damaged: when the pieces are not those of whole tensors
+    :raises Damaged: when the shards are not those of whole tensors
     """
-    pieces, parameters, tied, _ = open_shards(path)
+    shards, parameters, tied = open_shards(path)
     numbers = {name: number for number, name in enumerate(parameters)}
     weights: dict[str, Tensor] = {}
     state: dict[int, dict[str, Tensor]] = {}
     try:
-        for both, parts in pieces.items():
-            key, _, name = both.partition(":")
+        for key_and_name, parts in shards.items():
+            key, _, name = key_and_name.partition(":")
             if kind == WEIGHT == key:
-                weights[name] = assemble(both, parts)
+                weights[name] = assemble(key_and_name, parts)
             elif kind != WEIGHT != key:
-                if name not in numbers:
-                    raise LookupError(f"has {both[:60]}, but no such parameter")
-                state.setdefault(numbers[name], {})[key] = assemble(both, parts)
+                state.setdefault(numbers[name], {})[key] = assemble(key_and_name, parts)
         if kind == WEIGHT:
-            if lacking := [name for name in tied.values() if name not in weights]:
-                raise LookupError(f"lacks {lacking[0][:60]}")
             return weights | {alias: weights[name] for alias, name in tied.items()}
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
     return {"state": state, "param_groups": [{"params": list(numbers.values())}]}
 
 
-def _open_whole(path: Path, parameters: list[str]) -> Saved:
-    """The files of a job of replicas, mapped, as pieces that are whole tensors."""
-    weights, optimizer = load(path, "model", mapped=True), load(path, "optimizer", mapped=True)
-    saved: Saved = {}
-    try:
-        named = [(WEIGHT, name, value) for name, value in weights.items()]
-        for number, state in optimizer["state"].items():
-            named += [(key, parameters[number], value) for key, value in state.items() if value is not None]
-        for key, name, value in named:
-            saved[f"{key}:{name}"] = [Piece.of_whole(value)]
-    except (AttributeError, LookupError, TypeError) as error:  # of what is no dict, or no tensor
-        raise Damaged(path, "model.pt or optimizer.pt holds something else than a run writes") from error
-    return saved
-
-
-def _taken(saved: Saved, name: str, numel: int, place: Place, dtype: torch.dtype) -> Tensor:
-    taken = read(name, saved.get(name, []), numel, place)
-    if taken.dtype != dtype:
-        raise LookupError(f"has {name} in {taken.dtype} instead of {dtype}")
-    return taken
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """This rank's part as it lies in memory: ``[n]``, to be read or written."""
-    own = local(tensor.detach())
-    order = sorted(range(own.dim()), key=own.stride, reverse=True)
-    return own.permute(order).view(-1)
-
-
-def _tied(module: nn.Module) -> dict[str, str]:
-    """The further names of parameters that several modules hold, each with the first."""
-    first: dict[nn.Parameter, str] = {}
-    names = {name: first.setdefault(value, name) for name, value in module.named_parameters(remove_duplicate=False)}
-    return {alias: name for alias, name in names.items() if alias != name}
+def _wrong_shards(shards: Sequence[Shard], shape: tuple[int, ...]) -> str | None:
+    """The first thing that is wrong with the shards of a tensor that should have this shape, or None."""
+    if not shards:
+        return "nowhere"
+    _, saved_shape, order = shards[0].region
+    if saved_shape != shape:
+        return f"of shape {list(saved_shape)} instead of {list(shape)}"
+    numel, dtype = torch.Size(shape).numel(), shards[0].values.dtype
+    at = 0
+    for values, region in sorted(shards, key=lambda shard: shard.region.begin):
+        if (region.shape, region.order, values.dtype) != (shape, order, dtype):
+            return "in shards that are of different tensors"
+        if values.numel() and region.begin != at:
+            return f"in shards with a gap or an overlap at element {min(at, region.begin)}"
+        at += values.numel()
+    return None if at == numel else f"in shards of {at} elements instead of {numel}"

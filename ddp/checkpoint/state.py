@@ -10,26 +10,27 @@ from __future__ import annotations
 import dataclasses
 import platform
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from common.distributed.process_group import DistEnv
 from common.training.models import persistent_buffers
 from common.training.optimization import begin_momentum, match_layout, set_learning_rate
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
-from ddp.checkpoint.folder import MANIFEST, Damaged
+from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.storage import Manifest
 from ddp.job import Job
 
 
 def state_of_rank(job: Job) -> dict[str, Any]:
-    """What differs between ranks: this rank's buffers and metrics window, on the CPU."""
+    """The state that differs between ranks: this rank's buffers and metrics window, on the CPU."""
     buffers = {name: value.to("cpu", non_blocking=True) for name, value in job.named_module.named_buffers()}
-    if job.env.device.type == "cuda":  # into page-locked memory, with one wait for all of them
+    if job.env.device.type == "cuda":  # into pinned memory, with one wait for all of them
         torch.cuda.current_stream(job.env.device).synchronize()
     return {"buffers": buffers, "window": tuple(job.window.state())}
 
@@ -63,21 +64,14 @@ def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def manifest_of(job: Job) -> Manifest:
     """The facts of a checkpoint: all that is no tensor."""
-    config, env = job.config, job.env
     return Manifest(
         step=job.step,
         epoch=job.epoch,
         step_in_epoch=job.step_in_epoch,
-        seed=config.seed,
-        world_size=env.world_size,
-        batch_size=config.batch_size,
-        grad_accumulation_steps=config.grad_accumulation_steps,
-        dataset=config.dataset,
+        world_size=job.env.world_size,
         dataset_length=len(job.data.train),
         dataset_fingerprint=job.data.fingerprint,
-        model=config.model,
-        optimizer=config.optimizer,
-        config=config.as_json(),
+        config=job.config.as_json(),
         progress={
             "scaler": job.scaler.state_dict(),
             "windows": [dataclasses.asdict(window) for window in job.windows],
@@ -100,17 +94,14 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     with env.fail_together():
         if env.is_main:
             ranks[0] = storage.read(path, "ranks")
-            _require_fitting(job, path, manifest, ranks[0])
     dist.broadcast_object_list(ranks, src=0, device=env.device)
-    nothing_kept = manifest.config.get("momentum") == 0 or manifest.config.get("precision") == "fp16"
-    may_be_empty = nothing_kept or progress["skipped_steps"] >= manifest.step
     if job.config.is_sharded:
-        from ddp.checkpoint.shards import restore_shard
+        from ddp.checkpoint.sharded_state import restore_shard
 
         with env.fail_together():
-            restore_shard(job, path, may_be_empty)
+            restore_shard(job.network, job.optimizer, path)
     else:
-        _restore_optimizer(job, path, may_be_empty)
+        _restore_optimizer(job, path)
     begin_momentum(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
@@ -127,7 +118,7 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
 
 
-def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
+def _restore_optimizer(job: Job, path: Path) -> None:
     """The optimizer's state, which rank 0 reads and sends to all."""
     env, saved = job.env, None
     with env.fail_together():
@@ -135,7 +126,7 @@ def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
             from ddp.checkpoint.contents import wrong_optimizer  # only when something is read
 
             saved = storage.read(path, "optimizer")
-            if problem := wrong_optimizer(saved, job.optimizer, may_be_empty):
+            if problem := wrong_optimizer(saved, job.optimizer):
                 raise Damaged(path, f"optimizer.pt {problem}")
     job.optimizer.state.clear()  # first, so that memory never holds it twice
     state = broadcast_tree(saved and saved["state"], env)
@@ -144,19 +135,12 @@ def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
     match_layout(job.optimizer)
 
 
-def _require_fitting(job: Job, path: Path, manifest: Manifest, ranks: list[Any]) -> None:
-    """:raises Damaged: when the contents are not those of this job: a forged file can have a matching digest"""
-    from ddp.checkpoint.contents import wrong_ranks  # only when something is read
+class _Outline(NamedTuple):
+    """Takes the place of a tensor in the tree that is broadcast first."""
 
-    steps = (
-        job.sampler.steps_per_epoch
-    )  # all are done, but the epoch is not, in a run that was stopped in its evaluation
-    if not (0 <= manifest.step_in_epoch <= steps and manifest.step == manifest.epoch * steps + manifest.step_in_epoch):
-        raise Damaged(
-            path, f"{MANIFEST} has step {manifest.step_in_epoch} of an epoch of {steps}, and {manifest.step} in all"
-        )
-    if problem := wrong_ranks(ranks, manifest.world_size, job.named_module):
-        raise Damaged(path, f"ranks.pt {problem}")
+    shape: torch.Size
+    stride: tuple[int, ...]  # fused optimizers require their state in the memory layout of the parameters
+    dtype: torch.dtype
 
 
 def broadcast_tree(tree: Any, env: DistEnv) -> Any:
@@ -166,42 +150,21 @@ def broadcast_tree(tree: Any, env: DistEnv) -> Any:
 
     :param tree: on rank 0; ignored on the others
     """
-    tensors: list[Tensor] = []
-    outline = [_without_tensors(tree, tensors)]
-    dist.broadcast_object_list(outline, src=0, device=env.device)
-    return _with_tensors(outline[0], iter(tensors), env)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Missing:
-    """Takes the place of a tensor in the outline that is broadcast first."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]  # fused optimizers require their state in the memory layout of the parameters
-    dtype: torch.dtype
-
-
-def _without_tensors(tree: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        tensors.append(tree)
-        return _Missing(tree.shape, tree.stride(), tree.dtype)
-    if isinstance(tree, dict):
-        return {key: _without_tensors(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_without_tensors(value, tensors) for value in tree]
-    return tree
-
-
-def _with_tensors(tree: Any, tensors: Any, env: DistEnv) -> Any:
-    if isinstance(tree, _Missing):
-        if env.is_main:
-            tensor = next(tensors).to(env.device)
-        else:
-            tensor = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=env.device)
-        dist.broadcast(tensor.as_strided((tensor.numel(),), (1,)), src=0)  # as it lies in memory, whatever its strides
-        return tensor
-    if isinstance(tree, dict):
-        return {key: _with_tensors(value, tensors, env) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_with_tensors(value, tensors, env) for value in tree]
-    return tree
+    leaves, structure = tree_flatten(tree)
+    outlines = [
+        _Outline(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+    ]
+    everything: list[Any] = [outlines, structure]
+    dist.broadcast_object_list(everything, src=0, device=env.device)
+    outlines, structure = everything
+    for index, outline in enumerate(outlines):
+        if isinstance(outline, _Outline):
+            if env.is_main:
+                tensor = leaves[index].to(env.device)
+            else:
+                tensor = torch.empty_strided(outline.shape, outline.stride, dtype=outline.dtype, device=env.device)
+            dist.broadcast(
+                tensor.as_strided((tensor.numel(),), (1,)), src=0
+            )  # as it lies in memory, whatever its strides
+            outlines[index] = tensor
+    return tree_unflatten(outlines, structure)

@@ -1,10 +1,10 @@
-"""The checkpoints of a run on disk: ddp/checkpoint/directory.py with the trainer's manifest, names and error messages.
+"""The checkpoints of a run on disk: ddp/checkpoint/directory.py with the trainer's manifest and names.
 
     RUN_DIR/checkpoints/epoch-0003-step-00000123/    epochs complete, optimizer steps done
         model.pt          state dict of the plain module
         optimizer.pt      state dict of the optimizer
         ranks.pt          a list: for each rank, what differs between ranks
-        rank-0-of-2.pt    of a sharded model, instead of the first two: each rank's part of both, see pieces.py
+        rank-0-of-2.pt    of a sharded model, instead of the first two: each rank's part of both, see shards.py
         manifest.json     the run's facts: see Manifest below
         SHA256SUMS        a digest of each file above
 
@@ -14,23 +14,22 @@ All of this is for rank 0 or for a process that is alone; nothing here communica
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.reporting.run_files import CHECKPOINT_FOLDER, CONFIG_FILE
 from torch import nn
 
 from common.errors import UsageError
 from common.files.run_directory import CHECKPOINT_FOLDER, writing
 from ddp.checkpoint import directory, folder
-from ddp.checkpoint.folder import FORMATS, MANIFEST, Checkpoint, Damaged, wrong_field
-from ddp.checkpoint.pieces import is_sharded, shard_files
+from ddp.checkpoint.folder import MANIFEST, Checkpoint, Damaged
 
 FOLDER = CHECKPOINT_FOLDER
-KINDS: dict[str, type] = {"model": dict, "optimizer": dict, "ranks": list}  # what each of the files KIND.pt holds
+KINDS: dict[str, type] = {"model": dict, "optimizer": dict, "ranks": list}  # each file KIND.pt, and what it holds
+BEST = "best"
+CHOICE = f"name of one, or {BEST} (default: the newest that is whole)"
 
 
 def name_of(epoch: int, step: int) -> str:
@@ -46,35 +45,24 @@ class Manifest:
     :param epoch: complete epochs
     :param step_in_epoch: steps done in the epoch that is not complete; 0 at an epoch's end
     :param world_size: ranks that wrote it, each with its entry in ``ranks.pt``
-    :param batch_size: samples per step over all ranks and micro-steps
     :param dataset_length: samples in the training set
     :param dataset_fingerprint: digest of the training set
-    :param model: name by which it is built
-    :param optimizer: name by which it is built
     :param config: the run's settings
     :param progress: the scaler's state, the metrics of the present epoch, ``accuracy`` (of the last evaluation), and
         ``best``, None or a checkpoint's ``{"name": str, "accuracy": float}``
     :param versions: of the software that wrote it
-    :param extra: anything else that a run of one's own needs
     :param files: bytes of each file; filled in when it is read
     """
 
     step: int
     epoch: int
     step_in_epoch: int
-    seed: int
     world_size: int
-    batch_size: int
-    grad_accumulation_steps: int
-    dataset: str
     dataset_length: int
     dataset_fingerprint: str
-    model: str
-    optimizer: str
     config: dict[str, Any]
     progress: dict[str, Any]
     versions: dict[str, str]
-    extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -88,6 +76,12 @@ class Manifest:
             return None
         return f"{self.dataset_length} training samples with digest {self.dataset_fingerprint}, not {length} with {fingerprint}"
 
+    @property
+    def best(self) -> str | None:
+        """Name of the checkpoint that was the best of its run when this one was written."""
+        best: dict[str, Any] | None = self.progress["best"]
+        return best["name"] if best else None
+
     def facts(self) -> dict[str, Any]:
         """All but the step and the files, which every checkpoint has."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("step", "files")}
@@ -96,33 +90,22 @@ class Manifest:
 def manifest_in(checkpoint: Checkpoint) -> Manifest:
     """The manifest of a verified checkpoint.
 
-    :raises Damaged: when its facts or files are not those of a run: a forged manifest can have a matching digest
+    :raises Damaged: when it is not one of a run
     """
-    path, files = checkpoint.path, checkpoint.files
-    types = {name: typing.get_origin(hint) or hint for name, hint in typing.get_type_hints(Manifest).items()}
-    del types["step"], types["files"]
-    if problem := wrong_field(checkpoint.facts, types):
-        raise Damaged(path, f"{MANIFEST} {problem}")
-    manifest = Manifest(step=checkpoint.step, files=files, **checkpoint.facts)
-    from ddp.checkpoint.contents import wrong_progress  # only when something is read
-
-    if problem := wrong_progress(manifest.progress):
-        raise Damaged(path, f"{MANIFEST} {problem}")
-    if path.name != manifest.name:
-        raise Damaged(path, f"{MANIFEST} is that of {manifest.name}")
-    # Of a sharded model, one of each rank. (Counted first: a forged number may be large.)
-    is_sharded = (
-        len(files) == manifest.world_size + 1 and {*shard_files(manifest.world_size), "ranks.pt"} == files.keys()
-    )
-    if not is_sharded and (missing := {f"{kind}.pt" for kind in KINDS} - files.keys()):
-        raise Damaged(path, f"{MANIFEST} lists the files {sorted(files)} without {sorted(missing)}")
+    try:
+        manifest = Manifest(step=checkpoint.step, files=checkpoint.files, **checkpoint.facts)
+        name = manifest.name
+    except (TypeError, ValueError) as error:
+        raise Damaged(checkpoint.path, f"{MANIFEST} is not one of a run") from error
+    if checkpoint.path.name != name:
+        raise Damaged(checkpoint.path, f"{MANIFEST} is that of {name}")
     return manifest
 
 
 def write(run_dir: Path, manifest: Manifest, contents: dict[str, Any]) -> Path:
     """Write a checkpoint; one of the same name is replaced.
 
-    :param contents: ``model``, ``optimizer`` and ``ranks``, and more if a run of one's own has more
+    :param contents: ``model``, ``optimizer`` and ``ranks``
     :returns: the checkpoint's folder
     :raises UsageError: when it cannot be written; earlier checkpoints are untouched
     """
@@ -142,17 +125,16 @@ def verify(path: Path) -> Manifest:
 def read(path: Path, kind: str) -> Any:
     """A file of a verified checkpoint, its tensors on the CPU; nothing in it is executed.
 
-    :param kind: ``"model"``, ``"optimizer"`` or ``"ranks"``, or what else was written; of a sharded checkpoint, put together
-    :raises Damaged: when it holds something else: a forged file can have a matching digest
+    :param kind: ``"model"``, ``"optimizer"`` or ``"ranks"``; of a sharded checkpoint, put together
+    :raises Damaged: when it cannot be loaded, or holds something else
     """
-    if kind in ("model", "optimizer") and is_sharded(path):
-        from ddp.checkpoint.shards import assembled
+    if kind != "ranks" and folder.shard_keys(path):
+        from ddp.checkpoint.shards import assembled  # only for a sharded model
 
         return assembled(path, kind)
     content = folder.load(path, kind)
-    expected = KINDS.get(kind, object)
-    if not isinstance(content, expected):
-        raise Damaged(path, f"{kind}.pt holds a {type(content).__name__} instead of a {expected.__name__}")
+    if not isinstance(content, KINDS[kind]):
+        raise Damaged(path, f"{kind}.pt holds a {type(content).__name__} instead of a {KINDS[kind].__name__}")
     return content
 
 
@@ -161,35 +143,17 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
     They are read onto the CPU and copied from there, so that no device ever holds them twice (pytorch#23138).
 
-    :raises Damaged: when they are those of another kind of network
-    :raises UsageError: when the network was built for other data: other classes, or other images
+    :raises UsageError: when they are those of another network, or of other data: other classes, or other images
     """
     from ddp.checkpoint.contents import wrong_tensors  # only when something is read
 
     weights, expected = read(path, "model"), network.state_dict()
-    if problem := wrong_tensors(weights, expected, shapes=False):
-        raise Damaged(path, f"model.pt {problem}")
     if problem := wrong_tensors(weights, expected):
         raise UsageError(
-            f"{path} was trained on other data than is there now, with other classes or images (it {problem}): give its "
-            "--data-dir"
+            f"{path} was trained with another model, or on other data than is there now, with other classes or images "
+            f"(its model.pt {problem}): give its --data-dir"
         )
     network.load_state_dict(weights)
-
-
-def all_of(run_dir: Path) -> list[Path]:
-    """A run's checkpoints by their names alone, oldest first; some may be damaged.
-
-    :raises UsageError: when there are none but those of format 1, or the folder cannot be read
-    """
-    parent = run_dir / FOLDER
-    found = directory.list_checkpoints(parent)
-    if not found and parent.is_dir() and any(re.fullmatch(r"step-\d{8}\.pt", name) for name in os.listdir(parent)):
-        raise UsageError(
-            f"{parent} holds checkpoints of the older format 1, this version reads {FORMATS}: use the one that wrote them, "
-            "or start again with --overwrite"
-        )
-    return found
 
 
 def newest(run_dir: Path, *, set_aside: bool = False) -> tuple[Path, Manifest] | None:
@@ -200,27 +164,44 @@ def newest(run_dir: Path, *, set_aside: bool = False) -> tuple[Path, Manifest] |
     :raises UsageError: when all are damaged, or the newest that is not damaged has another format
     """
     with writing(run_dir / FOLDER):
-        return directory.newest_of(
-            all_of(run_dir),
-            lambda path: (path, verify(path)),
-            set_aside=set_aside,
-            remedy="or start again with --overwrite",
-        )
+        checkpoint = directory.newest(run_dir / FOLDER, set_aside=set_aside, remedy="or start again with --overwrite")
+    return (checkpoint.path, manifest_in(checkpoint)) if checkpoint else None
 
 
-def prune(run_dir: Path, keep_last: int, best: str | None) -> None:
-    """Remove all checkpoints but the newest ``keep_last`` (at least 1) and the one named ``best``.
+def existing(run_dir: Path) -> list[Path]:
+    """All checkpoints of a run, oldest first, whole or damaged.
 
-    :raises UsageError: when they cannot be removed
+    :raises UsageError: when there is none
     """
-    with writing(run_dir / FOLDER):
-        directory.prune(run_dir / FOLDER, keep_last, () if best is None else (best,))
+    paths = directory.list_checkpoints(run_dir / FOLDER)
+    if not paths:
+        held = "no checkpoint yet" if (run_dir / CONFIG_FILE).is_file() else "no run"
+        raise UsageError(f"--run-dir {run_dir} holds {held}: name the directory of a run that has written one")
+    return paths
 
 
-def clean(run_dir: Path) -> None:
-    """Remove what a killed process left half written or half removed; for the process that writes into the run.
+def named(name: str, paths: list[Path]) -> Path:
+    """:raises UsageError: when none has this name"""
+    for path in paths:
+        if path.name == name:
+            return path
+    raise UsageError(f"--checkpoint {name}: there is only {', '.join(path.name for path in paths)}")
 
-    :raises UsageError: when it cannot be removed
+
+def choose(run_dir: Path, name: str | None) -> tuple[Path, Manifest]:
+    """The path and manifest of a checkpoint whose every byte was checked.
+
+    :param name: its name, :data:`BEST`, or None for the newest that is whole
+    :raises UsageError: when there is no such checkpoint, or it is damaged
     """
-    with writing(run_dir / FOLDER):
-        directory.clean(run_dir / FOLDER)
+    paths = existing(run_dir)
+    if name is None or name == BEST:
+        newest_one = newest(run_dir)
+        assert newest_one is not None  # because there are paths
+        if name is None:
+            return newest_one
+        name = newest_one[1].best
+        if name is None:
+            raise UsageError(f"--checkpoint {BEST}: the run has evaluated none yet; leave it out to take the newest")
+    path = named(name, paths)
+    return path, verify(path)

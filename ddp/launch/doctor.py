@@ -1,4 +1,4 @@
-"""What has a launcher started? Which ranks came, from where, with which software, and how fast do they reach each other?
+"""The ranks that a launcher has started: which came, from where, with which software, and how fast they reach each other.
 
     python -m ddp.launch.doctor                                      # this host
     torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
@@ -7,9 +7,9 @@
 Rank 0 prints what is wrong first, then a table of the ranks and one of the links between their hosts. The exit status is 1 if
 something is wrong.
 
-It needs nothing of the ranks but that they reach MASTER_ADDR: they tell each other about themselves through the store there.
-Only when all have come, and run the same software, do they form a group, in which the links are measured: a message goes there
-and back (the latency is half of that), and larger ones go one way and are answered by a byte (the bandwidth).
+The ranks need only reach MASTER_ADDR: they exchange facts about themselves through the store there. Only when all have come, and
+run the same software, do they form a group, in which the links are measured: a message goes there and back (the latency is half of
+that), and larger ones go one way and are answered by a byte (the bandwidth).
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from common.stdout import print_results
 
 POLL_S = 0.002  # between two looks into the store
 READ_S = 3.0  # for the other ranks to read the verdict of rank 0
-QUESTIONS = 3  # of a rank for the time of rank 0
 ROUND_TRIPS, TRANSFERS = 20, 3
-MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; of more, only those with rank 0's
+MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
 
-# Facts that may differ between the ranks of a job.
+# Facts that may differ between the ranks of a job: the columns of the table.
 OWN = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
 
 Facts = Mapping[str, str]
@@ -57,20 +56,6 @@ class DoctorConfig:
     mebibytes: int = option(16, "size of the message whose time tells the bandwidth", minimum=1, maximum=1024)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     interface: str | None = option(None, "as in ddp.train", per_node=True)
-
-
-@dataclass(frozen=True)
-class Link:
-    """How fast one host reaches another.
-
-    :ivar latency_s: seconds of a message of one byte
-    :ivar bytes_per_s: of large messages
-    """
-
-    first: str
-    second: str
-    latency_s: float
-    bytes_per_s: float
 
 
 @command
@@ -88,13 +73,13 @@ def main() -> None:
         if len(hosts) > 1:
             links = measure(hosts, store, env, config)
             if env.is_main:
-                print_results(table_of(links))
+                print_results("\n".join(["", *_aligned(links)]))
         if problems:
             sys.exit(1)
 
 
 def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
-    """What this rank knows of itself."""
+    """This rank's own facts."""
     towards = interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or towards or "lo"
     addresses = addresses_by_interface().get(interface, [])
@@ -122,33 +107,23 @@ def exchange_facts(store: Store, env: DistEnv, facts: dict[str, str], timeout_s:
     deadline = time.monotonic() + timeout_s
     if env.is_main:
         return _collect_facts(store, env.world_size, {**facts, "clock": "+0.0 s"}, deadline)
-    facts = {**facts, "clock": f"{_clock_offset(store, env.rank, deadline):+.1f} s"}
+    store.set(f"ask/{env.rank}", "")
+    if not _wait(store, f"time/{env.rank}", deadline):
+        raise dist.DistStoreError("rank 0 did not answer")
+    facts = {**facts, "clock": f"{time.time() - float(store.get(f'time/{env.rank}')):+.1f} s"}
     store.set(f"facts/{env.rank}", json.dumps(facts))
     return {env.rank: facts}
-
-
-def _clock_offset(store: Store, rank: int, deadline: float) -> float:
-    """Seconds by which this clock is ahead of rank 0's, from the quickest answer: rank 0 may have been busy before the others."""
-    answers = []
-    for question in (f"{rank}/{number}" for number in range(QUESTIONS)):
-        asked = time.time()
-        store.set(f"ask/{question}", "")
-        if not _wait(store, f"time/{question}", deadline):
-            raise dist.DistStoreError("rank 0 did not answer")
-        took = time.time() - asked
-        answers.append((took, asked + took / 2 - float(store.get(f"time/{question}"))))
-    return min(answers)[1]
 
 
 def _collect_facts(store: Store, world_size: int, own: Facts, deadline: float) -> dict[int, Facts]:
     """Rank 0: wait for the facts of all, and answer those that ask for the time."""
     everyone = {0: own}
-    questions = dict.fromkeys(range(1, world_size), 0)
+    silent = set(range(1, world_size))
     while len(everyone) < world_size and time.monotonic() < deadline:
-        for rank, number in questions.items():
-            if store.check([f"ask/{rank}/{number}"]):
-                store.set(f"time/{rank}/{number}", repr(time.time()))
-                questions[rank] += 1
+        for rank in range(1, world_size):
+            if rank in silent and store.check([f"ask/{rank}"]):
+                store.set(f"time/{rank}", repr(time.time()))
+                silent.remove(rank)
             if rank not in everyone and store.check([f"facts/{rank}"]):
                 everyone[rank] = json.loads(store.get(f"facts/{rank}"))
         time.sleep(POLL_S)
@@ -157,20 +132,22 @@ def _collect_facts(store: Store, world_size: int, own: Facts, deadline: float) -
 
 def what_is_wrong(everyone: Mapping[int, Facts], world_size: int) -> list[str]:
     """A line for each thing that would keep a job from running, or make it hard to read."""
-    found = []
+    problems = []
     if absent := [rank for rank in range(world_size) if rank not in everyone]:
         hosts = ", ".join(dict.fromkeys(facts["host"] for facts in everyone.values()))
-        found.append(
+        problems.append(
             f"{len(everyone)} of {world_size} ranks came, from {hosts}. Not rank {', '.join(map(str, absent))}: start the others, "
             "and check that their hosts can reach MASTER_ADDR and MASTER_PORT"
         )
     same = {rank: {k: v for k, v in facts.items() if k not in OWN} for rank, facts in everyone.items()}
-    found += differences(same)
-    found += [line for line in (shared_gpu(everyone), different_gpus(everyone)) if line is not None]
+    problems += differences(same)
+    problems += [line for line in (shared_gpu(everyone), different_gpus(everyone)) if line is not None]
     for rank, facts in everyone.items():
         if abs(float(facts["clock"].split()[0])) > MOST_CLOCK_S:
-            found.append(f"the clock of {facts['host']} (rank {rank}) differs by {facts['clock']} from that of rank 0")
-    return found
+            problems.append(
+                f"the clock of {facts['host']} (rank {rank}) differs by {facts['clock']} from that of rank 0"
+            )
+    return problems
 
 
 def _host_of(facts: Facts) -> tuple[str, str]:
@@ -180,12 +157,12 @@ def _host_of(facts: Facts) -> tuple[str, str]:
 
 def first_ranks(everyone: Mapping[int, Facts]) -> dict[str, int]:
     """The lowest rank of each host. On one host, every rank counts as a host of its own."""
-    found: dict[tuple[str, str], int] = {}
+    firsts: dict[tuple[str, str], int] = {}
     for rank, facts in everyone.items():
-        found.setdefault(_host_of(facts), rank)
-    if len(found) == 1:
+        firsts.setdefault(_host_of(facts), rank)
+    if len(firsts) == 1:
         return {f"rank {rank}": rank for rank in everyone}
-    return {f"{everyone[rank]['host']} (rank {rank})": rank for rank in found.values()}
+    return {f"{everyone[rank]['host']} (rank {rank})": rank for rank in firsts.values()}
 
 
 def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -> dict[str, int]:
@@ -205,18 +182,18 @@ def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -
     return told
 
 
-def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: DoctorConfig) -> list[Link]:
-    """Form a group, and time messages between each pair of hosts, one pair after another; of many hosts, between rank 0's and
-    each. A collective.
+def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: DoctorConfig) -> list[list[str]]:
+    """Form a group, and time messages between each pair of hosts, one pair after another; if there are many hosts, between rank 0's
+    and each. A collective.
 
     :param hosts: a rank of each, rank 0's first
-    :returns: on rank 0, every link
+    :returns: on rank 0, the rows of a table, for its title and every link
     """
     size = config.mebibytes * 2**20
     timeout = datetime.timedelta(seconds=config.timeout)
     with rendezvous_errors(env):
         dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    links = []
+    links = [["from", "to", "latency", "bandwidth"]]
     names = list(hosts)
     for place, first in enumerate(names if len(names) <= MOST_PAIRS_OF else names[:1]):
         for second in names[place + 1 :]:
@@ -228,12 +205,13 @@ def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: Doctor
                 seconds[1] = _median_seconds(TRANSFERS, size, env.rank == pair[0], other)
             dist.broadcast(seconds, pair[0])
             latency, large = seconds.tolist()
-            links.append(Link(first, second, latency, size / max(large - latency, 1e-9)))
+            speed = size / max(large - latency, 1e-9)
+            links.append([first, second, f"{1e6 * latency:.0f} us", f"{speed / 2**20:.0f} MiB/s"])
     return links
 
 
 def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
-    """Of a message of this size to the other rank, and its answer of one byte. The first is left out."""
+    """The median time of a message of this size to the other rank, and its answer of one byte. The first is left out."""
     message, answer = torch.zeros(size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     seconds = []
     for _ in range(times + 1):
@@ -249,7 +227,7 @@ def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
 
 
 def report(problems: Sequence[str], everyone: Mapping[int, Facts], env: DistEnv) -> str:
-    """What is wrong, and the ranks."""
+    """The problems, the software, and a table of the ranks."""
     lines = [f"wrong: {problem}" for problem in problems] or ["nothing is wrong"]
     facts = everyone[0]
     hosts = len({_host_of(facts) for facts in everyone.values()})
@@ -258,29 +236,9 @@ def report(problems: Sequence[str], everyone: Mapping[int, Facts], env: DistEnv)
         f"started by {facts['started by']}: {len(everyone)} of {env.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
         f"which meet at {where}"
     )
-    columns = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
-    short = {
-        "torch": "the version of torch",
-        "Python": "the version of Python",
-        "source": "the digest of this project's source",
-    }
-    rows = [["rank", *columns, *short]]
-    rows += [
-        [str(rank), *(facts[name] for name in columns), *(facts[name] for name in short.values())]
-        for rank, facts in everyone.items()
-    ]
-    lines += ["", *_aligned(rows)]
-    return "\n".join(lines)
-
-
-def table_of(links: Sequence[Link]) -> str:
-    """How the hosts reach each other."""
-    rows = [["from", "to", "latency", "bandwidth"]]
-    rows += [
-        [link.first, link.second, f"{1e6 * link.latency_s:.0f} us", f"{link.bytes_per_s / 2**20:.0f} MiB/s"]
-        for link in links
-    ]
-    return "\n".join(["", *_aligned(rows)])
+    lines.append(f"rank 0 has {', '.join(f'{name} {facts[name]}' for name in software())}")
+    rows = [["rank", *OWN], *([str(rank), *(facts[name] for name in OWN)] for rank, facts in everyone.items())]
+    return "\n".join([*lines, "", *_aligned(rows)])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -50,10 +50,10 @@ def require_equal_replicas(network: nn.Module, env: DistEnv, step: int) -> None:
     everyone = [torch.empty_like(own) for _ in range(env.world_size)]
     dist.all_gather(everyone, own)
     by_rank = [digests.tolist() for digests in everyone]
-    found = differences(list(parameters), list(zip(*by_rank, strict=True)))
-    if found:
-        more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-        raise ReplicasDiverged(f"at step {step} the replicas have diverged: {', '.join(found[:MOST_NAMED])}{more}")
+    lines = differences(list(parameters), list(zip(*by_rank, strict=True)))
+    if lines:
+        more = f", and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
+        raise ReplicasDiverged(f"at step {step} the replicas have diverged: {', '.join(lines[:MOST_NAMED])}{more}")
 
 
 def hashes_agree(parameters: Iterable[Tensor], env: DistEnv) -> bool:
@@ -82,11 +82,11 @@ def digest(tensor: Tensor) -> int:
 
 
 def differences(names: Sequence[str], digests: Sequence[Sequence[int]]) -> list[str]:
-    """What to say of each parameter on which the ranks differ.
+    """A line for each parameter on which the ranks differ.
 
     :param digests: of each parameter, those of all ranks
     """
-    found = []
+    lines = []
     for name, values in zip(names, digests, strict=True):
         usual, agreeing = Counter(values).most_common(1)[0]
         if agreeing == len(values):
@@ -95,5 +95,5 @@ def differences(names: Sequence[str], digests: Sequence[Sequence[int]]) -> list[
         if 2 * agreeing > len(values):
             others = [str(rank) for rank, value in enumerate(values) if value != usual]
             where = f"on rank{'s' * (len(others) > 1)} {', '.join(others)} of {len(values)}"
-        found.append(f"parameter {name!r} differs {where}")
-    return found
+        lines.append(f"parameter {name!r} differs {where}")
+    return lines

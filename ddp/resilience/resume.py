@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, METRICS_FILE, REQUEUE_FILE
 
 from common.cli import flag_of
 from common.data.datasets import ImageData
@@ -31,12 +32,13 @@ from common.files.run_directory import (
     holds_run,
     prepare,
     require_writable,
+    writing,
 )
 from common.gpu.devices import implementation
 from common.reporting.machine import describe_machine
 from common.resilience.device_errors import device_errors
 from common.signals.stop_request import REQUEUE, SIGNALS
-from ddp.checkpoint import storage
+from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
 from ddp.resilience import restarts
@@ -50,7 +52,7 @@ IDENTITY = (
 )  # fmt: skip
 
 
-class Found(NamedTuple):
+class CheckpointToResume(NamedTuple):
     """A checkpoint that is whole."""
 
     path: Path
@@ -58,7 +60,7 @@ class Found(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Found | None]:
+def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[CheckpointToResume | None]:
     """Hold the run's directory, for the length of the block; gives the checkpoint to continue from, if it does. A collective.
 
     :raises UsageError: on every rank, for a directory that is in use, holds something else, or cannot be written, and for
@@ -66,7 +68,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
     """
     agents = restarts.agents_of(env)
     with contextlib.ExitStack() as held:
-        found: list[Found | None] = [None]
+        checkpoint: list[CheckpointToResume | None] = [None]
         with env.fail_together():  # last of all checks, since it may delete the run that was there
             if env.is_main:
                 begun = holds_run(config.run_dir)
@@ -76,10 +78,11 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                 (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
                 # Before there is a run: it is this launch's from its first moment.
                 restarts.record(config.run_dir, agents)
-                storage.clean(config.run_dir)
+                with writing(config.run_dir / storage.FOLDER):
+                    directory.clean(config.run_dir / storage.FOLDER)
                 if resume:
-                    found[0] = _newest(config, must_exist=config.resume and not restarted)
-                if found[0] is None:
+                    checkpoint[0] = _newest(config, must_exist=config.resume and not restarted)
+                if checkpoint[0] is None:
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         with env.fail_together():  # on every node
             require_writable(config.run_dir)
@@ -88,17 +91,17 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Fou
                 f"{config.run_dir} on {env.host} is not that of rank 0, which writes the run and its checkpoints: only the logs of "
                 "this host's ranks will be here"
             )
-        dist.broadcast_object_list(found, src=0, device=env.device)
-        if found[0] is not None:
+        dist.broadcast_object_list(checkpoint, src=0, device=env.device)
+        if checkpoint[0] is not None:
             with env.fail_together():
-                check_identity(found[0].manifest, config, data)
+                check_identity(checkpoint[0].manifest, config, data)
                 if env.is_main and not has_config(config.run_dir):
                     logger.warning(f"{config.run_dir / CONFIG_FILE} was damaged: it now has the settings of this start")
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
             with device_errors(env.device, config.less_memory):
-                yield found[0]
+                yield checkpoint[0]
         except UsageError:
             if env.is_main and not _has_begun(config.run_dir):
                 # The next start, without the error, finds no run here.
@@ -129,19 +132,19 @@ def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str
     }
 
 
-def _newest(config: TrainConfig, must_exist: bool) -> Found | None:
-    found = storage.newest(config.run_dir, set_aside=True)
-    if found is None and must_exist:
+def _newest(config: TrainConfig, must_exist: bool) -> CheckpointToResume | None:
+    checkpoint = storage.newest(config.run_dir, set_aside=True)
+    if checkpoint is None and must_exist:
         raise UsageError(
             f"--resume: {config.run_dir} holds no checkpoint, the run ended before its first: start again with --overwrite"
         )
-    if found is None:
+    if checkpoint is None:
         return None
-    path, manifest = found
+    path, manifest = checkpoint
     best = manifest.progress["best"]
     if best is not None and not (path.parent / best["name"]).is_dir():  # it was damaged, and set aside
         manifest = dataclasses.replace(manifest, progress={**manifest.progress, "best": None})
-    return Found(path, manifest)
+    return CheckpointToResume(path, manifest)
 
 
 def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> None:
@@ -151,7 +154,7 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
     """
     before, now = manifest.config, config.as_json()
     for name in IDENTITY:
-        if before.get(name) != now.get(name):  # an older version's run has not all of them
+        if before.get(name) != now.get(name):
             raise UsageError(
                 f"--resume: the run was started with {flag_of(name)} {before.get(name)}, not {now.get(name)}: "
                 f"give {flag_of(name)} {before.get(name)}, or another --run-dir"
@@ -174,6 +177,4 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each setting that differs, but for those that say where the run lies and how it is begun."""
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
-    # What an older version wrote as False may be None now.
-    changed = [name for name in names if (before[name] or None) != (now[name] or None)]
-    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in changed]
+    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in names if before[name] != now[name]]

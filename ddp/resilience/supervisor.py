@@ -1,4 +1,4 @@
-"""What runs beside the training loop of a job: metrics, checkpoints in time, stop requests, the watchdog, progress.
+"""The services beside the training loop of a job: metrics, checkpoints in time, stop requests, the watchdog, progress.
 
 The loop in ddp/train.py calls it after each step and each epoch. Nothing here changes what is computed.
 """
@@ -176,7 +176,9 @@ class Supervisor:
         self.checkpointer.save(job, wait=True)
         requests: list[int | None] = [None] * job.env.world_size
         dist.all_gather_object(requests, self._stop.number)
-        who = ", ".join(f"{signal_name(n)} on rank {rank}" for rank, n in enumerate(requests) if n is not None)
+        requested = ", ".join(f"{signal_name(n)} on rank {rank}" for rank, n in enumerate(requests) if n is not None)
         if job.env.is_main:
-            logger.warning(f"stopped by {who} after step {job.step}, which is saved: --resume continues from there")
+            logger.warning(
+                f"stopped by {requested} after step {job.step}, which is saved: --resume continues from there"
+            )
         raise StopTogether(exit_status(requests))

@@ -24,9 +24,8 @@ OLDER, NEWER = "epoch-0001-step-00000010", "epoch-0002-step-00000020"
 
 def manifest(step: int) -> Manifest:
     return Manifest(
-        step=step, epoch=step // 10, step_in_epoch=step % 10, seed=0, world_size=2, batch_size=144, grad_accumulation_steps=1,
-        dataset="glyphs", dataset_length=432, dataset_fingerprint="abc", model="mlp", optimizer="sgd",
-        config={"lr": 0.1, "data_dir": None},
+        step=step, epoch=step // 10, step_in_epoch=step % 10, world_size=2, dataset_length=432, dataset_fingerprint="abc",
+        config={"model": "mlp", "lr": 0.1, "data_dir": None},
         progress={"scaler": {}, "windows": [], "skipped_steps": 0, "accuracy": step / (step + 100), "best": None},
         versions={"torch": torch.__version__},
     )  # fmt: skip

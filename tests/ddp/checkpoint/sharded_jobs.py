@@ -18,7 +18,7 @@ from ddp.checkpoint.state import restore
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.resume import Found
+from ddp.resilience.resume import CheckpointToResume
 from ddp.sharded.zero1 import ZeRO1
 from ddp.train import build_job, train_step
 
@@ -75,7 +75,9 @@ def _resumed(saved: Path, again: Path, strategy: str, env: DistEnv, settings: di
 
 
 @contextlib.contextmanager
-def job_of(strategy: str, env: DistEnv, settings: dict[str, Any], found: Found | None = None) -> Iterator[Job]:
+def job_of(
+    strategy: str, env: DistEnv, settings: dict[str, Any], found: CheckpointToResume | None = None
+) -> Iterator[Job]:
     """A job, resumed or new."""
     config = TrainConfig(**{**TINY, "strategy": strategy, **settings})
     config.check(env.world_size)
@@ -109,10 +111,10 @@ def save(job: Job, run_dir: Path) -> None:
     Checkpointer(config, job.env, MetricsWriter(run_dir, silent=not job.env.is_main)).save(job)
 
 
-def newest(run_dir: Path) -> Found:
+def newest(run_dir: Path) -> CheckpointToResume:
     found = storage.newest(run_dir)
     assert found is not None
-    return Found(*found)
+    return CheckpointToResume(*found)
 
 
 def contents(run_dir: Path) -> dict[str, Tensor]:

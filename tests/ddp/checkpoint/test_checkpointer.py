@@ -17,10 +17,10 @@ from common.distributed.process_group import DistEnv, process_group
 from common.errors import UsageError
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import checkpointer as saving
-from ddp.checkpoint import storage
+from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.state_copy import StateCopy
-from ddp.checkpoint.storage import KINDS
+from ddp.checkpoint.storage import FOLDER, KINDS
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.train import build_job, train_step
@@ -129,7 +129,7 @@ def saved_one_after_another(folder: Path) -> tuple[list[int], bool]:
             if env.is_main:
                 pointers |= {checkpointers[True]._copy.read()["model"]["features.0.weight"].data_ptr()}
         checkpointers[True].save(job, wait=True)  # the previous one is completed first
-        steps = [storage.verify(path).step for path in storage.all_of(folders[True])]
+        steps = [storage.verify(path).step for path in list_checkpoints(folders[True] / FOLDER)]
         with checkpointers[True]:
             job.step += 1
             checkpointers[True].save(job)

@@ -6,19 +6,22 @@ import dataclasses
 import os
 import pickle
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UsageError
-from ddp.checkpoint import storage
+from ddp.checkpoint import list_checkpoints, save, storage
+from ddp.checkpoint.__main__ import main as checkpoint_main
 from ddp.checkpoint.folder import Damaged
-from ddp.checkpoint.storage import FOLDER
-from tests.ddp.checkpoint.samples import FILES, NEWER, OLDER, assert_is, manifest, write
+from ddp.checkpoint.storage import FOLDER, KINDS
+from tests.ddp.checkpoint.samples import FILES, NEWER, OLDER, assert_is, forge, manifest, sign, write
+from tests.support.user_errors import UserError
 
 
 @dataclasses.dataclass
@@ -206,32 +209,17 @@ def test_the_problem_is_named(pair: Pair, damage: Damage, problem: str) -> None:
     assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # as from rank to rank
 
 
-def test_a_file_without_permission_is_reported_with_the_reason() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to the user that root becomes here
-        os.chmod(folder, 0o755)
-        path = write(Path(folder), 10)
-        (path / "model.pt").chmod(0)
-        user = os.geteuid()
-        try:
-            if user == 0:
-                os.seteuid(65534)
-            with pytest.raises(Damaged, match=r"model\.pt cannot be read \(Permission denied\)$"):
-                storage.verify(path)
-        finally:
-            os.seteuid(user)
-
-
 def test_damaged_ones_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [write(tmp_path, step) for step in (10, 20, 30, 40)]
     for path in paths[1:]:
         (path / "model.pt").unlink()
     (tmp_path / FOLDER / f"damaged-{NEWER}").mkdir()
     assert storage.newest(tmp_path) == (paths[0], storage.verify(paths[0]))
-    assert storage.all_of(tmp_path) == paths  # nothing is moved without set_aside
+    assert list_checkpoints(tmp_path / FOLDER) == paths  # nothing is moved without set_aside
     caplog.clear()
     found = storage.newest(tmp_path, set_aside=True)
     assert found is not None and found[0] == paths[0]
-    assert storage.all_of(tmp_path) == paths[:1]
+    assert list_checkpoints(tmp_path / FOLDER) == paths[:1]
     assert sorted(os.listdir(tmp_path / FOLDER)) == sorted(
         [OLDER, f"damaged-{NEWER}", f"damaged-{NEWER}-2", *(f"damaged-{path.name}" for path in paths[2:])]
     )
@@ -249,3 +237,83 @@ def test_if_all_are_damaged_none_is_set_aside(tmp_path: Path) -> None:
             UsageError, match=rf"no checkpoint that is whole \(2 damaged; the newest: .*{NEWER} is damag"
         ):
             storage.newest(tmp_path, set_aside=True)
+
+
+class Malicious:
+    """A pickle that runs a command when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._marker}",)
+
+
+@pytest.mark.parametrize("protocol", ["zip", "pickle"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, kind: str, protocol: str) -> None:
+    path, marker = write(tmp_path, 20), tmp_path / "executed"
+    content = {"w": Malicious(marker)}
+    if protocol == "zip":
+        torch.save(content, path / f"{kind}.pt")
+    else:
+        (path / f"{kind}.pt").write_bytes(pickle.dumps(content, 2))
+    forge(path)
+    storage.verify(path)
+    with pytest.raises(Damaged, match=rf"^{path} is damaged: {kind}\.pt cannot be loaded \(UnpicklingError\)$"):
+        storage.read(path, kind)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.pt", "/etc/passwd"])
+def test_names_that_leave_the_folder_are_damage(tmp_path: Path, name: str) -> None:
+    """In the manifest and in the digests."""
+    path = write(tmp_path, 10)
+    (tmp_path / FOLDER / "elsewhere.pt").touch()
+    sums = (path / "SHA256SUMS").read_text()
+    forge(path, files={name: 0})
+    with pytest.raises(Damaged, match=r"manifest\.json lists files that are not in its folder"):
+        storage.verify(path)
+    (path / "SHA256SUMS").write_text(f"{sums}{'0' * 64}  {name}\n")
+    with pytest.raises(Damaged, match="SHA256SUMS has other content"):
+        storage.verify(path)
+
+
+@pytest.mark.parametrize("content", [b"[1, 2]", b'{"a": NaN', b"[" * 10**5, b"\xff\xfe", b"{}"])
+def test_another_program_s_manifest_is_damage(tmp_path: Path, content: bytes) -> None:
+    path = write(tmp_path, 10)
+    (path / "manifest.json").write_bytes(content)
+    sign(path)
+    with pytest.raises(Damaged, match=r"manifest\.json is not one of a checkpoint"):
+        storage.verify(path)
+
+
+def test_a_checkpoint_that_is_no_run_s_is_damage(tmp_path: Path) -> None:
+    path = save(tmp_path / FOLDER, 10, {"model": {}}, {"seed": 0}, name=OLDER)
+    with pytest.raises(Damaged, match=r"manifest\.json is not one of a run"):
+        storage.newest(tmp_path)
+    assert path.is_dir()
+
+
+def test_files_that_are_not_listed_are_ignored(tmp_path: Path) -> None:
+    path = write(tmp_path, 10)
+    (path / "notes.txt").write_text("the good one")
+    assert_is(path, 10)
+
+
+@pytest.mark.parametrize("version", [4, 99])
+def test_another_format_is_refused_even_if_an_older_checkpoint_is_whole(
+    tmp_path: Path, user_error: UserError, version: int
+) -> None:
+    """By the function that ``--resume`` calls, and by each command of ``ddp.checkpoint``."""
+    write(tmp_path, 10)
+    path = write(tmp_path, 20)
+    forge(path, format=version, seed=..., nodes=3)  # fields that this version does not know
+    refusal = f"{path} has the format {version}, this version reads 5: use the one that wrote it"
+    with pytest.raises(UsageError) as refused:
+        storage.newest(tmp_path, set_aside=True)
+    assert str(refused.value) == refusal and not isinstance(refused.value, Damaged)
+    assert len(list_checkpoints(tmp_path / FOLDER)) == 2
+    shutil.rmtree(tmp_path / FOLDER / OLDER)  # verify would print a line for it
+    for name in ("inspect", "verify", "export"):
+        assert refusal in user_error(checkpoint_main, name, "--run-dir", tmp_path)

@@ -1,86 +1,90 @@
-"""torch.distributed.checkpoint reads a sharded checkpoint of ours, and a sharded network takes what it has written."""
+"""torch.distributed.checkpoint reads what we export, and we import what it has written; both by the command."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from common.distributed.process_group import process_group
 from common.training.gpt import TextModel
-from ddp.checkpoint.dcp import PieceReader, load_parameters
-from ddp.checkpoint.layout import layout_of
-from ddp.checkpoint.pieces import in_memory_order
-from ddp.sharded.strategies import FullyShard, shard_network
-from ddp.strategies import SHARDED
-from tests.ddp.checkpoint.sharded_jobs import TINY, contents, newest, save_each
+from ddp.checkpoint import __main__ as checkpoint
+from ddp.sharded.strategies import FullyShard
+from tests.ddp.checkpoint.sharded_jobs import TINY, contents, resume_each, save_each
 from tests.support.launch import run_ranks
+from tests.support.user_errors import UserError
 
 SIZE = {"vocabulary": 13, "width": TINY["width"], "layers": TINY["layers"], "context": 12}
+NAMES = [name for name, _ in TextModel(**SIZE).named_parameters()]
 
 
-def read_by_dcp(path: Path) -> dict[str, Tensor]:
-    """Into a model of torch's fully_shard, and one of Adam's moments beside it; whole."""
-    with process_group(threads=1):
-        model = FullyShard(TextModel(**SIZE), None).module
-        state = {"model": get_model_state_dict(model)}
-        load(state, storage_reader=PieceReader(path))
-        moment = {"optimizer": {"state": {"head.weight": {"exp_avg": torch.empty(13, TINY["width"])}}}}
-        load(moment, storage_reader=PieceReader(path))
-        whole = {name: value.full_tensor() for name, value in state["model"].items() if isinstance(value, DTensor)}
-        return {**whole, "exp_avg": moment["optimizer"]["state"]["head.weight"]["exp_avg"]}
-
-
-def test_dcp_reads_ours(tmp_path: Path) -> None:
-    run_ranks(save_each, 2, tmp_path, ["zero3"])
-    expected = contents(tmp_path / "zero3-2")
-    found = run_ranks(read_by_dcp, 3, newest(tmp_path / "zero3-2").path)[0]
-    moment = found.pop("exp_avg")
-    assert found.keys() == {name for name in expected if " " not in name}
-    assert all(torch.equal(expected[name], value) for name, value in found.items())
-    assert any(torch.equal(moment, value) for name, value in expected.items() if name.endswith(" exp_avg"))
-
-
-def save_by_dcp(folder: Path) -> dict[str, Tensor]:
-    """A model of torch's fully_shard; whole."""
+def in_torch_s_own_job(folder: Path, saves: bool) -> dict[str, Tensor]:
+    """Save by ``dcp.save``, or load by ``dcp.load``, with ``fully_shard`` and AdamW after a step; the tensors, whole."""
     with process_group(threads=1):
         torch.manual_seed(5)
         model = FullyShard(TextModel(**SIZE), None).module
-        save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.tensor([[1, 11, 2, 12, 3]])).sum().backward()
+        optimizer.step()
+        weights, of_optimizer = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": {"state": of_optimizer["state"]}}
+        if saves:
+            save(state, checkpoint_id=folder)
+        else:
+            load(state, checkpoint_id=folder)
+            settings = {"state": state["optimizer"]["state"], "param_groups": of_optimizer["param_groups"]}
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=settings)
+            weights, of_optimizer = get_state_dict(model, optimizer)
+        of_state: dict[str, Any] = of_optimizer["state"]  # type: ignore[assignment]
+        kept = {f"{NAMES.index(n)} {key}": v for n, own in of_state.items() for key, v in own.items()}
+        everything: dict[str, Any] = {**weights, **kept}
+        return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in everything.items()}
 
 
-def load_ours(folder: Path, whole: dict[str, Tensor], strategy: str) -> list[str]:
-    """Names of parameters of which this rank's part is not the one that was saved, and what else is wrong."""
-    with process_group(threads=1) as env:
-        torch.manual_seed(env.rank)
-        network = shard_network(TextModel(**SIZE), env, strategy)
-        read = FileSystemReader.read_metadata
-        with mock.patch.object(FileSystemReader, "read_metadata", autospec=True, side_effect=read) as reads:
-            load_parameters(network, folder)
-        wrong = [] if reads.call_count == 1 else [f"metadata, {reads.call_count} times"]
-        for name, part in layout_of(network).items():
-            expected = in_memory_order(whole[name], part.place.order)[part.place.begin :][: part.numel]
-            own = part.parameter.to_local() if isinstance(part.parameter, DTensor) else part.parameter
-            wrong += [] if torch.equal(own.flatten(), expected) else [name]
-        plain = TextModel(**SIZE)
-        plain.load_state_dict(whole)
-        line = torch.tensor([[1, 11, 2, 12, 3]])
-        with torch.no_grad():
-            wrong += [] if torch.allclose(network(line), plain(line), atol=1e-5) else ["forward"]
-        if strategy != "fsdp2":
-            network.close()  # type: ignore[operator]
-        return wrong
+def call(monkeypatch: pytest.MonkeyPatch, command: str, **options: str | Path) -> None:
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    monkeypatch.setattr("sys.argv", ["ddp.checkpoint", command, *flags])
+    checkpoint.main()
 
 
-def test_we_read_what_dcp_wrote(tmp_path: Path) -> None:
-    whole = run_ranks(save_by_dcp, 2, tmp_path / "dcp")[0]
-    for strategy in SHARDED:
-        assert run_ranks(load_ours, 3, tmp_path / "dcp", whole, strategy) == [[], [], []]
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(actual[name], value)] == []
+
+
+def test_dcp_and_we_read_each_other_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_error: UserError, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(save_each, 2, tmp_path, ["torch", "zero3"])
+    for run in ("torch-2", "zero3-2"):
+        call(monkeypatch, "export", format="dcp", run_dir=tmp_path / run, output=tmp_path / f"dcp-{run}")
+        assert_same(run_ranks(in_torch_s_own_job, 3, tmp_path / f"dcp-{run}", False)[0], contents(tmp_path / run))
+
+    written = run_ranks(in_torch_s_own_job, 2, tmp_path / "theirs", True)[0]
+    for run in ("torch-2", "zero3-2"):
+        output = tmp_path / f"from-{run}"
+        call(monkeypatch, "import", input=tmp_path / "theirs", run_dir=tmp_path / run, output=output)
+        assert_same(contents(output), written)
+    [resumed] = run_ranks(resume_each, 3, tmp_path, ["from-zero3-2"], ["zero2"])[:1]
+    assert resumed["from-zero3-2", "zero2"].differences == []
+
+    capsys.readouterr()
+
+    def refusal(command: str, *arguments: str | Path) -> str:
+        return user_error(checkpoint.main, command, "--run-dir", tmp_path / "torch-2", *arguments)
+
+    there, new = tmp_path / "theirs", tmp_path / "new"
+    assert f"--output {there} is there already" in refusal("export", "--format", "dcp", "--output", there)
+    assert f"--output {there} is there already" in refusal("import", "--input", there, "--output", there)
+    assert f"--input {tmp_path} holds no .metadata" in refusal("import", "--input", tmp_path, "--output", new)
+    save({"model": {"other": torch.ones(1)}}, checkpoint_id=tmp_path / "other", no_dist=True)
+    line = refusal("import", "--input", tmp_path / "other", "--output", new)
+    assert f"--input {tmp_path / 'other'} does not fit " in line and "Missing key" in line
+    assert not new.exists()

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from common.errors import UsageError
-from ddp.checkpoint import Damaged, clean, list_checkpoints, load, newest, prune, save, verify
-from ddp.checkpoint.directory import SAVING
+from ddp.checkpoint import Damaged, load, newest, prune, save, verify
 from tests.ddp.checkpoint.samples import bits
-from tests.support.launch import FORK_SERVER, REPOSITORY, clean_environment
+from tests.support.launch import REPOSITORY, clean_environment
 
 LIFTED = (
     "ddp/checkpoint/directory.py", "ddp/checkpoint/folder.py", "common/files/atomic_files.py", "common/errors.py"
@@ -100,29 +97,8 @@ def test_sha256sum_reads_the_digests(tmp_path: Path) -> None:
         verify(path)
 
 
-def test_damaged_ones_are_passed_over_and_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step, {"w": torch.ones(step)})
-    (tmp_path / "step-00000003" / "w.pt").write_bytes(b"")
-    found = newest(tmp_path, set_aside=True)
-    assert found is not None and found.step == 2
-    assert "step-00000003 is damaged: w.pt has 0 bytes instead of " in caplog.text
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
-    assert (tmp_path / "damaged-step-00000003").is_dir()
-    for path in list_checkpoints(tmp_path):
-        (path / "SHA256SUMS").unlink()
-    with pytest.raises(
-        UsageError, match=r"holds no checkpoint that is whole \(2 damaged; the newest: .*step-00000002 is"
-    ):
-        newest(tmp_path)
-
-
-def test_the_newest_and_the_named_are_kept(tmp_path: Path) -> None:
+def test_without_any_there_is_no_newest_and_the_newest_is_never_pruned(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, {})
-    prune(tmp_path, keep_last=2, keep=["step-00000001"])
-    assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["1", "3", "4"]
     with pytest.raises(ValueError, match="give at least 1"):
         prune(tmp_path, keep_last=0)
 
@@ -149,46 +125,6 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
     with pytest.raises(error, match=words):
         save(tmp_path, 5, **arguments)
     assert os.listdir(tmp_path) == [path.name]
-
-
-def _state(step: int) -> dict[str, Any]:
-    return {"model": {"w": torch.full((1000,), step)}, "ema": torch.full((1000,), step / 3)}
-
-
-def _save_and_report(directory: Path, sender: Connection) -> None:
-    """Continue from the newest checkpoint, and send each step that is saved."""
-    clean(directory)
-    found = newest(directory)
-    step = found.step if found is not None else 0
-    while True:
-        step += 1
-        save(directory, step, _state(step), {"step": step})
-        sender.send(step)
-        prune(directory, keep_last=2)
-
-
-def test_a_kill_in_the_middle_of_a_save_loses_nothing(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    for _ in range(3):
-        receiver, sender = FORK_SERVER.Pipe(duplex=False)
-        with receiver:
-            process = FORK_SERVER.Process(target=_save_and_report, args=(directory, sender))
-            process.start()
-            sender.close()
-            try:
-                step = receiver.recv()
-                # A save has begun, and the kill interrupts it; or it was so quick that the next step is here already.
-                while not any(name.startswith(SAVING) for name in os.listdir(directory)) and not receiver.poll():
-                    pass
-            finally:
-                process.kill()
-                process.join()
-        found = newest(directory)
-        assert found is not None and found.step >= step
-        for path in list_checkpoints(directory):
-            one = verify(path)
-            assert one.facts == {"step": one.step}
-            assert bits({key: load(path, key) for key in _state(0)}) == bits(_state(one.step))
 
 
 def test_four_files_are_all_that_is_to_be_copied(tmp_path: Path) -> None:

@@ -8,30 +8,26 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files import atomic_files
-from ddp.checkpoint import folder, storage
-from ddp.checkpoint.storage import FOLDER, KINDS
+from common.reporting import atomic_files
+from ddp.checkpoint import clean, folder, list_checkpoints, prune, storage
+from ddp.checkpoint.storage import FOLDER
 from tests.ddp.checkpoint.samples import (
     FILES,
     NEWER,
-    OLDER,
     assert_is,
-    contents,
     in_a_process,
     litter,
-    manifest,
     write,
 )
 from tests.support.launch import FORK_SERVER
@@ -108,34 +104,9 @@ def failure_at(call: int, run_dir: Path) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A tmpfs of ``size``."""
-    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
-    if mounting.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounting.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
-def test_a_small_disk_that_is_full(tmp_path: Path) -> None:
-    with small_disk(tmp_path, "512k") as disk:
-        older = write(disk, 10)
-        for kind in KINDS:  # the first, second or third file does not fit
-            held = {"w": torch.zeros(1 << 17)}  # 512 KiB
-            large = contents(20) | {kind: held if kind != "ranks" else [held]}
-            with pytest.raises(UsageError, match=rf"{NEWER} cannot be written \(No space left on device\): make room"):
-                storage.write(disk, manifest(20), large)
-            assert os.listdir(disk / FOLDER) == [OLDER]
-        assert_is(older, 10)
-        assert_is(write(disk, 20), 20)
-
-
 def _write_for_ever(run_dir: Path, sender: Connection) -> None:
     """A run that continues from its newest checkpoint, sends each step that it has saved, and saves every third twice."""
-    storage.clean(run_dir)
+    clean(run_dir / FOLDER)
     found = storage.newest(run_dir)
     step = found[1].step if found else 0
     while True:
@@ -143,7 +114,7 @@ def _write_for_ever(run_dir: Path, sender: Connection) -> None:
         for _ in range(2 if step % 3 == 0 else 1):
             write(run_dir, step)
             sender.send(step)
-        storage.prune(run_dir, 2, best=None)
+        prune(run_dir / FOLDER, 2)
 
 
 def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
@@ -167,12 +138,12 @@ def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
         seen |= {name.split("-")[0] for name in litter(tmp_path)}
         before = storage.newest(tmp_path)
         assert before is not None
-        storage.clean(tmp_path)
+        clean(tmp_path / FOLDER)
         assert not litter(tmp_path)
         after = storage.newest(tmp_path)
         assert after is not None
         assert after[1].step >= max(sent, before[1].step)
-        for path in storage.all_of(tmp_path):
+        for path in list_checkpoints(tmp_path / FOLDER):
             assert_is(path, int(path.name[-8:]))
     assert seen  # some kills interrupted a save or a removal
 
@@ -216,7 +187,7 @@ def test_a_stop_signal_within_torch_save_is_no_error_of_torch(tmp_path: Path) ->
     results = in_a_process(_stopped_at_every_write, tmp_path)
     assert results == [(f"SystemExit({128 + signal.SIGTERM})", [])] * 24
     assert_is(older, 10)
-    assert storage.all_of(tmp_path) == [older]
+    assert list_checkpoints(tmp_path / FOLDER) == [older]
 
 
 def test_files_have_the_usual_permissions(tmp_path: Path) -> None:

@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp.checkpoint import folder, storage
-from ddp.checkpoint.folder import SHARDED_FORMAT, Damaged
-from ddp.checkpoint.pieces import (
-    Piece,
-    Place,
+from ddp.checkpoint.folder import Damaged
+from ddp.checkpoint.shards import (
+    Region,
+    Shard,
     assemble,
     in_memory_order,
     memory_order,
     open_shards,
     read,
     shard_content,
-    shard_key,
 )
 from ddp.strategies import SHARDED
 from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, newest, resume_each, save_each
@@ -110,7 +109,7 @@ def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
     assert sorted(manifest.files) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
     sizes = [manifest.files[f"rank-{rank}-of-2.pt"] for rank in range(2)]
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]  # each its half
-    assert manifest.step == STEPS and manifest.model == TINY["model"]
+    assert manifest.step == STEPS and manifest.config["model"] == TINY["model"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "cut", "other"])
@@ -128,60 +127,6 @@ def test_a_damaged_part_names_its_rank(copy: Path, kind: str) -> None:
         storage.verify(copy)
 
 
-def forge(path: Path, changed: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Write other content for rank 1, with matching digests."""
-    content = folder.load(path, "rank-1-of-2")
-    name = max(content["pieces"], key=lambda name: len(content["pieces"][name]["values"]))
-    content["pieces"][name] |= piece
-    content |= changed
-    found = folder.verify(path)
-    entries = {
-        key.removesuffix(".pt"): folder._size_and_digest(path / key) for key in found.files if key != "rank-1-of-2.pt"
-    }
-    for file in ("rank-1-of-2.pt", folder.MANIFEST, folder.DIGESTS):
-        (path / file).unlink()
-    entries["rank-1-of-2"] = folder.write_entry(path, "rank-1-of-2", content)
-    folder.complete(path, found.step, found.facts, entries, SHARDED_FORMAT)
-
-
-@pytest.mark.parametrize(
-    ("changed", "problem"),
-    [
-        ({"begin": 1}, "a gap or an overlap at element"),
-        ({"begin": -1}, "has no piece as"),
-        ({"shape": [7, 7]}, "of different tensors|of shape"),
-        ({"values": "text"}, "has no piece as"),
-        ({"values": torch.zeros(3, dtype=torch.float64)}, "of different tensors"),
-        ({"order": [5, 6]}, "has no piece as"),
-        ({"shape": ["a", "b"]}, "has no piece as"),
-        ({"begin": 0.5}, "has no piece as"),
-    ],
-)
-def test_a_forged_part_is_damaged(copy: Path, changed: dict[str, Any], problem: str) -> None:
-    forge(copy, {}, changed)
-    storage.verify(copy)  # the digests match
-    with pytest.raises(Damaged, match=problem):
-        storage.read(copy, "model")
-
-
-@pytest.mark.parametrize(
-    ("changed", "problem"),
-    [
-        ({"parameters": 5}, "has parameters that are no list"),
-        ({"tied": []}, "has tied that are no dict"),
-        ({"pieces": ["a"]}, "has pieces that are no dict"),
-        ({"stateless": {}}, "has stateless that are no list"),
-        ({"parameters": [5]}, "has names that are no text"),
-        ({"tied": {"other": "nowhere"}}, "lacks nowhere"),
-        ({"more": 1}, "holds a dict instead of pieces"),
-    ],
-)
-def test_a_part_with_other_fields_is_damaged(copy: Path, changed: dict[str, Any], problem: str) -> None:
-    forge(copy, changed, {})
-    with pytest.raises(Damaged, match=problem):
-        storage.read(copy, "model")
-
-
 def test_a_file_that_is_not_listed_is_not_read(copy: Path) -> None:
     expected = storage.read(copy, "model")
     for stray in ("rank-0-of-1.pt", "rank-9-of-9.pt", "model.pt"):
@@ -190,50 +135,16 @@ def test_a_file_that_is_not_listed_is_not_read(copy: Path) -> None:
     assert found.keys() == expected.keys()
 
 
-def lacking(copy: Path, beginning: str) -> None:
-    """Forge both parts without the pieces whose names begin so."""
-    found = folder.verify(copy)
-    kept = {key: folder._size_and_digest(copy / f"{key}.pt") for key in ("ranks",)}
-    for key in ("rank-0-of-2", "rank-1-of-2"):
-        content = folder.load(copy, key)
-        content["pieces"] = {name: piece for name, piece in content["pieces"].items() if not name.startswith(beginning)}
-        (copy / f"{key}.pt").unlink()
-        kept[key] = folder.write_entry(copy, key, content)
-    for file in (folder.MANIFEST, folder.DIGESTS):
-        (copy / file).unlink()
-    folder.complete(copy, found.step, found.facts, kept, SHARDED_FORMAT)
-
-
-@pytest.mark.parametrize("beginning", ["exp_avg:blocks.0", "step:head", "model:norm"])
-def test_what_is_lacking_is_damaged(copy: Path, beginning: str) -> None:
-    lacking(copy, beginning)
-    run_dir = copy.parent.parent
-    with pytest.raises(AssertionError, match=r"is damaged: (lacks|has model:norm.* nowhere)"):
-        run_ranks(resume_each, 1, run_dir.parent, [run_dir.name], ["zero1"])
-
-
-def test_a_checkpoint_that_lacks_a_rank_is_no_checkpoint(copy: Path) -> None:
-    found = folder.verify(copy)
-    facts = {**found.facts, "world_size": 3}
-    entries = {key.removesuffix(".pt"): folder._size_and_digest(copy / key) for key in found.files}
-    for file in (folder.MANIFEST, folder.DIGESTS):
-        (copy / file).unlink()
-    folder.complete(copy, found.step, facts, entries, SHARDED_FORMAT)
-    with pytest.raises(Damaged, match="without"):
-        storage.verify(copy)
-
-
 def test_no_rank_reads_more_than_its_part(tmp_path: Path) -> None:
     """Files are mapped: what is not taken does not come into memory."""
-    whole = {"model:w": Piece.of_whole(torch.ones(4000, 4000))}  # 64 MB
+    whole = {"model:w": Shard.of_whole(torch.ones(4000, 4000))}  # 64 MB
     path = tmp_path / "step-00000001"
     path.mkdir()
-    key = shard_key(0, 1)
-    written = folder.write_entry(path, key, shard_content(whole, ["w"], {}, []))
-    folder.complete(path, 1, {}, {key: written}, SHARDED_FORMAT)
+    written = folder.write_entry(path, "rank-0-of-1", shard_content(whole, ["w"], {}))
+    folder.complete(path, 1, {}, {"rank-0-of-1": written})
     before = anonymous_bytes()
-    pieces = open_shards(path).pieces["model:w"]
-    assert read("w", pieces, 1000, Place(8_000_000, (4000, 4000), (0, 1))).sum() == 1000
+    shards = open_shards(path).shards["model:w"]
+    assert read("w", shards, 1000, Region(8_000_000, (4000, 4000), (0, 1))).sum() == 1000
     assert anonymous_bytes() - before < 8e6
 
 
@@ -254,51 +165,59 @@ def test_any_cut_is_read_as_any_other(shape: list[int], cuts: list[int], data: s
     laid_out = torch.randn([shape[dim] for dim in order]).permute(sorted(range(len(order)), key=order.__getitem__))
     flat, numel = in_memory_order(laid_out, order), laid_out.numel()
     ends = sorted({min(cut, numel) for cut in cuts} | {0, numel})
-    pieces = [Piece(flat[begin:end], Place(begin, tuple(shape), order)) for begin, end in itertools.pairwise(ends)] or [
-        Piece(flat, Place(0, tuple(shape), order))
-    ]
-    assert torch.equal(assemble("w", pieces), laid_out)
+    shards = [
+        Shard(flat[begin:end], Region(begin, tuple(shape), order)) for begin, end in itertools.pairwise(ends)
+    ] or [Shard(flat, Region(0, tuple(shape), order))]
+    assert torch.equal(assemble("w", shards), laid_out)
     other = tuple(data.draw(st.permutations(range(len(shape)))))
     begin = data.draw(st.integers(0, numel))
     length = data.draw(st.integers(0, numel - begin))
-    found = read("w", pieces, length, Place(begin, tuple(shape), other))
+    found = read("w", shards, length, Region(begin, tuple(shape), other))
     assert torch.equal(found, in_memory_order(laid_out, other)[begin : begin + length])
 
 
-def test_a_piece_that_is_missing_is_named() -> None:
-    pieces = [Piece(torch.ones(2), Place(0, (2, 2), (0, 1)))]
-    with pytest.raises(LookupError, match="has w in pieces of 2 elements instead of 4"):
-        assemble("w", pieces)
-    with pytest.raises(LookupError, match="lacks w"):
-        assemble("w", [])
+@pytest.mark.parametrize(
+    ("shards", "problem"),
+    [
+        ([], "nowhere"),
+        ([(2, 0)], "in shards of 2 elements instead of 4"),
+        ([(2, 0), (2, 1)], "a gap or an overlap at element 1"),
+        ([(1, 0), (2, 2)], "a gap or an overlap at element 1"),
+    ],
+)
+def test_shards_that_are_missing_or_overlap_are_named(shards: list[tuple[int, int]], problem: str) -> None:
+    region = Region(0, (2, 2), (0, 1))
+    made = [Shard(torch.ones(numel), region._replace(begin=begin)) for numel, begin in shards]
+    with pytest.raises(LookupError, match=f"has w .*{problem}"):
+        read("w", made, 4, region)
+
+
+def test_shards_of_other_tensors_are_named() -> None:
+    """Another shape, dtype or name."""
+    region = Region(0, (4,), (0,))
+    for other, problem in (
+        (Shard(torch.ones(4), region._replace(shape=(2, 2), order=(0, 1))), r"of shape \[2, 2\] instead of \[4\]"),
+        (Shard(torch.ones(2), region), "of 2 elements instead of 4"),
+    ):
+        with pytest.raises(LookupError, match=problem):
+            read("w", [other], 4, region)
+    mixed = [Shard(torch.ones(2), region), Shard(torch.ones(2).double(), region._replace(begin=2))]
+    with pytest.raises(LookupError, match="of different tensors"):
+        read("w", mixed, 4, region)
+
+
+def test_an_expanded_tensor_does_not_seem_larger_than_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    large = Shard(torch.ones(1).expand(10**12), Region(0, (10**12,), (0,)))
+    written = folder.write_entry(path, "rank-0-of-1", shard_content({"model:w": large}, ["w"], {}))
+    folder.complete(path, 1, {}, {"rank-0-of-1": written})
+    with pytest.raises(Damaged, match="holds something else than shards"):
+        open_shards(path)
 
 
 def test_memory_order_of_channels_last() -> None:
     assert memory_order(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("key", "content"),
-    [
-        ("model", ["no dict"]),
-        ("model", {"head.weight": "no tensor"}),
-        ("optimizer", {"state": {99: {}}, "param_groups": []}),
-        ("optimizer", {"state": {99: {"exp_avg": torch.ones(1)}}, "param_groups": []}),
-        ("optimizer", {"state": "text", "param_groups": []}),
-        ("optimizer", {"state": {}, "param_groups": []}),
-    ],
-)
-def test_what_replicas_never_wrote_is_damaged(tmp_path: Path, key: str, content: Any) -> None:
-    run_ranks(save_each, 1, tmp_path, ["torch"])
-    path = newest(tmp_path / "torch-1").path
-    found = folder.verify(path)
-    entries = {name.removesuffix(".pt"): folder._size_and_digest(path / name) for name in found.files}
-    for file in (f"{key}.pt", folder.MANIFEST, folder.DIGESTS):
-        (path / file).unlink()
-    entries[key] = folder.write_entry(path, key, content)
-    folder.complete(path, found.step, found.facts, entries)
-    with pytest.raises(AssertionError, match="is damaged: "):
-        run_ranks(resume_each, 1, tmp_path, ["torch-1"], ["zero3"])
 
 
 class Twice(torch.nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp.checkpoint import storage
+from ddp.checkpoint import clean, list_checkpoints, prune, storage
 from ddp.checkpoint.storage import FOLDER, KINDS
 from tests.ddp.checkpoint.samples import (
     FILES,
@@ -20,7 +20,6 @@ from tests.ddp.checkpoint.samples import (
     OLDER,
     assert_is,
     bits,
-    contents,
     in_a_process,
     manifest,
     write,
@@ -47,7 +46,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         "large": torch.randn(1 << 18, generator=generator),
     }
     whole = {"model": model, "optimizer": {"state": {}}, "ranks": [{"rng": torch.get_rng_state()}, None]}
-    before = dataclasses.replace(manifest(123), extra=odd)
+    before = dataclasses.replace(manifest(123), config=odd)
     path = storage.write(tmp_path, before, whole)
 
     assert path == tmp_path / FOLDER / "epoch-0012-step-00000123"
@@ -57,31 +56,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     after = dataclasses.asdict(found[1])
     assert after.pop("files") == {f"{kind}.pt": (path / f"{kind}.pt").stat().st_size for kind in KINDS}
     assert bits(after) == bits({k: v for k, v in dataclasses.asdict(before).items() if k != "files"})
-    assert list(after["extra"]) == list(odd)  # also the order
+    assert list(after["config"]) == list(odd)  # also the order
     assert bits({kind: storage.read(path, kind) for kind in KINDS}) == bits(whole)
     assert storage.read(path, "model")["channels_last"].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_an_optimizer_goes_on_from_what_was_read(tmp_path: Path) -> None:
-    network = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(network.parameters(), amsgrad=True)
-    network(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    path = storage.write(
-        tmp_path, manifest(1), {"model": network.state_dict(), "optimizer": optimizer.state_dict(), "ranks": []}
-    )
-    other = torch.optim.Adam(network.parameters(), amsgrad=True)
-    other.load_state_dict(storage.read(path, "optimizer"))
-    assert bits(other.state_dict()) == bits(optimizer.state_dict())
-
-
-def test_a_run_may_save_more_than_the_trainer_does(tmp_path: Path) -> None:
-    ema = {"w": torch.full((30,), 0.25)}
-    facts = dataclasses.replace(manifest(20), extra={"scheduler": {"last_epoch": 2}})
-    path = storage.write(tmp_path, facts, contents(20) | {"ema": ema})
-    assert storage.verify(path).extra == {"scheduler": {"last_epoch": 2}}
-    assert bits(storage.read(path, "ema")) == bits(ema)
-    assert bits({kind: storage.read(path, kind) for kind in KINDS}) == bits(contents(20))
 
 
 def test_the_encoded_model_is_not_held_in_memory(tmp_path: Path) -> None:
@@ -109,7 +86,7 @@ def test_names_sort_in_time(tmp_path: Path) -> None:
         write(tmp_path, step)
     for other in ("damaged-" + OLDER, ".saving-1", "notes.txt", OLDER + "~"):
         (tmp_path / FOLDER / other).mkdir()
-    paths = storage.all_of(tmp_path)
+    paths = list_checkpoints(tmp_path / FOLDER)
     assert [storage.verify(path).step for path in paths] == sorted(steps)
     assert paths[0].name == "epoch-0000-step-00000005"
 
@@ -119,7 +96,7 @@ def test_without_checkpoints_there_is_no_newest(tmp_path: Path) -> None:
     assert storage.newest(tmp_path / "elsewhere") is None
     (tmp_path / FOLDER).mkdir()
     assert storage.newest(tmp_path) is None
-    storage.clean(tmp_path / "elsewhere")
+    clean(tmp_path / "elsewhere" / FOLDER)
 
 
 # Which checkpoints are kept
@@ -129,11 +106,11 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         write(tmp_path, step)
     (tmp_path / FOLDER / ("damaged-" + OLDER)).mkdir()
-    storage.prune(tmp_path, 2, best=NEWER)
-    assert [path.name[-2:] for path in storage.all_of(tmp_path)] == ["20", "40", "50"]
-    storage.prune(tmp_path, 2, best=None)
-    storage.prune(tmp_path, 2, best=None)
-    assert [path.name[-2:] for path in storage.all_of(tmp_path)] == ["40", "50"]
+    prune(tmp_path / FOLDER, 2, keep=[NEWER])
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / FOLDER)] == ["20", "40", "50"]
+    prune(tmp_path / FOLDER, 2)
+    prune(tmp_path / FOLDER, 2)
+    assert [path.name[-2:] for path in list_checkpoints(tmp_path / FOLDER)] == ["40", "50"]
     assert len(os.listdir(tmp_path / FOLDER)) == 3  # the damaged one stays
     assert_is(tmp_path / FOLDER / "epoch-0005-step-00000050", 50)
 
@@ -161,6 +138,6 @@ def test_clean_removes_what_a_killed_run_left(tmp_path: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "model.pt").touch()
     (folder / f".replaced-{OLDER}-89ab").touch()  # where a file was in the checkpoint's place
-    storage.clean(tmp_path)
+    clean(tmp_path / FOLDER)
     assert sorted(os.listdir(folder)) == [OLDER, NEWER]
     assert_is(folder / NEWER, 20)

@@ -21,11 +21,11 @@ DOCKERFILE = REPOSITORY / "ddp" / "launch" / "Dockerfile"
 def instructions() -> list[tuple[str, str]]:
     """Each instruction with its arguments, without comments, continued lines joined."""
     lines = [line for line in DOCKERFILE.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    found = []
+    parsed = []
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         name, _, arguments = line.partition(" ")
-        found.append((name, " ".join(arguments.split())))
-    return found
+        parsed.append((name, " ".join(arguments.split())))
+    return parsed
 
 
 def arguments_of(name: str) -> list[str]:
@@ -57,21 +57,21 @@ def test_the_builder_gets_what_is_copied() -> None:
 
 
 def test_a_change_of_the_code_does_not_install_torch_again() -> None:
-    found = instructions()
+    lines = instructions()
     installs = [
-        number for number, (name, arguments) in enumerate(found) if name == "RUN" and "pip install" in arguments
+        number for number, (name, arguments) in enumerate(lines) if name == "RUN" and "pip install" in arguments
     ]
-    before = " ".join(arguments for name, arguments in found[: installs[0]] if name == "COPY")
+    before = " ".join(arguments for name, arguments in lines[: installs[0]] if name == "COPY")
     assert before == "setup.cfg pyproject.toml ./"
-    assert all("--no-deps" in found[number][1] for number in installs[1:])
+    assert all("--no-deps" in lines[number][1] for number in installs[1:])
 
 
 def test_the_base_is_a_python_that_setup_cfg_takes_with_a_pinned_minor_version() -> None:
     (base,) = arguments_of("FROM")
-    found = re.fullmatch(r"python:(\d+)\.(\d+)(\.\d+)?-slim-\w+", base)
-    assert found, base
+    version = re.fullmatch(r"python:(\d+)\.(\d+)(\.\d+)?-slim-\w+", base)
+    assert version, base
     least = setup()["options"]["python_requires"].removeprefix(">=").split(".")
-    assert (int(found[1]), int(found[2])) >= (int(least[0]), int(least[1]))
+    assert (int(version[1]), int(version[2])) >= (int(least[0]), int(least[1]))
 
 
 def test_it_ends_as_a_user_without_rights_and_starts_nothing() -> None:
@@ -83,34 +83,9 @@ def test_it_ends_as_a_user_without_rights_and_starts_nothing() -> None:
     assert not arguments_of("ENTRYPOINT")
 
 
-def hadolint(file: Path) -> subprocess.CompletedProcess[str]:
+def test_hadolint_finds_nothing() -> None:
     program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
     if program is None:
         pytest.skip("needs hadolint, of the extra 'kubernetes'")
-    return subprocess.run([program, "--no-color", str(file)], capture_output=True, text=True, timeout=60)
-
-
-def test_hadolint_finds_nothing() -> None:
-    found = hadolint(DOCKERFILE)
-    assert found.returncode == 0, found.stdout + found.stderr
-
-
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
-        ("FROM python:3.11-slim-bookworm", "FROM python", "DL3006"),  # no tag
-        ("FROM python:3.11-slim-bookworm", "FROM python:latest", "DL3007"),
-        ("--no-cache-dir --extra", "--extra", "DL3042"),
-        ("USER 1000", "USER root", "DL3002"),
-        ("WORKDIR /app", "WORKDIR app", "DL3000"),
-        ("COPY ddp ./ddp", "COPIE ddp ./ddp", "COPIE|unexpected"),
-    ],
-)
-def test_hadolint_finds_what_is_broken(tmp_path: Path, old: str, new: str, message: str) -> None:
-    text = DOCKERFILE.read_text()
-    assert old in text
-    broken = tmp_path / "Dockerfile"
-    broken.write_text(text.replace(old, new))
-    found = hadolint(broken)
-    assert found.returncode != 0
-    assert re.search(message, found.stdout + found.stderr), found.stdout + found.stderr
+    done = subprocess.run([program, "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

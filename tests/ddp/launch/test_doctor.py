@@ -29,10 +29,12 @@ def test_a_rank_that_is_missing_comes_first() -> None:
     assert re.match(r"started by variables set by hand: 1 of 3 ranks on 1 host, which meet at localhost:\d+", second)
 
 
-def test_versions_that_differ_are_named() -> None:
+def test_versions_and_clocks_that_differ_are_named() -> None:
     everyone = {0: FACTS, 1: {**FACTS, "host": "host2", "the version of torch": "1.13.1"}}
     assert what_is_wrong(everyone, 2) == ["the version of torch is 2.14.1 on rank 0, but 1.13.1 on rank 1"]
     assert what_is_wrong({0: FACTS, 1: {**FACTS, "pid": "2", "clock": "-59.0 s"}}, 2) == []
+    (line,) = what_is_wrong({0: FACTS, 1: {**FACTS, "host": "host2", "clock": "-300.2 s"}}, 2)
+    assert line == "the clock of host2 (rank 1) differs by -300.2 s from that of rank 0"
 
 
 def test_a_gpu_that_two_ranks_would_share_is_named() -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,33 +21,6 @@ from tests.hosts import TwoHosts, two_hosts
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.faults
-
-GREET = "import socket, sys; print(socket.create_connection((sys.argv[1], 5555), 1).recv(5).decode())"
-SERVE = """
-import socket
-server = socket.create_server(("0.0.0.0", 5555))
-while True:
-    server.accept()[0].send(b"hello")
-"""
-
-
-def test_the_link_is_cut_and_restored(hosts: TwoHosts) -> None:
-    def greet() -> bool:
-        command = [*hosts.b.command, sys.executable, "-c", GREET, hosts.a.address]
-        return subprocess.run(command, capture_output=True, text=True).stdout == "hello\n"
-
-    server = subprocess.Popen([*hosts.a.command, sys.executable, "-c", SERVE])
-    try:
-        deadline = time.monotonic() + 30
-        while not greet():
-            assert time.monotonic() < deadline
-        hosts.cut_link()
-        assert not greet()
-        hosts.restore_link()
-        assert greet()
-    finally:
-        hosts.a.kill()
-        server.wait()
 
 
 def namespaces() -> str:
