@@ -31,7 +31,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms import PILToTensor
 
 from common.data.datasets import keep_batch
 from common.data.loaders import start_worker
@@ -60,10 +59,19 @@ def save_picture(
 
 # Every way to load a folder: each yields the same (images uint8 [n, 3, height, width], labels) in the same order.
 
+# The fork server has one thread. The tests' own process has those of earlier tests. A child of its fork may wait for ever for a
+# lock that one of these held (gh-112275 in the Pythons of common/resilience/fork_safety.py is one way): once, a worker did.
+CONTEXT = "forkserver"
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """uint8 ``[3, height, width]``. A worker of the fork server would import torchvision anew for its ``PILToTensor``."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
 
 def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, threads: int = 0) -> Iterator[Any]:
-    """The stock loader, which fetches one sample after the other, or a batch's samples in threads."""
-    files.transform, files.with_label = PILToTensor(), True
+    """``DataLoader``, which fetches one sample after the other, or a batch's samples in threads."""
+    files.transform, files.with_label = to_tensor, True
     sampler = ShuffledSampler(len(files), seed=files.seed)
     sampler.set_epoch(epoch)
     return iter(
@@ -74,6 +82,7 @@ def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, thre
             num_workers=workers,
             collate_fn=collate,
             worker_init_fn=start_worker,
+            multiprocessing_context=CONTEXT if workers else None,
         )
     )
 
@@ -90,6 +99,7 @@ def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int =
             num_workers=workers,
             collate_fn=collate_fn,
             worker_init_fn=start_worker,
+            multiprocessing_context=CONTEXT if workers else None,
         )
     )
 
@@ -118,8 +128,7 @@ LOADERS: dict[str, Load] = {
     "fast-1-thread": functools.partial(fast, workers=1, pool="threads"),
     "fast-3-threads": functools.partial(fast, workers=3, pool="threads"),
     "fast-3-kept-threads": functools.partial(fast, workers=3, pool="threads", persistent_workers=True),
-    "fast-1-process": functools.partial(fast, workers=1, pool="processes"),
-    "fast-2-processes": functools.partial(fast, workers=2, pool="processes"),
+    "fast-2-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context=CONTEXT),
     "fast-3-kept-processes": functools.partial(fast, workers=3, pool="processes", persistent_workers=True),
 }
 # Starting these takes seconds.
