@@ -71,7 +71,7 @@ def user_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_without_arguments_it_reads_the_drawn_faces(
     run_here: RunHere, monkeypatch: pytest.MonkeyPatch, few: Path, tmp_path: Path
 ) -> None:
-    prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v1")
+    prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run_here() == [
         f"{prepared}: 14 images of 2 people, the first 24x20",
