@@ -54,7 +54,7 @@ def _cost(measured: LoadingMeasurement) -> tuple[float, ...]:
 
 
 def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: int) -> str:
-    """What limits a setting, in words.
+    """The limit of a setting, in words.
 
     :param chosen: the setting's runs
     :param costs: its stages
@@ -63,7 +63,7 @@ def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: 
     """
     setting = chosen.setting
     epoch_s = samples / chosen.images_per_s
-    # One worker loads the stock loader's first batch; all workers share the fast loader's.
+    # One worker loads the first batch of ``DataLoader``; all workers share the fast loader's.
     first_s = costs.wall * setting.batch_size if setting.loader == "stock" else setting.batch_size / chosen.images_per_s
     start_s = max(0.0, statistics.median(chosen.first_batch) - first_s)
     if setting.uses_processes and start_s > epoch_s:
@@ -87,7 +87,7 @@ def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: 
     largest = costs.largest
     share = f"{100 * costs.stages[largest].cpu / costs.cpu:.0f} % of an image's {_ms(costs.cpu)} of work"
     hidden = f"waiting for storage is hidden by {requests} requests at a time; now " if costs.waiting > 0.5 else ""
-    if largest in ("hand-over", "collate"):
+    if largest in ("IPC", "collate"):
         return (
             f"{hidden}transfer-bound: {share} goes into {largest}, not into the image; a quarter of the bytes (uint8 "
             "instead of float), or none that must travel, would help: --loader fast"

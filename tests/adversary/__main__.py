@@ -1,7 +1,7 @@
 """Make the attempts, and count them by verdict.
 
     python -m tests.adversary                # all
-    python -m tests.adversary flags servers  # those of two classes
+    python -m tests.adversary flags images  # those of two classes
 
 Writes the counts of these classes to table.json and leaves those of the others; the READMEs have their tables from there. Each
 attempt that does not come out as told is printed with what came out.

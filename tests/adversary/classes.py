@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.adversary.attempt import Attempt, Verdict
-from tests.adversary.attempts import files, flags, folders, images, launches, library, limits, output, servers, signals
+from tests.adversary.attempts import files, flags, folders, images, launches, library, limits, output, signals
 
 # By name: what is tried, and the attempts.
 CLASSES: dict[str, tuple[str, list[Attempt]]] = {
@@ -16,7 +16,6 @@ CLASSES: dict[str, tuple[str, list[Attempt]]] = {
     "folders": ("what deletes and overwrites; other people's folders", folders.ATTEMPTS),
     "output": ("a stdout that is closed, full, or read by nobody", output.ATTEMPTS),
     "images": ("files that are no photos, or claim to be enormous", images.ATTEMPTS),
-    "servers": ("servers that drip, flood, lie and curse", servers.ATTEMPTS),
     "limits": ("machines that are too small", limits.ATTEMPTS),
     "library": ("the loader called as its documentation does not say", library.ATTEMPTS),
     "signals": ("stop signals, in every command", signals.ATTEMPTS),

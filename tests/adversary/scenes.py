@@ -1,4 +1,4 @@
-"""What stands around attempts: a finished run, photos, damage, servers."""
+"""What stands around attempts: a finished run, photos, damage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What the tests of data loading share: pictures, every loader by name, damaged files, a server with faults, and a look at
-what is left behind.
+"""Tools of the tests of data loading: pictures, every loader by name, damaged files, and a look at what is left behind.
 
     python -m tests.dataloading.faults LOADER FOLDER
 
@@ -11,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import http.server
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -191,74 +188,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "vanished": (Path.unlink, "cannot be opened: No such file or directory"),
     "unreadable": (_make_unreadable, "cannot be read: Is a directory"),
 }
-
-
-# A server
-
-
-class FaultyServer(http.server.ThreadingHTTPServer):
-    """Serves a folder, with a fault for each of the next requests for a picture.
-
-    :ivar faults: of the next requests: a status, ``drop`` (closes the connection), ``cut`` (sends half), ``silent``
-    :ivar requests: path and client's port of each so far
-    """
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=str(folder)))
-        self.faults: list[str] = []
-        self.requests: list[tuple[str, int]] = []
-        self.ended = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left is no news."""
-
-
-class _Handler(http.server.SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections are kept
-    server: FaultyServer
-
-    def do_GET(self) -> None:
-        self.server.requests.append((self.path, self.client_address[1]))
-        fault = self.server.faults.pop(0) if self.server.faults and self.path.endswith(".jpg") else None
-        if fault == "silent":
-            self.server.ended.wait()
-        elif fault == "drop":
-            self.connection.shutdown(socket.SHUT_RDWR)
-        elif fault == "cut":
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            self.wfile.write(b"\xff\xd8\xff")
-        elif fault is not None:
-            self.send_error(int(fault))
-        else:
-            super().do_GET()
-        if fault is not None:
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-
-@contextlib.contextmanager
-def serve(folder: Path) -> Iterator[FaultyServer]:
-    """A server of this folder, for the block."""
-    server = FaultyServer(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 # What is left

@@ -191,14 +191,14 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--latency-ms -1", r"--latency-ms -1"),
         ("--latency-ms nan", r"--latency-ms nan"),
         ("--fetch-threads 0", r"--fetch-threads 0"),
-        ("--start-method thread", r"--start-method: invalid choice: 'thread'"),
+        ("--start-method fork", r"--start-method is gone"),
         ("--pin-memory maybe", r"--pin-memory: invalid choice: 'maybe'"),
         ("--pin-memory yes", r"--pin-memory"),
         ("--path-to-folder {here}", r"/here holds no JPEG file, nor do the folders in it"),
         ("--path-to-folder {here}/nowhere", r"/nowhere is not there: give a folder of JPEGs"),
         ("--path-to-folder=", r"--path-to-folder: the value is empty"),
         ("--path-to-folder /dev/null", r"/dev/null is a file, not a folder of JPEGs"),
-        ("--path-to-folder http://", r"http:// names no host: a URL is http://HOST/FOLDER"),
+        ("--path-to-folder http://", r"http: "),
         ("--path-to-folder gopher://faces/", r"gopher://faces"),
         ("--path-to-folder http://127.0.0.1:1/faces", r"127\.0\.0\.1:1"),
         ("--path-to-folder http://me:secret@127.0.0.1:1/faces", r"me:\*\*\*@127\.0\.0\.1:1"),
@@ -206,7 +206,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--batches 0", r"--batches 0"),
         ("--step-ms -1", r"--step-ms -1"),
         ("--image-size 0", r"--image-size 0"),
-        ("--storage ftp", r"--storage: invalid choice: 'ftp'"),
+        ("--storage http", r"--storage is gone"),
         ("--output /dev/null --workers 0", r"--output /dev/null"),
     ],
     "dataloading.lfw_dataset --path-to-folder {faces} --output {here}/out": [
@@ -227,12 +227,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--batch-size 0", r"--batch-size 0"),
         ("--augmentation all", r"--augmentation: invalid choice"),
         ("--path-to-folder {here}", r"/here holds no JPEG file"),
-    ],
-    "dataloading.http_server": [
-        ("{here}/nowhere", r"/nowhere"),
-        ("{faces} --port 99999", r"--port 99999"),
-        ("{faces} --port -1", r"--port -1"),
-        ("{faces} --latency-ms nan", r"--latency-ms nan"),
     ],
 }  # fmt: skip
 

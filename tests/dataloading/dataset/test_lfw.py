@@ -26,7 +26,7 @@ from dataloading.dataset.sampler import SampleKey
 from dataloading.dataset.storage import BadFile, LocalFolder, Reader, Storage, Unskippable
 from dataloading.synthetic.faces import draw, encode
 from tests.dataloading.conftest import PEOPLE, PICTURES
-from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture, serve
+from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture
 
 
 def pixels(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -77,16 +77,15 @@ def test_a_transform_makes_of_the_image_what_it_likes(pictures: Path) -> None:
 def test_every_root_gives_the_same_samples(pictures: Path) -> None:
     expected = samples_of(LFWDataset(pictures, transforms.ToTensor(), with_label=True))
     fsspec.filesystem("memory").put(str(pictures), "/faces", recursive=True)
-    with serve(pictures) as server:
-        delayed = DelayedStorage(LocalFolder(str(pictures)), 0)
-        roots: list[str | Storage] = [str(pictures), pictures.as_uri(), server.url, "memory://faces", delayed]
-        for root in roots:
-            files = LFWDataset(root, transforms.ToTensor(), with_label=True)
-            assert files.people == PEOPLE
-            assert len(files) == PICTURES
-            for (image, person), (wanted, its_person) in zip(samples_of(files), expected, strict=True):
-                torch.testing.assert_close(image, wanted, rtol=0, atol=0)
-                assert person == its_person
+    delayed = DelayedStorage(LocalFolder(str(pictures)), 0)
+    roots: list[str | Storage] = [pictures.as_uri(), "memory://faces", delayed]
+    for root in roots:
+        files = LFWDataset(root, transforms.ToTensor(), with_label=True)
+        assert files.people == PEOPLE
+        assert len(files) == PICTURES
+        for (image, person), (wanted, its_person) in zip(samples_of(files), expected, strict=True):
+            assert torch.equal(image, wanted)
+            assert person == its_person
     fsspec.filesystem("memory").rm("/faces", recursive=True)
 
 
