@@ -34,11 +34,10 @@ from common.reporting.run_directory import files_line
 from common.resilience.loader_errors import loader_errors
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import StageCosts, measure_stages
-from dataloading.bench.sweep import LoadingMeasurement, measure, median_memory
+from dataloading.bench.sweep import LoadingMeasurement, measure
 from dataloading.bench.verdict import confidence, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
 from dataloading.dataset.decoders import DECODERS, get_decoder
-from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT
 from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 
@@ -48,6 +47,7 @@ REMOVED = {
     "--model": "give the length of its training step with --step-ms",
     "--start-method": "workers start by Python's default method",
     "--in-order": "python -m dataloading.timeline shows what it does",
+    "--on-error": "python -m dataloading.lfw_dataset --on-error skip names the files that cannot be read",
 }
 
 
@@ -73,7 +73,6 @@ class LoadingBenchConfig:
     latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
-    on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
     step_ms: float | None = option(None, "length of a training step, to predict whether it waits for data", above=0)
@@ -143,7 +142,6 @@ def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], 
         library = Library(
             config.path_to_folder or os.fspath(face_cache.ensure()),
             image_size=config.image_size,
-            on_error=config.on_error,
             seed=config.seed,
         )
         settings = config.settings()
@@ -227,7 +225,6 @@ def report(
             "config": dataclasses.asdict(config),
             "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
             "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
-            "skipped": library.skipped,
         },
     )
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
@@ -238,8 +235,6 @@ def report(
         lines += [*_stage_table(verdict.stage_costs), "", *verdict.lines]
     if torch.cuda.is_available():
         lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
-    if library.skipped:
-        lines.append(f"files skipped because they cannot be read: {library.skipped}")
     lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")
     return "\n".join([*lines, files_line(config.output, ("sweep.png", "sweep.json"))])
 
@@ -251,8 +246,7 @@ def _curves(
 
     A curve maps a position on the x axis to the seconds of each run and the number of images in one.
     """
-    numbers = [axis for axis in axes if not isinstance(getattr(sweep[0].setting, axis), str | bool)]
-    x_axis = next((axis for axis in ("workers", *numbers) if axis in axes), axes[0] if axes else "workers")
+    x_axis = axes[0] if axes and "workers" not in axes else "workers"
     others = [axis for axis in axes if axis != x_axis]
     values = sorted({getattr(measured.setting, x_axis) for measured in sweep})
     curves: dict[str, dict[int, tuple[list[float], int]]] = {}
@@ -265,13 +259,9 @@ def _curves(
 
 def _table(sweep: list[LoadingMeasurement], axes: list[str]) -> list[str]:
     width = max(len(measured.setting.label(axes)) for measured in sweep)
-    lines = [
-        f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory (with its share)"
-    ]
+    lines = [f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory"]
     for measured in sweep:
-        memory = median_memory(measured)
-        shared = "" if memory is None or memory.proportional is None else f" ({memory.proportional:.0f})"
-        megabytes = "" if memory is None else f"{memory.unique:6.0f}{shared} MB"
+        megabytes = f"{statistics.median(measured.memory_mb):6.0f} MB" if measured.memory_mb else ""
         lines.append(
             f"{measured.setting.label(axes):>{width}}   {statistics.median(measured.first_batch):9.3f} s   "
             f"{statistics.mean(measured.steady):7.3f} ± {statistics.stdev(measured.steady):5.3f} s   "

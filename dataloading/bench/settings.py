@@ -93,7 +93,6 @@ class Library:
 
     :param root: a folder or URL; delays are added in this process before its files are opened
     :param image_size: see :class:`LFWDataset`
-    :param on_error: see :class:`LFWDataset`
     :param seed: of the order and the augmentation
     """
 
@@ -102,11 +101,10 @@ class Library:
         root: str,
         *,
         image_size: int | None = None,
-        on_error: str = "raise",
         seed: int = 0,
     ) -> None:
         self._storage = Listed(open_storage(root))
-        self._image_size, self._on_error, self._seed = image_size, on_error, seed
+        self._image_size, self._seed = image_size, seed
         self._datasets: dict[tuple[str, str, float, bool], LFWDataset] = {}
 
     def dataset(self, setting: Setting) -> LFWDataset:
@@ -124,14 +122,8 @@ class Library:
                 augmentation=setting.augmentation,
                 seed=self._seed,
                 image_size=self._image_size,
-                on_error=self._on_error,
             )
         return self._datasets[key]
-
-    @property
-    def skipped(self) -> int:
-        """Number of files skipped by all data sets."""
-        return sum(dataset.skipped for dataset in self._datasets.values())
 
     def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
         """A loader of this many batches, which repeats the files if there are too few.

@@ -84,10 +84,6 @@ class _Stopwatch:
         self.wall[stage] += time.perf_counter() - wall
         self.cpu[stage] += time.thread_time() - cpu
 
-    def clear(self) -> None:
-        self.wall.clear()
-        self.cpu.clear()
-
 
 def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     """Load some images in this process with a stopwatch, and send batches of them from a worker.
@@ -100,12 +96,11 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     whole = (
         None if setting.loader == "stock" else LFWBatches(dataset)
     )  # it decodes a file for the shape, before the stopwatch runs
-    stopwatch, before, threads = _Stopwatch(), dataset.span, torch.get_num_threads()
-    dataset.span = stopwatch
+    before, threads = dataset.span, torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
     try:
         for epoch in range(2):  # the first warms up
-            stopwatch.clear()
+            dataset.span = stopwatch = _Stopwatch()
             items = []
             for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
                 if whole is not None:

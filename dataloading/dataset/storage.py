@@ -20,7 +20,6 @@ SUFFIXES = (".jpg", ".jpeg")
 ARCHIVES = (".tgz", ".tar", ".tar.gz", ".zip")
 MOST_BYTES = 100_000_000  # of one file: an image of the most pixels takes fewer
 MOST_LETTERS = 200  # of an error's text that are shown
-WITH_EXTRA = ("http", "https")  # protocols of fsspec that need packages which torch does not bring
 
 
 class BadFile(UsageError):
@@ -150,35 +149,28 @@ class FsspecFolder:
             files, self._path = self._connect()
             if not files.isdir(self._path):
                 raise UsageError(f"{self.root} is not there, or not a folder")
-        except (ValueError, ImportError) as error:
-            extra = isinstance(error, ImportError) and root.partition("://")[0] in WITH_EXTRA
-            advice = "; pip install 'raw-ddp[remote]'" if extra else ""
-            raise UsageError(f"{self.root} cannot be opened by fsspec: {self._text(error)}{advice}") from error
         except UsageError:
             raise
         except Exception as error:  # each plugin has its own types of errors
-            raise UsageError(f"{self.root} cannot be read: {type(error).__name__}: {self._text(error)}") from error
+            extra = isinstance(error, ImportError) and root.startswith(("http:", "https:"))
+            advice = "; pip install 'raw-ddp[remote]'" if extra else ""
+            raise UsageError(f"{self.root} cannot be opened: {_text(error)}{advice}") from error
 
     def names(self) -> list[str]:
         try:
             paths = self._connect()[0].find(self._path, maxdepth=2)
         except Exception as error:
-            raise UsageError(f"{self.root} cannot be listed: {type(error).__name__}: {self._text(error)}") from error
+            raise UsageError(f"{self.root} cannot be listed: {_text(error)}") from error
         return [path.removeprefix(f"{self._path.rstrip('/')}/") for path in paths if is_image(path)]
 
     def open(self, name: str) -> Reader:
         try:
             content = self._connect()[0].cat_file(f"{self._path.rstrip('/')}/{name}", start=0, end=MOST_BYTES + 1)
         except Exception as error:  # each plugin has its own types of errors
-            raise BadFile(f"{self.root}/{name} cannot be read: {type(error).__name__}: {self._text(error)}") from error
+            raise BadFile(f"{self.root}/{name} cannot be read: {_text(error)}") from error
         if len(content) > MOST_BYTES:
             raise BadFile(_too_long(f"{self.root}/{name}", "more bytes"))
         return io.BytesIO(content)
-
-    def _text(self, error: Exception) -> str:
-        """An error's text in one line, without the password of a URL that a plugin has quoted."""
-        text = one_line(_without_password(str(error)))
-        return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
 
     def _connect(self) -> tuple[Any, str]:
         """The plugin's file system and the path in it.
@@ -189,6 +181,11 @@ class FsspecFolder:
 
         file_system: tuple[Any, str] = fsspec.core.url_to_fs(self._url)
         return file_system
+
+
+def _text(error: Exception) -> str:
+    """An error's type and text in one line, without the password of a URL that a plugin has quoted."""
+    return f"{type(error).__name__}: {one_line(_without_password(str(error)))[:MOST_LETTERS]}"
 
 
 def _without_password(url: str) -> str:

@@ -25,9 +25,7 @@ QUALITY = 75
 _CANVAS = 400  # the flat figure's side; the head is in its middle
 _SKINS = ((240, 205, 176), (214, 162, 122), (160, 108, 74), (96, 64, 46))
 _HAIRS = ((26, 22, 24), (74, 46, 30), (132, 76, 42), (206, 164, 98), (176, 174, 172))
-_EYES = ((60, 36, 20), (112, 84, 40), (72, 124, 88), (76, 120, 170))
 _BLACK, _WHITE = (30, 26, 28), (240, 238, 232)
-GRAIN = 2.3, 3.7  # standard deviation of the noise, in 0 ... 255: the least, and what a draw of 1 adds
 
 Colour = tuple[int, ...]
 
@@ -43,15 +41,15 @@ def draw(person: int, image: int, seed: int = 0) -> Image.Image:
     key = seed, "faces", person, image
     tilt, zoom, right, down = (2 * uniform(4, *key, "pose") - 1).tolist()
     figure = _figure(uniform(19, seed, "faces-person", person).tolist(), uniform(8, *key, "expression").tolist())
-    angle, scale = 0.2 * tilt, 1.12 + 0.14 * zoom
+    angle, scale = 0.3 * tilt, 1.2 + 0.3 * zoom
     along, across = scale * math.cos(angle), scale * math.sin(angle)
-    x, y = SIDE / 2 + 18 * right, SIDE / 2 + 14 * down  # where the head's centre appears
+    x, y = SIDE / 2 + 28 * right, SIDE / 2 + 22 * down  # where the head's centre appears
     pose = along, across, _CANVAS / 2 - along * x - across * y, -across, along, _CANVAS / 2 + across * x - along * y
     figure = figure.transform((SIDE, SIDE), Image.Transform.AFFINE, pose, Image.Resampling.BILINEAR)
     spots = 60 + 120 * uniform(4 * 4 * 3, *key, "background").reshape(4, 4, 3)
     picture = Image.fromarray(spots.astype(np.uint8)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     picture.paste(figure, mask=figure)
-    return _lit(picture, *uniform(7, *key, "light").tolist())
+    return _lit(picture, *uniform(5, *key, "light").tolist())
 
 
 def _figure(person: list[float], expression: list[float]) -> Image.Image:
@@ -60,7 +58,7 @@ def _figure(person: list[float], expression: list[float]) -> Image.Image:
     :param person: nineteen draws from [0, 1), which all images of the person share
     :param expression: eight, which they do not
     """
-    skin, hair, iris = _between(_SKINS, person[0]), _between(_HAIRS, person[1]), _between(_EYES, person[2])
+    skin, hair, iris = _between(_SKINS, person[0]), _between(_HAIRS, person[1]), _between(_HAIRS, person[2])
     width, height, fringe, parting, volume, length, gap, eye, brow, nose, nostrils, mouth, lips, jaw, beard, glasses = (
         person[3:]
     )
@@ -78,7 +76,7 @@ def _figure(person: list[float], expression: list[float]) -> Image.Image:
     def oval(x: float, y: float, half_width: float, half_height: float, colour: Colour) -> None:
         canvas.ellipse(box(x, y, half_width, half_height), fill=colour)
 
-    shift = 36 * (turn - 0.5)  # how far the features move when the head turns
+    shift = 50 * (turn - 0.5)  # how far the features move when the head turns
     wide, high, crown = 66 + 24 * width, 92 + 24 * height, 74 + 24 * width + 26 * volume
     oval(
         -0.2 * shift, 50 * length, crown - 20, 60 + 90 * length, back
@@ -111,14 +109,12 @@ def _figure(person: list[float], expression: list[float]) -> Image.Image:
     return image
 
 
-def _lit(image: Image.Image, side: float, height: float, light: float, warmth: float, *noise: float) -> Image.Image:
-    """The picture with light from one side, and a camera's noise; every argument is a draw from [0, 1)."""
-    ramp = np.linspace(-1, 1, SIDE, dtype=np.float32)
-    shade = (0.75 + 0.4 * light) * (1 + (side - 0.5) * ramp + 0.5 * (height - 0.5) * ramp[:, None])
-    tint = np.array([1 + 0.2 * (warmth - 0.5), 1, 1 - 0.2 * (warmth - 0.5)], np.float32)
-    left, top = int(SIDE * noise[1]), int(SIDE * noise[2])
-    grain = (GRAIN[0] + GRAIN[1] * noise[0]) * _grain()[top : top + SIDE, left : left + SIDE]
-    pixels = np.asarray(image, np.float32) * tint * shade[..., None] + grain[..., None]
+def _lit(image: Image.Image, side: float, light: float, noise: float, left: float, top: float) -> Image.Image:
+    """The picture with light from one side, and a camera's noise; every number is a draw from [0, 1)."""
+    shade = (0.55 + 0.6 * light) * (1 + (side - 0.5) * np.linspace(-1, 1, SIDE, dtype=np.float32))
+    x, y = int(SIDE * left), int(SIDE * top)
+    grain = (2.6 + 3.6 * noise) * _grain()[y : y + SIDE, x : x + SIDE]
+    pixels = np.asarray(image, np.float32) * shade[:, None] + grain[..., None]
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
@@ -141,4 +137,5 @@ def _grain() -> npt.NDArray[np.float32]:
     """Noise of mean 0 and variance 1, larger than an image, so that each image uses another part; float32 [500, 500]."""
     bits = hash64("faces-grain", np.arange(4 * SIDE * SIDE)).view(np.uint8)
     white = bits.reshape(2 * SIDE, 2 * SIDE, 8).mean(axis=-1, dtype=np.float32) - np.float32(127.5)
-    return white / white.std()
+    grain: npt.NDArray[np.float32] = white / white.std()
+    return grain

@@ -2,7 +2,7 @@
 
     python -m tests.dataloading.faults LOADER FOLDER
 
-goes over the folder with a loader of :data:`EVERY_LOADER`, slowly and without end, for a test that interrupts or kills it.
+goes over the folder with a loader of :data:`LOADERS`, slowly and without end, for a test that interrupts or kills it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def save_picture(
 
 # The fork server has one thread. The tests' own process has those of earlier tests. A child of its fork may wait for ever for a
 # lock that one of these held (gh-112275 in the Pythons of common/resilience/fork_safety.py is one way): once, a worker did.
-CONTEXT = "forkserver"
+CONTEXT: str | None = "forkserver"
 
 
 def to_tensor(image: Image.Image) -> Tensor:
@@ -85,7 +85,7 @@ def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, thre
 
 
 def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
-    """The stock loader over a data set that fills whole batches."""
+    """``DataLoader`` over a data set that fills whole batches."""
     sampler = ShuffledBatches(ShuffledSampler(len(files), seed=files.seed), batch_size)
     sampler.set_epoch(epoch)
     collate_fn: Any = keep_batch
@@ -128,24 +128,19 @@ LOADERS: dict[str, Load] = {
     "fast-2-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context=CONTEXT),
     "fast-3-kept-processes": functools.partial(fast, workers=3, pool="processes", persistent_workers=True),
 }
-# Starting these takes seconds.
-SPAWNED: dict[str, Load] = {
-    "fast-2-spawned-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context="spawn")
-}
-EVERY_LOADER = LOADERS | SPAWNED
 
 
 def load(
     loader: str, files: LFWDataset, epoch: int = 0, batch_size: int = BATCH_SIZE
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """An epoch's batches, by a loader of :data:`EVERY_LOADER`."""
+    """An epoch's batches, by a loader of :data:`LOADERS`."""
     nothing = torch.empty(0, 3, HEIGHT, WIDTH, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
-    for batch in EVERY_LOADER[loader](files, epoch, batch_size):
+    for batch in LOADERS[loader](files, epoch, batch_size):
         yield tuple(batch) if len(batch) else nothing  # ``collate`` gives an empty list where all were skipped
 
 
 def error_in(batches: Iterable[Any]) -> str:
-    """The message of the bad file that ends an epoch; the stock loader's workers end as soon as nothing refers to it."""
+    """The message of the bad file that ends an epoch; ``DataLoader``'s workers end as soon as nothing refers to it."""
     try:
         for _ in batches:
             pass
@@ -190,14 +185,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-# What is left
+# Leftovers
 
 SETTLED_S = 0.05
 
 
 @dataclass(frozen=True)
 class Traces:
-    """What this process holds that a loader may have made: compare one from before with one from after."""
+    """All that this process holds and a loader may have made: compare one from before with one from after."""
 
     descriptors: list[str] = field(default_factory=lambda: _descriptors())
     children: list[int] = field(default_factory=lambda: sorted(child.pid for child in psutil.Process().children(True)))
@@ -207,7 +202,7 @@ class Traces:
 
 
 def _descriptors() -> list[str]:
-    """What is open once that no longer changes: the thread of a queue closes its pipe in its own time."""
+    """The open descriptors, once they no longer change: the thread of a queue closes its pipe in its own time."""
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
@@ -239,7 +234,9 @@ def _shared_maps() -> list[str]:
 
 
 def main() -> None:
+    global CONTEXT
     loader, folder = sys.argv[1:]
+    CONTEXT = None  # this process has no other threads
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     worker_pool.PARENT_CHECK_S = 0.5
     files = LFWDataset(DelayedStorage(LocalFolder(folder), latency_ms=150))

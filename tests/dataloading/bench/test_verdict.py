@@ -64,7 +64,7 @@ def test_the_choice_is_among_the_settings_and_within_noise_of_the_best(seconds: 
     recommendation = recommend(sweep)
     position = sweep.index(recommendation.chosen)
     ratio = recommendation.ratios[position]
-    assert recommendation.chosen is recommendation.best or ratio.median <= 1 + NOISE or ratio.low <= 1
+    assert ratio.median <= 1 + NOISE or ratio.low <= 1
     assert recommendation.chosen not in recommendation.equals
 
 

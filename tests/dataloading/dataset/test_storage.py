@@ -63,13 +63,13 @@ def test_a_path_and_a_file_url_are_a_local_folder(own_pictures: Path) -> None:
 
 
 def test_jpegs_in_the_folder_and_in_the_folders_in_it_are_found_and_nothing_else(tmp_path: Path) -> None:
-    found = ["a.jpg", "b.JPG", "c.jpeg", "person/d.jpg", "person/e.JpEg", "Zoë/f.jpg"]
+    images = ["a.jpg", "b.JPG", "c.jpeg", "person/d.jpg", "person/e.JpEg", "Zoë/f.jpg"]
     others = ["a.png", "jpg", ".hidden.jpg", "person/._d.jpg", "person/notes.txt", "person/deeper/g.jpg", "a.jpg.part"]
-    for name in found + others:
+    for name in images + others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert sorted(LocalFolder(str(tmp_path)).names()) == sorted(found)
-    assert [name for name in found + others if is_image(name)] == [*found, "person/deeper/g.jpg"]
+    assert sorted(LocalFolder(str(tmp_path)).names()) == sorted(images)
+    assert [name for name in images + others if is_image(name)] == [*images, "person/deeper/g.jpg"]
 
 
 def test_a_name_that_is_no_utf_8_can_be_read(tmp_path: Path) -> None:
@@ -195,17 +195,17 @@ def _no_access(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     "root, failure, line",
     [
-        ("nonsense://bucket/faces", None, "nonsense://bucket/faces cannot be opened by fsspec: Protocol not known.*"),
-        ("s3://bucket", _missing_plugin, "s3://bucket cannot be opened by fsspec: it needs aiohttp"),
+        ("nonsense://bucket/faces", None, "nonsense://bucket/faces cannot be opened: ValueError: Protocol not known.*"),
+        ("s3://bucket", _missing_plugin, "s3://bucket cannot be opened: ImportError: it needs aiohttp"),
         (
             "http://me:secret@host/faces/",
             _missing_plugin,
-            r"http://me:\*\*\*@host/faces cannot be opened by fsspec: it needs aiohttp; pip install 'raw-ddp\[remote\]'",
+            r"http://me:\*\*\*@host/faces cannot be opened: ImportError: it needs aiohttp; pip install 'raw-ddp\[remote\]'",
         ),
         (
             "http://me:secret@host/faces",
             _no_access,
-            r"http://me:\*\*\*@host/faces cannot be read: PermissionError: Access Denied for http://me:\*\*\*@host",
+            r"http://me:\*\*\*@host/faces cannot be opened: PermissionError: Access Denied for http://me:\*\*\*@host",
         ),
     ],
 )
