@@ -85,7 +85,7 @@ def _phrase(axis: str, value: Any) -> str:
         return str(value)
     if isinstance(value, bool):
         return axis.replace("_", "-") if value else f"no {axis.replace('_', '-')}"
-    return f"{axis.replace('_', '-')} {value:g}" if isinstance(value, float) else f"{axis.replace('_', '-')} {value}"
+    return f"{axis.replace('_', '-')} {value}"
 
 
 class Library:

@@ -22,7 +22,6 @@ AUGMENTATIONS = ("none", "affine")
 
 # The course's RandomAffine(5, (0.1, 0.1), (0.5, 2.0)).
 DEGREES, TRANSLATE, SCALE = 5.0, (0.1, 0.1), (0.5, 2.0)
-_DRAWS = {"none": 0, "affine": 4}
 
 Draws = npt.NDArray[np.float32]
 
@@ -45,15 +44,13 @@ class ImageAugmentation:
         return self.name != "none"
 
     def draw(self, seed: int, epoch: int, samples: npt.NDArray[np.int64]) -> Draws:
-        """The random numbers of each sample: float32 ``[n, draws]`` in [0, 1)."""
-        return uniform(_DRAWS[self.name], seed, "image-augmentation", epoch, samples)
+        """The random numbers of each sample: float32 ``[n, 4]`` in [0, 1)."""
+        return uniform(4, seed, "image-augmentation", epoch, samples)
 
     def __call__(self, image: Image.Image, draws: Draws) -> Image.Image:
-        """Apply one row of :meth:`draw` to an image; size and mode stay."""
+        """Apply ``affine`` to an image, with one row of :meth:`draw`; size and mode stay."""
         from PIL import Image
 
-        if self.name == "none":
-            return image
         return image.transform(image.size, Image.Transform.AFFINE, affine_matrix(image.size, draws.tolist()))
 
 

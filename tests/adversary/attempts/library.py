@@ -72,11 +72,6 @@ def image_size_below_zero(folder: str) -> None:
     batches(folder, image_size=-3)
 
 
-@call(r"skip_limit is -1: it must be at least 0")
-def skip_limit_below_zero(folder: str) -> None:
-    files(folder, on_error="skip", skip_limit=-1)
-
-
 @call(r"not there")
 def nowhere(folder: str) -> None:
     files(folder + "/nowhere")

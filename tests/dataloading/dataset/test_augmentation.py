@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from torchvision import transforms
 from torchvision.transforms import functional
 
 from dataloading.dataset.augmentation import (
-    AUGMENTATIONS,
     DEGREES,
     SCALE,
     TRANSLATE,
@@ -53,9 +51,8 @@ def test_affine_is_torchvisions_affine_with_the_same_numbers(shares: list[float]
     np.testing.assert_array_equal(ImageAugmentation("affine")(image, draws), expected)
 
 
-@pytest.mark.parametrize("name", AUGMENTATIONS)
-def test_size_and_mode_stay_and_the_image_itself_is_not_changed(name: str) -> None:
-    augmentation = ImageAugmentation(name)
+def test_size_and_mode_stay_and_the_image_itself_is_not_changed() -> None:
+    augmentation = ImageAugmentation("affine")
     image = noise(31, 17)
     before = image.tobytes()
     for draws in augmentation.draw(0, 0, np.arange(20)):
@@ -64,10 +61,8 @@ def test_size_and_mode_stay_and_the_image_itself_is_not_changed(name: str) -> No
     assert image.tobytes() == before
 
 
-def test_none_is_no_augmentation_and_false() -> None:
-    image = noise(5, 5)
+def test_none_is_false() -> None:
     assert not ImageAugmentation()
-    assert ImageAugmentation()(image, ImageAugmentation().draw(0, 0, samples(0))[0]) is image
     assert ImageAugmentation("affine")
 
 
