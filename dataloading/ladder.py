@@ -28,11 +28,12 @@ from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_bars
 from common.reporting.timing import Spread, interleave, paired_ratio
-from dataloading.bench.ceiling import Ceiling, fastest_decoder
+from dataloading.bench.ceiling import Ceiling
 from dataloading.bench.settings import Listed
 from dataloading.bench.sweep import LoaderRun
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.decoders import installed
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import Storage, open_storage
@@ -70,9 +71,11 @@ def run(config: LadderConfig) -> tuple[dict[str, list[float]], str, int]:
     with loader_errors(), contextlib.ExitStack() as stack:
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
-        readable = [_readable(files, sample) for sample in range(min(len(files), CEILING_IMAGES))]
-        images = list(itertools.islice(itertools.cycle(readable), CEILING_IMAGES))
-        decoder = fastest_decoder(images)
+        samples = range(min(len(files), CEILING_IMAGES))
+        for sample in samples:
+            files.image(sample)  # a damaged file is named before anything is timed
+        images = list(itertools.islice(itertools.cycle(map(files.read, samples)), CEILING_IMAGES))
+        decoder = installed()[0]
         ceiling = Ceiling(images, decoder, usable_cores())
         stack.callback(ceiling.close)
 
@@ -88,15 +91,6 @@ def run(config: LadderConfig) -> tuple[dict[str, list[float]], str, int]:
             after_round=lambda done: progress.advance(1, f"{len(runs)} rungs and the ceiling"),
         )
     return seconds, decoder, ceiling.images
-
-
-def _readable(files: LFWDataset, sample: int) -> bytes:
-    """A file's content, decoded once to check it before anything is timed.
-
-    :raises BadFile: for a damaged file
-    """
-    files.image(sample)
-    return files.read(sample)
 
 
 def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -> dict[str, tuple[int, Make]]:

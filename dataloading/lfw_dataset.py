@@ -10,9 +10,7 @@ Without a folder, the commands use drawn faces (dataloading/synthetic/faces.py).
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +89,7 @@ def main() -> None:
 
 
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
-    """The stock loader as courses use it; it repeats the files if there are too few."""
+    """``DataLoader`` as courses use it; it repeats the files if there are too few."""
     length = batches * config.batch_size
     sampler = ShuffledSampler(len(dataset), seed=config.seed, length=length)
     return stock_loader(
@@ -115,10 +113,6 @@ def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, lab
     with results_in(config.output):
         plot_grid(path, grid.permute(1, 2, 0).numpy(), names, columns, dataset.storage.root)
     print(f"the batch is drawn in {path}")
-    if sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        from PIL import Image
-
-        Image.open(path).show()
 
 
 def _time(config: LFWConfig, dataset: LFWDataset) -> None:

@@ -2,7 +2,7 @@
 
     python -m dataloading.bench --workers 4
     python -m dataloading.bench --workers 0,2,4 --loader stock,fast --augmentation none,affine
-    python -m dataloading.bench --path-to-folder ~/photos --image-size 224 --model resnet18
+    python -m dataloading.bench --path-to-folder ~/photos --image-size 224 --step-ms 180
 
 Each axis takes a list, and all combinations are tried. A round runs every setting once, so that a slow moment of the machine
 affects all settings. The start of the workers is timed apart from the steady run. Without a folder, the benchmark uses drawn
@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import statistics
-from collections.abc import Mapping
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,24 @@ from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_sweep
-from common.training.models import LEAST_SAMPLES, MODELS
-from dataloading.bench.settings import LOADERS, Library, Setting, with_latency
+from common.reporting.machine import usable_cores
+from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import StageCosts, measure_stages
-from dataloading.bench.step_time import measure_step
-from dataloading.bench.sweep import LoadingMeasurement, measure, median_memory
-from dataloading.bench.verdict import Recommendation, confidence, explain, recommend, waiting_for
+from dataloading.bench.sweep import LoadingMeasurement, measure
+from dataloading.bench.verdict import confidence, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
 from dataloading.dataset.decoders import DECODERS, get_decoder
-from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT
-from dataloading.dataset.storage import HttpFolder, Storage
-from dataloading.http_server import serve
 from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 
-START_METHODS = tuple(multiprocessing.get_all_start_methods())  # the system's own first
 YES_NO = ("yes", "no")
-STORAGES = ("files", "http")
+REMOVED = {
+    "--storage": "--latency-ms delays files, and --path-to-folder takes the URL of a server",
+    "--model": "give the length of its training step with --step-ms",
+    "--start-method": "workers start by Python's default method",
+    "--in-order": "python -m dataloading.timeline shows what it does",
+    "--on-error": "python -m dataloading.lfw_dataset --on-error skip names the files that cannot be read",
+}
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,22 @@ class LoadingBenchConfig:
     batch_size: tuple[int, ...] = option((32,), "images per batch", minimum=1)
     loader: tuple[str, ...] = option(
         ("stock",),
-        "stock: torch's DataLoader; fast: FastLoader with its default pool; fast-threads, fast-processes: with that pool",
+        "stock: DataLoader; fast: FastLoader with its default pool; fast-threads, fast-processes: with that pool",
         choices=("fast", *LOADERS),
     )
     augmentation: tuple[str, ...] = option(("none",), "augmentation of each image", choices=AUGMENTATIONS)
     decoder: tuple[str, ...] = option(("pillow",), "decoder of the JPEGs", choices=DECODERS)
     prefetch_factor: tuple[int, ...] = option((2,), "batches requested ahead, per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
-    start_method: tuple[str, ...] = option(
-        START_METHODS[:1], "how workers start", choices=("fork", "spawn", "forkserver")
-    )
-    in_order: tuple[str, ...] = option(("yes",), "whether batches wait for those before them", choices=YES_NO)
     pin_memory: tuple[str, ...] = option(
-        ("no",), "page-locked batches, so that the host does not wait while they are copied to the GPU", choices=YES_NO
+        ("no",), "pinned batches, so that the host does not wait while they are copied to the GPU", choices=YES_NO
     )
     latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
-    storage: str = option("files", "http serves the folder from a server on this machine", choices=STORAGES)
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
-    on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
     step_ms: float | None = option(None, "length of a training step, to predict whether it waits for data", above=0)
-    model: str | None = option(None, "measure a training step of this model instead", choices=MODELS)
     seed: int = option(0, "seed of the order and the augmentation", minimum=0)
     output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
 
@@ -91,26 +84,12 @@ class LoadingBenchConfig:
         self.worker_counts()
         for name in self.decoder:
             get_decoder(name)
-        for method in self.start_method:
-            if method not in START_METHODS:
-                raise UsageError(
-                    f"--start-method {method} is not there on this system: use {' or '.join(START_METHODS)}"
-                )
         if "yes" in self.pin_memory and not torch.cuda.is_available():
             raise UsageError("--pin-memory yes needs a GPU to copy to, and there is none here: leave it out")
-        if self.step_ms is not None and self.model is not None:
-            raise UsageError(f"--step-ms {self.step_ms} and --model {self.model} both say how long a step is: give one")
         if self.step_ms is not None and len(self.batch_size) > 1:
             raise UsageError(
                 f"--step-ms {self.step_ms} is the step of one --batch-size, and {self.batch_size} are several"
             )
-        least = LEAST_SAMPLES.get(self.model or "", 1)
-        if min(self.batch_size) < least:
-            raise UsageError(
-                f"--batch-size {min(self.batch_size)}: {self.model} needs at least {least} images in a batch to normalize them"
-            )
-        if self.storage == "http" and "://" in (self.path_to_folder or ""):
-            raise UsageError(f"--storage http serves a local folder, not {self.path_to_folder}: give one of the two")
 
     def worker_counts(self) -> list[int]:
         """The numbers of workers that ``--workers`` selects.
@@ -150,17 +129,23 @@ class LoadingBenchConfig:
 
 @command
 def main() -> None:
+    for flag in (argument.partition("=")[0] for argument in sys.argv[1:]):
+        if flag in REMOVED:
+            raise UsageError(f"{flag} is gone: {REMOVED[flag]}")
     config = parse(LoadingBenchConfig, "dataloading.bench", __doc__)
-    run_alone("dataloading.bench", config.output, lambda: run(config), lambda taken: report(config, *taken))
+    run_alone("dataloading.bench", config.output, lambda: run(config), lambda measured: report(config, *measured))
 
 
 def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], list[LoadingVerdict]]:
     """Measure all settings and judge them; returns what :func:`report` takes."""
     device = torch.device("cuda") if torch.cuda.is_available() else CPU
     with loader_errors(), contextlib.ExitStack() as stack:
-        library = _library(config, stack)
+        library = Library(
+            config.path_to_folder or os.fspath(face_cache.ensure()),
+            image_size=config.image_size,
+            seed=config.seed,
+        )
         settings = config.settings()
-        steps = step_times(config, library.dataset(settings[0]).image_shape(), device)
         progress = stack.enter_context(Progress(DistEnv.alone(CPU), "bench", config.repeats + 1))
         sweep = measure(
             library,
@@ -170,23 +155,7 @@ def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], 
             device=device,
             after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
         )
-        return library, sweep, [judge(library, task, steps) for task in tasks(sweep)]
-
-
-def _library(config: LoadingBenchConfig, stack: contextlib.ExitStack) -> Library:
-    """The folder to read from. For ``--storage http`` it starts a server per latency, which ends with the stack."""
-    root = config.path_to_folder or os.fspath(face_cache.ensure())
-
-    def served(latency_ms: float) -> Storage:
-        return HttpFolder(stack.enter_context(serve(root, latency_ms, config.seed)))
-
-    here = with_latency(root, config.seed)  # a missing folder is reported before a server starts
-    return Library(
-        here if config.storage == "files" else served,
-        image_size=config.image_size,
-        on_error=config.on_error,
-        seed=config.seed,
-    )
+        return library, sweep, [judge(library, task, config.step_ms) for task in tasks(sweep)]
 
 
 def tasks(sweep: list[LoadingMeasurement]) -> list[list[LoadingMeasurement]]:
@@ -201,30 +170,23 @@ def tasks(sweep: list[LoadingMeasurement]) -> list[list[LoadingMeasurement]]:
 class LoadingVerdict:
     """The result for the settings of one task.
 
-    :param recommendation: the setting to use
+    :param recommended: the setting to use
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
-    :param costs: of each stage
+    :param stage_costs: of an image
     :param lines: the verdict in words
     """
 
-    recommendation: Recommendation
-    explained: LoadingMeasurement
-    costs: StageCosts
+    recommended: Setting
+    explained: Setting
+    stage_costs: StageCosts
     lines: list[str]
 
 
-def step_times(config: LoadingBenchConfig, image_shape: tuple[int, int, int], device: torch.device) -> dict[int, float]:
-    """Seconds of a training step for each batch size, as given or measured; empty when not requested."""
-    if config.model is not None:
-        return {size: measure_step(config.model, size, image_shape, device) for size in config.batch_size}
-    return {} if config.step_ms is None else {config.batch_size[0]: config.step_ms / 1000}
-
-
-def judge(library: Library, task: list[LoadingMeasurement], steps: Mapping[int, float]) -> LoadingVerdict:
+def judge(library: Library, task: list[LoadingMeasurement], step_ms: float | None) -> LoadingVerdict:
     """Choose a setting, and measure its stages to explain its speed.
 
-    :param steps: seconds of a training step by batch size, to predict whether it waits
+    :param step_ms: length of a training step, to predict whether it waits
     """
     axes = varying([measured.setting for measured in task])
     recommendation = recommend(task)
@@ -243,11 +205,11 @@ def judge(library: Library, task: list[LoadingMeasurement], steps: Mapping[int, 
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
     lines.append(explain(with_workers, costs, len(dataset), usable_cores()))
-    for batch_size, step_s in steps.items():
-        lines.append(waiting_for([m for m in task if m.setting.batch_size == batch_size], step_s, axes))
-    if steps and not torch.cuda.is_available():
-        lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
-    return LoadingVerdict(recommendation, with_workers, costs, lines)
+    if step_ms is not None:
+        lines.append(waiting_for(task, step_ms / 1000, axes))
+        if not torch.cuda.is_available():
+            lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
+    return LoadingVerdict(chosen.setting, with_workers.setting, costs, lines)
 
 
 def report(
@@ -263,36 +225,19 @@ def report(
         {
             "config": dataclasses.asdict(config),
             "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
-            "verdicts": [
-                {
-                    "recommended": dataclasses.asdict(verdict.recommendation.chosen.setting),
-                    "explained": dataclasses.asdict(verdict.explained.setting),
-                    "stage_costs": dataclasses.asdict(verdict.costs),
-                    "lines": verdict.lines,
-                }
-                for verdict in verdicts
-            ],
-            "skipped": library.skipped,
+            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
         },
     )
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
     plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), cores=usable_cores(), title=title)
     lines = _table(sweep, axes)
     for verdict in verdicts:
-        lines += ["", f"an image costs one worker, with {verdict.explained.setting.label(axes)}:"]
-        lines += [*_stage_table(verdict.costs), "", *verdict.lines]
+        lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
+        lines += [*_stage_table(verdict.stage_costs), "", *verdict.lines]
     if torch.cuda.is_available():
         lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
-    if library.skipped:
-        lines.append(f"files skipped because they cannot be read: {library.skipped}")
     lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")
     return "\n".join([*lines, files_line(config.output, ("sweep.png", "sweep.json"))])
-
-
-def varying(settings: list[Setting]) -> list[str]:
-    """The axes along which the settings differ."""
-    names = [field.name for field in dataclasses.fields(Setting)]
-    return [name for name in names if len({getattr(setting, name) for setting in settings}) > 1]
 
 
 def _curves(
@@ -302,8 +247,7 @@ def _curves(
 
     A curve maps a position on the x axis to the seconds of each run and the number of images in one.
     """
-    numbers = [axis for axis in axes if not isinstance(getattr(sweep[0].setting, axis), str | bool)]
-    x_axis = next((axis for axis in ("workers", *numbers) if axis in axes), axes[0] if axes else "workers")
+    x_axis = axes[0] if axes and "workers" not in axes else "workers"
     others = [axis for axis in axes if axis != x_axis]
     values = sorted({getattr(measured.setting, x_axis) for measured in sweep})
     curves: dict[str, dict[int, tuple[list[float], int]]] = {}
@@ -316,13 +260,9 @@ def _curves(
 
 def _table(sweep: list[LoadingMeasurement], axes: list[str]) -> list[str]:
     width = max(len(measured.setting.label(axes)) for measured in sweep)
-    lines = [
-        f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory (with its share)"
-    ]
+    lines = [f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory"]
     for measured in sweep:
-        memory = median_memory(measured)
-        shared = "" if memory is None or memory.proportional is None else f" ({memory.proportional:.0f})"
-        megabytes = "" if memory is None else f"{memory.unique:6.0f}{shared} MB"
+        megabytes = f"{statistics.median(measured.memory_mb):6.0f} MB" if measured.memory_mb else ""
         lines.append(
             f"{measured.setting.label(axes):>{width}}   {statistics.median(measured.first_batch):9.3f} s   "
             f"{statistics.mean(measured.steady):7.3f} ± {statistics.stdev(measured.steady):5.3f} s   "

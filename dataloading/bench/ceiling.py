@@ -16,24 +16,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import UsageError
-from dataloading.dataset.decoders import decode_pillow, get_decoder, installed
+from dataloading.dataset.decoders import decode_pillow, get_decoder
 from dataloading.loader.worker_pool import PARENT_CHECK_S
-
-TRIED = 200
-
-
-def fastest_decoder(images: Sequence[bytes]) -> str:
-    """The installed decoder that is fastest for these JPEG files on one core."""
-    seconds = {}
-    out = decode_pillow(images[0]).copy()
-    for name in installed():
-        decode = get_decoder(name)
-        decode(images[0], out)
-        began = time.perf_counter()
-        for data in images[:TRIED]:
-            decode(data, out)
-        seconds[name] = time.perf_counter() - began
-    return min(seconds, key=lambda name: seconds[name])
 
 
 class Ceiling:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Setting:
         teach it; ``fast-threads`` and ``fast-processes``: ``FastLoader`` with this worker pool
     :param workers: processes or threads; 0 loads in the main process
     :param fetch_threads: threads inside each worker that fetch a batch's files in parallel
-    :param pin_memory: page-locked batches; those of ``FastLoader`` are copied to the GPU by it
+    :param pin_memory: pinned batches; those of ``FastLoader`` are copied to the GPU by it
     :param latency_ms: median delay added to each open; 0 for none
     """
 
@@ -40,8 +39,6 @@ class Setting:
     batch_size: int = 32
     prefetch_factor: int = 2
     persistent_workers: bool = False
-    start_method: str = "fork"
-    in_order: bool = True
     pin_memory: bool = False
     augmentation: str = "none"
     decoder: str = "pillow"
@@ -58,14 +55,10 @@ class Setting:
         """The fields that have no effect in this setting."""
         names: set[str] = set()
         if self.workers == 0:
-            names |= {"prefetch_factor", "persistent_workers", "start_method", "in_order"}
-        if self.loader == "stock":
-            return names
-        names.add("in_order")  # the fast loader keeps it
-        if not self.uses_processes:  # threads take no time to start
-            names |= {"persistent_workers", "start_method"}
-        if self.uses_processes or self.workers == 0:  # each fetches file after file
-            names.add("fetch_threads")
+            names |= {"prefetch_factor", "persistent_workers"}
+        if self.loader != "stock":
+            # Threads take no time to start; processes, and the main process, fetch file after file.
+            names.add("fetch_threads" if self.uses_processes or self.workers == 0 else "persistent_workers")
         return names
 
     @property
@@ -79,6 +72,12 @@ class Setting:
         return ", ".join(_phrase(axis, getattr(self, axis)) for axis in meaningful) or "this setting"
 
 
+def varying(settings: list[Setting]) -> list[str]:
+    """The axes along which the settings differ."""
+    names = [field.name for field in dataclasses.fields(Setting)]
+    return [name for name in names if len({getattr(setting, name) for setting in settings}) > 1]
+
+
 def _phrase(axis: str, value: Any) -> str:
     if axis == "workers":
         return f"{value} worker{'' if value == 1 else 's'}"
@@ -86,51 +85,45 @@ def _phrase(axis: str, value: Any) -> str:
         return str(value)
     if isinstance(value, bool):
         return axis.replace("_", "-") if value else f"no {axis.replace('_', '-')}"
-    return f"{axis.replace('_', '-')} {value:g}" if isinstance(value, float) else f"{axis.replace('_', '-')} {value}"
+    return f"{axis.replace('_', '-')} {value}"
 
 
 class Library:
     """Data sets over one folder, one for each way to read it; the folder is listed once.
 
-    :param storage: returns the storage for a latency in ms
+    :param root: a folder or URL; delays are added in this process before its files are opened
     :param image_size: see :class:`LFWDataset`
-    :param on_error: see :class:`LFWDataset`
     :param seed: of the order and the augmentation
     """
 
     def __init__(
         self,
-        storage: Callable[[float], Storage],
+        root: str,
         *,
         image_size: int | None = None,
-        on_error: str = "raise",
         seed: int = 0,
     ) -> None:
-        self._storage = functools.cache(lambda latency_ms: Listed(storage(latency_ms)))
-        self._image_size, self._on_error, self._seed = image_size, on_error, seed
+        self._storage = Listed(open_storage(root))
+        self._image_size, self._seed = image_size, seed
         self._datasets: dict[tuple[str, str, float, bool], LFWDataset] = {}
 
     def dataset(self, setting: Setting) -> LFWDataset:
-        """The files as the setting reads them; for the stock loader with the course's ``ToTensor``."""
+        """The files as the setting reads them; for ``DataLoader`` with the course's ``ToTensor``."""
         stock = setting.loader == "stock"
         key = setting.decoder, setting.augmentation, setting.latency_ms, stock
         if key not in self._datasets:
             self._datasets[key] = LFWDataset(
-                self._storage(setting.latency_ms),
+                DelayedStorage(self._storage, latency, self._seed)
+                if (latency := setting.latency_ms)
+                else self._storage,
                 transform=course_transform("none") if stock else None,
                 with_label=True,
                 decoder=setting.decoder,
                 augmentation=setting.augmentation,
                 seed=self._seed,
                 image_size=self._image_size,
-                on_error=self._on_error,
             )
         return self._datasets[key]
-
-    @property
-    def skipped(self) -> int:
-        """Number of files skipped by all data sets."""
-        return sum(dataset.skipped for dataset in self._datasets.values())
 
     def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
         """A loader of this many batches, which repeats the files if there are too few.
@@ -150,7 +143,6 @@ class Library:
             prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
             persistent_workers=setting.persistent_workers,
             device="cuda" if setting.pin_memory else None,
-            multiprocessing_context=setting.start_method,
         )
 
 
@@ -160,8 +152,6 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> D
         workers = {
             "prefetch_factor": setting.prefetch_factor,
             "persistent_workers": setting.persistent_workers,
-            "multiprocessing_context": setting.start_method,
-            "in_order": setting.in_order,
         }
     return stock_loader(
         ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
@@ -173,12 +163,6 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> D
         pin_memory=setting.pin_memory,
         **workers,
     )
-
-
-def with_latency(root: str, seed: int) -> Callable[[float], Storage]:
-    """For a :class:`Library`: a folder or URL, with delays in this process before its files are opened."""
-    listed = Listed(open_storage(root))
-    return lambda latency_ms: DelayedStorage(listed, latency_ms, seed) if latency_ms else listed
 
 
 class Listed:

@@ -24,7 +24,7 @@ from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey
 from dataloading.loader.stock_loader import iterate, stock_loader
 
-STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "hand-over")
+STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "IPC")
 SAMPLES = 256
 SLOW_SAMPLES = 64
 SENT_BATCHES = 60
@@ -43,7 +43,7 @@ class StageCosts:
     """The cost of an image.
 
     :param stages: the stages that the setting has, by the names of :data:`STAGES`
-    :param receiving: the main process's part of the ``hand-over``: CPU seconds per image
+    :param receiving: the main process's part of the ``IPC``: CPU seconds per image
     """
 
     stages: dict[str, Stage]
@@ -84,10 +84,6 @@ class _Stopwatch:
         self.wall[stage] += time.perf_counter() - wall
         self.cpu[stage] += time.thread_time() - cpu
 
-    def clear(self) -> None:
-        self.wall.clear()
-        self.cpu.clear()
-
 
 def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     """Load some images in this process with a stopwatch, and send batches of them from a worker.
@@ -100,12 +96,11 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     whole = (
         None if setting.loader == "stock" else LFWBatches(dataset)
     )  # it decodes a file for the shape, before the stopwatch runs
-    stopwatch, before, threads = _Stopwatch(), dataset.span, torch.get_num_threads()
-    dataset.span = stopwatch
+    before, threads = dataset.span, torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
     try:
         for epoch in range(2):  # the first warms up
-            stopwatch.clear()
+            dataset.span = stopwatch = _Stopwatch()
             items = []
             for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
                 if whole is not None:
@@ -119,9 +114,9 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
         torch.set_num_threads(threads)
     receiving = 0.0
     if items and setting.uses_processes:
-        total, receiving = _send(items, setting)
+        total, receiving = _send(items)
         collating = stopwatch.wall["collate"] / len(samples)
-        stopwatch.wall["hand-over"] = stopwatch.cpu["hand-over"] = max(0.0, total - collating) * len(samples)
+        stopwatch.wall["IPC"] = stopwatch.cpu["IPC"] = max(0.0, total - collating) * len(samples)
     stages = {
         name: Stage(stopwatch.wall[name] / len(samples), stopwatch.cpu[name] / len(samples))
         for name in STAGES
@@ -140,7 +135,7 @@ class _Ready(Dataset[Any]):
         return self.items
 
 
-def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
+def _send(items: list[Any]) -> tuple[float, float]:
     """Seconds per image of one worker that only collates and sends, and the main process's CPU seconds per image.
 
     In a worker, ``default_collate`` writes into shared memory, whose pages the kernel makes then. So it is timed there, and the
@@ -153,7 +148,6 @@ def _send(items: list[Any], setting: Setting) -> tuple[float, float]:
         batch_size=len(items),
         sampler=range(count),
         collate_fn=collate,
-        multiprocessing_context=setting.start_method,
     )
     iterator = iterate(loader)
     for _ in range(SENT_BATCHES // 4):

@@ -19,14 +19,6 @@ from dataloading.loader.stock_loader import iterate
 
 
 @dataclass(frozen=True)
-class WorkerMemory:
-    """A worker process's memory in MB: its own, and with its part of shared memory (None if unknown)."""
-
-    unique: float
-    proportional: float | None
-
-
-@dataclass(frozen=True)
 class LoadingMeasurement:
     """A setting's runs, one entry per round.
 
@@ -34,14 +26,14 @@ class LoadingMeasurement:
     :param batches: number of batches in ``steady``
     :param first_batch: seconds from requesting an iterator to its first batch, with the start of the workers
     :param steady: seconds of the batches after the warm-up
-    :param memory: of each worker process
+    :param memory_mb: unique set size of each worker process
     """
 
     setting: Setting
     batches: int
     first_batch: list[float]
     steady: list[float]
-    memory: list[WorkerMemory]
+    memory_mb: list[float]
 
     @property
     def images_per_s(self) -> float:
@@ -79,7 +71,7 @@ def measure(
             stack.callback(runs[setting].close)
         interleave({str(number): run for number, run in enumerate(runs.values())}, repeats, after_round=after_round)
         return [
-            LoadingMeasurement(setting, batches, run.first_batch[-repeats:], run.steady[-repeats:], run.memory)
+            LoadingMeasurement(setting, batches, run.first_batch[-repeats:], run.steady[-repeats:], run.memory_mb)
             for setting, run in runs.items()
         ]
 
@@ -111,7 +103,7 @@ class LoaderRun:
         self._workers: list[int] = []
         self.first_batch: list[float] = []
         self.steady: list[float] = []
-        self.memory: list[WorkerMemory] = []
+        self.memory_mb: list[float] = []
 
     def __call__(self) -> float:
         others = {process.pid for process in multiprocessing.active_children()}
@@ -128,7 +120,7 @@ class LoaderRun:
         self._workers = [
             pid for pid in started if pid is not None
         ] or self._workers  # persistent workers started in an earlier run
-        self.memory = [_memory(pid) for pid in self._workers]
+        self.memory_mb = [_memory_mb(pid) for pid in self._workers]
         self.first_batch.append(first - began)
         self.steady.append(end - going)
         if self._persistent:  # otherwise prefetching would go on while another loader is timed
@@ -151,18 +143,7 @@ class LoaderRun:
             torch.cuda.synchronize(self._device)
 
 
-def _memory(pid: int) -> WorkerMemory:
+def _memory_mb(pid: int) -> float:
     import psutil
 
-    info = psutil.Process(pid).memory_full_info()
-    proportional = getattr(info, "pss", None)  # Linux only
-    return WorkerMemory(info.uss / 1e6, None if proportional is None else proportional / 1e6)
-
-
-def median_memory(measured: LoadingMeasurement) -> WorkerMemory | None:
-    """The median over the workers; None without worker processes."""
-    if not measured.memory:
-        return None
-    proportional = [memory.proportional for memory in measured.memory if memory.proportional is not None]
-    unique = statistics.median(memory.unique for memory in measured.memory)
-    return WorkerMemory(unique, statistics.median(proportional) if proportional else None)
+    return float(psutil.Process(pid).memory_full_info().uss / 1e6)

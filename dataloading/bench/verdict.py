@@ -11,10 +11,24 @@ from dataloading.bench.stages import StageCosts
 from dataloading.bench.sweep import LoadingMeasurement
 from dataloading.dataset.decoders import installed
 
-_ADVICE = {
-    "augment": "augmentation; augment whole batches on the device, or less",
-    "resize": "resizing; keep smaller images on the disk",
-    "transform": "making float tensors; leave the pixels uint8 for the device to convert, as --loader fast does",
+_TRANSFER = (
+    "transfer-bound",
+    "sending batches, not into the image; a quarter of the bytes (uint8 instead of float), or none that must travel, would help: "
+    "--loader fast",
+)
+_STORAGE = "storage-bound", "opening and reading files; fewer and larger files would help"
+# For the stage that takes most of the work: the name of the limit, and what to do.
+_LIMITS = {
+    "IPC": _TRANSFER,
+    "collate": _TRANSFER,
+    "augment": ("augment-bound", "augmentation; augment whole batches on the device, or less"),
+    "resize": ("resize-bound", "resizing; keep smaller images on the disk"),
+    "transform": (
+        "transform-bound",
+        "making float tensors; leave the pixels uint8 for the device to convert, as --loader fast does",
+    ),
+    "open": _STORAGE,
+    "read": _STORAGE,
 }
 NOISE = 0.03  # settings count as equal if they differ by less, or if a quarter of the rounds had the other order
 
@@ -23,13 +37,11 @@ NOISE = 0.03  # settings count as equal if they differ by less, or if a quarter 
 class Recommendation:
     """The setting to choose.
 
-    :param best: the fastest by its median
-    :param chosen: the cheapest of those that are as fast as the best within noise
+    :param chosen: the cheapest of those that are as fast as the best, by its median, within noise
     :param equals: the others of those
     :param ratios: each setting's time per image as a multiple of the best's, paired round by round
     """
 
-    best: LoadingMeasurement
     chosen: LoadingMeasurement
     equals: list[LoadingMeasurement]
     ratios: list[Spread]
@@ -44,7 +56,7 @@ def recommend(sweep: list[LoadingMeasurement]) -> Recommendation:
     ratios = [paired_ratio(measured.per_image, best.per_image) for measured in sweep]
     alike = [m for m, ratio in zip(sweep, ratios, strict=True) if ratio.median <= 1 + NOISE or ratio.low <= 1]
     chosen = min(alike, key=_cost)
-    return Recommendation(best, chosen, [measured for measured in alike if measured is not chosen], ratios)
+    return Recommendation(chosen, [measured for measured in alike if measured is not chosen], ratios)
 
 
 def _cost(measured: LoadingMeasurement) -> tuple[float, ...]:
@@ -54,7 +66,7 @@ def _cost(measured: LoadingMeasurement) -> tuple[float, ...]:
 
 
 def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: int) -> str:
-    """What limits a setting, in words.
+    """The limit of a setting, in words.
 
     :param chosen: the setting's runs
     :param costs: its stages
@@ -63,7 +75,7 @@ def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: 
     """
     setting = chosen.setting
     epoch_s = samples / chosen.images_per_s
-    # One worker loads the stock loader's first batch; all workers share the fast loader's.
+    # One worker loads the first batch of ``DataLoader``; all workers share the fast loader's.
     first_s = costs.wall * setting.batch_size if setting.loader == "stock" else setting.batch_size / chosen.images_per_s
     start_s = max(0.0, statistics.median(chosen.first_batch) - first_s)
     if setting.uses_processes and start_s > epoch_s:
@@ -87,15 +99,9 @@ def explain(chosen: LoadingMeasurement, costs: StageCosts, samples: int, cores: 
     largest = costs.largest
     share = f"{100 * costs.stages[largest].cpu / costs.cpu:.0f} % of an image's {_ms(costs.cpu)} of work"
     hidden = f"waiting for storage is hidden by {requests} requests at a time; now " if costs.waiting > 0.5 else ""
-    if largest in ("hand-over", "collate"):
-        return (
-            f"{hidden}transfer-bound: {share} goes into {largest}, not into the image; a quarter of the bytes (uint8 "
-            "instead of float), or none that must travel, would help: --loader fast"
-        )
-    if largest in ("augment", "resize", "transform"):
-        return f"{hidden}{largest}-bound: {share} goes into {_ADVICE[largest]}"
-    if largest in ("open", "read"):
-        return f"{hidden}storage-bound: {share} goes into {largest}ing files; fewer and larger files would help"
+    if largest in _LIMITS:
+        limit, advice = _LIMITS[largest]
+        return f"{hidden}{limit}: {share} goes into {advice}"
     fastest = installed()[0]
     how = "pip install 'raw-ddp[fast]'" if fastest == "pillow" else f"--decoder {fastest}"
     faster = f"; a faster decoder helps ({how})" if setting.decoder == "pillow" else ""

@@ -18,11 +18,10 @@ from common.randomness import uniform
 if TYPE_CHECKING:
     from PIL import Image
 
-AUGMENTATIONS = ("none", "affine", "heavy")
+AUGMENTATIONS = ("none", "affine")
 
 # The course's RandomAffine(5, (0.1, 0.1), (0.5, 2.0)).
 DEGREES, TRANSLATE, SCALE = 5.0, (0.1, 0.1), (0.5, 2.0)
-_DRAWS = {"none": 0, "affine": 4, "heavy": 9}
 
 Draws = npt.NDArray[np.float32]
 
@@ -31,8 +30,7 @@ Draws = npt.NDArray[np.float32]
 class ImageAugmentation:
     """The augmentation of one image.
 
-    :param name: ``none``; ``affine``: a small rotation and shift and a large change of scale; ``heavy``: the same with
-        bilinear interpolation, a mirror image half of the time, changed brightness, contrast and saturation, and a blur
+    :param name: ``none``; ``affine``: a small rotation and shift and a large change of scale
     :raises ValueError: for another name
     """
 
@@ -46,20 +44,14 @@ class ImageAugmentation:
         return self.name != "none"
 
     def draw(self, seed: int, epoch: int, samples: npt.NDArray[np.int64]) -> Draws:
-        """The random numbers of each sample: float32 ``[n, draws]`` in [0, 1)."""
-        return uniform(_DRAWS[self.name], seed, "image-augmentation", epoch, samples)
+        """The random numbers of each sample: float32 ``[n, 4]`` in [0, 1)."""
+        return uniform(4, seed, "image-augmentation", epoch, samples)
 
     def __call__(self, image: Image.Image, draws: Draws) -> Image.Image:
-        """Apply one row of :meth:`draw` to an image; size and mode stay."""
+        """Apply ``affine`` to an image, with one row of :meth:`draw`; size and mode stay."""
         from PIL import Image
 
-        if self.name == "none":
-            return image
-        heavy = self.name == "heavy"
-        matrix = affine_matrix(image.size, draws[:4].tolist())
-        resampling = Image.Resampling.BILINEAR if heavy else Image.Resampling.NEAREST
-        image = image.transform(image.size, Image.Transform.AFFINE, matrix, resampling)
-        return _recolor(image, draws[4:].tolist()) if heavy else image
+        return image.transform(image.size, Image.Transform.AFFINE, affine_matrix(image.size, draws.tolist()))
 
 
 def affine_matrix(size: tuple[int, int], draws: list[float]) -> tuple[float, ...]:
@@ -89,29 +81,8 @@ def course_transform(name: str) -> Any:
     """
     from torchvision import transforms
 
-    steps: dict[str, list[Any]] = {
-        "none": [],
-        "affine": [transforms.RandomAffine(DEGREES, TRANSLATE, SCALE)],
-        "heavy": [
-            transforms.RandomAffine(DEGREES, TRANSLATE, SCALE, interpolation=transforms.InterpolationMode.BILINEAR),
-            transforms.RandomHorizontalFlip(),
-            transforms.ColorJitter(0.3, 0.3, 0.3),
-            transforms.RandomApply([transforms.GaussianBlur(5, (0.1, 2.0))]),
-        ],
-    }
-    return transforms.Compose([*steps[name], transforms.ToTensor()])
-
-
-def _recolor(image: Image.Image, draws: list[float]) -> Image.Image:
-    from PIL import Image, ImageEnhance, ImageFilter
-
-    mirrored, brightness, contrast, saturation, blur = draws
-    if mirrored < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    image = ImageEnhance.Brightness(image).enhance(_between(0.7, 1.3, brightness))
-    image = ImageEnhance.Contrast(image).enhance(_between(0.7, 1.3, contrast))
-    image = ImageEnhance.Color(image).enhance(_between(0.7, 1.3, saturation))
-    return image.filter(ImageFilter.GaussianBlur(2 * blur)) if blur < 0.5 else image
+    affine = [transforms.RandomAffine(DEGREES, TRANSLATE, SCALE)] if name == "affine" else []
+    return transforms.Compose([*affine, transforms.ToTensor()])
 
 
 def _between(low: float, high: float, share: float) -> float:

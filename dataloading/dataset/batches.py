@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class ThreadedFetch(Dataset[Any]):
     """Fetches the samples of a batch in parallel, with a thread pool inside each loader worker.
 
     It follows arXiv 2211.04908 for storage with high latency: the waits for several files overlap. The order of the samples
-    is kept. Of several errors, the one of the first sample is raised.
+    is kept. If several fail, the error of the first sample is raised.
 
     :param dataset: of samples, with ``__getitem__``
     :param threads: size of the pool, which each process starts when it first needs it
@@ -68,12 +68,6 @@ class ThreadedFetch(Dataset[Any]):
             for future in futures:  # after an error, cancel those that have not begun
                 future.cancel()
 
-    def close(self) -> None:
-        """End this process's pool."""
-        if self._pool is not None and self._pool_process == os.getpid():
-            self._pool.shutdown(cancel_futures=True)
-        self._pool = None
-
     def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
         if self._pool is None or self._pool_process != os.getpid():  # a pool's threads do not survive a fork
             self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="fetch")
@@ -87,7 +81,7 @@ class ThreadedFetch(Dataset[Any]):
 class LFWBatches(Dataset[Any]):
     """An :class:`LFWDataset` that fills a batch's buffer in place: no tensor per image, no collate, no float.
 
-    For the fast loader, and for the stock ``DataLoader`` with a batch sampler that yields :class:`BatchKey` and
+    For the fast loader, and for ``DataLoader`` with a batch sampler that yields :class:`BatchKey` and
     ``collate_fn=keep_batch``.
 
     :param files: the images
@@ -124,17 +118,15 @@ class LFWBatches(Dataset[Any]):
 
     def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, Tensor]:
         """Image uint8 ``[3, height, width]`` and label int64 ``[]``, in the key's epoch (0 for a plain index)."""
-        return self.__getitems__([key])[0]
+        image, label = self.__getitems__([key])[0]
+        return image, label
 
-    @overload
-    def __getitems__(self, key: BatchKey) -> Batch: ...
+    def __getitems__(self, key: BatchKey | list[int | SampleKey]) -> Any:
+        """Fetch a batch, as the worker of a ``DataLoader`` does.
 
-    @overload
-    def __getitems__(self, key: list[int | SampleKey]) -> list[tuple[Tensor, Tensor]]: ...
-
-    def __getitems__(self, key: BatchKey | list[int | SampleKey]) -> Batch | list[tuple[Tensor, Tensor]]:
-        """Fetch a batch, as the stock loader's worker does: whole for a :class:`BatchKey`; as samples for a list of indices,
-        as a ``DataLoader`` with a ``batch_size`` asks for."""
+        :returns: for a :class:`BatchKey` a :class:`Batch`; for a list of indices, as a ``DataLoader`` with a ``batch_size``
+            asks for, a list of samples
+        """
         if not isinstance(key, BatchKey):
             return as_samples(self.__getitems__(as_batch_key(key, epoch=0)))
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
@@ -146,13 +138,11 @@ class LFWBatches(Dataset[Any]):
         key: BatchKey,
         start: int = 0,
         stop: int | None = None,
-        wanted: Callable[[], bool] = lambda: True,
     ) -> list[int]:
         """Write the samples ``start`` to ``stop`` of a batch to their positions in its buffer.
 
         :param buffer: uint8 ``[n, height, width, 3]``, of the whole batch
         :param key: the epoch and the samples of the whole batch
-        :param wanted: checked before each sample; when False, the rest is not loaded
         :returns: the positions of skipped samples
         :raises BadFile: for a file that cannot be read or decoded, unless such are skipped
         """
@@ -161,8 +151,6 @@ class LFWBatches(Dataset[Any]):
         draws = augmentation.draw(self.files.seed, key.epoch, samples) if augmentation else None
         skipped = []
         for i, sample in enumerate(samples.tolist()):
-            if not wanted():
-                break
             try:
                 self.files.pixels_into(buffer[start + i], sample, None if draws is None else draws[i])
             except BadFile as error:

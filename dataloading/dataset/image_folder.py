@@ -59,16 +59,16 @@ class _FolderOfClasses(LocalFolder):
 
     def _images(self, one: str, extensions: set[str]) -> list[str]:
         """The images of one class, relative to the root."""
-        found = []
+        images: list[str] = []
         for folder, subfolders, files in os.walk(os.path.join(self.root, one), onerror=_raise, followlinks=True):
             subfolders[:] = filter(_is_seen, subfolders)
             chosen = (file for file in files if _is_seen(file) and os.path.splitext(file)[1].lower() in extensions)
-            found += [os.path.relpath(os.path.join(folder, file), self.root) for file in chosen]
-        if not found:
+            images += [os.path.relpath(os.path.join(folder, file), self.root) for file in chosen]
+        if not images:
             raise UsageError(
                 f"{os.path.join(self.root, one)} holds no image that Pillow reads: add some, or remove the folder"
             )
-        return found
+        return images
 
 
 def load_folder(
@@ -94,15 +94,15 @@ def load_folder(
         raise UsageError(
             f"--data-dir {folder} is {'a file' if os.path.exists(folder) else 'not there'}: give a folder, {LAYOUT}"
         )
-    halves = [os.path.join(folder, half) for half in ("train", "test")]
-    if all(map(os.path.isdir, halves)):
-        train, test = (_mixed(ImageFolder(half, image_size=image_size, seed=seed)) for half in halves)
+    folders = [os.path.join(folder, part) for part in ("train", "test")]
+    if all(map(os.path.isdir, folders)):
+        train, test = (_mixed(ImageFolder(part, image_size=image_size, seed=seed)) for part in folders)
         if train.people != test.people:
             one = min(set(train.people) ^ set(test.people))
-            there, missing = halves if one in train.people else reversed(halves)
+            there, missing = folders if one in train.people else reversed(folders)
             raise UsageError(f"{there} has a class {one} and {missing} has none: both need the same classes")
-    elif any(map(os.path.isdir, halves)):
-        there, missing = sorted(halves, key=os.path.isdir, reverse=True)
+    elif any(map(os.path.isdir, folders)):
+        there, missing = sorted(folders, key=os.path.isdir, reverse=True)
         raise UsageError(f"{there} is there and {missing} is not: both are needed, or another name if it is a class")
     else:
         files = ImageFolder(folder, image_size=image_size, seed=seed)
@@ -111,21 +111,16 @@ def load_folder(
             raise UsageError(
                 f"{os.path.join(folder, files.people[single[0]])} holds one image and needs two, for training and for testing"
             )
-        everyone = np.arange(len(files.people))
-        train, test = (files.subset(indices, everyone) for indices in split(files, everyone))
-    train = _first(train, first_samples("train", train_samples, len(train), NAME))
-    test = _first(test, first_samples("test", test_samples, len(test), NAME))
+        train, test = map(files.subset, split(files, np.arange(len(files.people))))
+    train = train.subset(np.arange(first_samples("train", train_samples, len(train), NAME)))
+    test = test.subset(np.arange(first_samples("test", test_samples, len(test), NAME)))
     return image_data(NAME, train, test, augmentation)
 
 
 def _mixed(files: LFWDataset) -> LFWDataset:
     """The same files in an order that mixes the classes, and depends on nothing but their names."""
     train, test = split(files, np.arange(len(files.people)))
-    return files.subset(np.concatenate([test, train]), np.arange(len(files.people)))
-
-
-def _first(files: LFWDataset, count: int) -> LFWDataset:
-    return files.subset(np.arange(count), np.arange(len(files.people)))
+    return files.subset(np.concatenate([test, train]))
 
 
 def _readable_extensions() -> set[str]:

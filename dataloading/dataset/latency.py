@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 
-from common.randomness import hash64
+from common.randomness import uniform
 from dataloading.dataset.storage import Reader, Storage
 
 SIGMA = 0.3  # of the wait's logarithm: one in twenty takes 1.6 times the median or more
@@ -18,9 +18,8 @@ SIGMA = 0.3  # of the wait's logarithm: one in twenty takes 1.6 times the median
 
 def delay_s(latency_ms: float, seed: int, name: str) -> float:
     """Seconds that the request for a file waits; ``latency_ms`` is the median over all names."""
-    share = (int(hash64(seed, "latency", name)) >> 11) * 2.0**-53
-    normal = statistics.NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
-    return latency_ms / 1000 * math.exp(SIGMA * normal)
+    (share,) = uniform(1, seed, "latency", name).tolist()  # a multiple of 2**-24, below 1
+    return latency_ms / 1000 * math.exp(SIGMA * statistics.NormalDist().inv_cdf(share + 2.0**-25))
 
 
 class DelayedStorage:

@@ -32,15 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_ERROR: tuple[str, ...] = ("raise", "skip")
-SKIP_LIMIT = 100
-StageTimer = Callable[[str], AbstractContextManager[None]]
-
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def no_span(stage: str) -> AbstractContextManager[None]:
-    """Record nothing; the tracer of :mod:`dataloading.timeline.tracing` records the stage's time."""
-    return _NOTHING
+SKIP_LIMIT = 100  # files that may be skipped, over all workers and epochs
+StageTimer = Callable[[str], AbstractContextManager[Any]]
 
 
 class Skipped:
@@ -58,8 +51,7 @@ class LFWDataset(Dataset[Any]):
     :param seed: of the augmentation, and of the fast loader's shuffling
     :param image_size: resize every image to a square of this many pixels; None keeps the size
     :param on_error: ``"raise"``, or ``"skip"``: return :class:`Skipped` for a file that cannot be read or decoded, and warn
-        with its name; :func:`dataloading.dataset.batches.collate` leaves it out
-    :param skip_limit: the number of files that may be skipped, over all workers and epochs, before that is an error
+        with its name, up to :data:`SKIP_LIMIT`; :func:`dataloading.dataset.batches.collate` leaves it out
     :raises UsageError: when there is no such folder, or no JPEG in it
     :raises ValueError: for arguments out of their range
     """
@@ -75,19 +67,17 @@ class LFWDataset(Dataset[Any]):
         seed: int = 0,
         image_size: int | None = None,
         on_error: str = "raise",
-        skip_limit: int = SKIP_LIMIT,
     ) -> None:
         if on_error not in ON_ERROR:
             raise ValueError(f"on_error (--on-error) is {on_error!r}: it must be {' or '.join(ON_ERROR)}")
         if image_size is not None and image_size < 1:
             raise ValueError(f"image_size (--image-size) is {image_size}: it must be at least 1")
-        if skip_limit < 0:
-            raise ValueError(f"skip_limit is {skip_limit}: it must be at least 0")
         self.storage = open_storage(root) if isinstance(root, str | Path) else root
         self.transform, self.with_label = transform, with_label
         self.decoder, self.augmentation, self.seed = decoder, ImageAugmentation(augmentation), seed
-        self.image_size, self.on_error, self.skip_limit = image_size, on_error, skip_limit
-        self.span: StageTimer = no_span
+        self.image_size, self.on_error = image_size, on_error
+        # It records nothing; the tracer of dataloading.timeline.tracing records each stage's time.
+        self.span: StageTimer = contextlib.nullcontext
         self._decode = get_decoder(decoder)  # a missing decoder fails here, not in a worker
 
         names = sorted(self.storage.names())
@@ -125,16 +115,18 @@ class LFWDataset(Dataset[Any]):
             result = image if self.transform is None else self.transform(image)
         return (result, int(self.labels[sample])) if self.with_label else result
 
-    def subset(self, samples: npt.NDArray[np.int64], people: npt.NDArray[np.int64]) -> LFWDataset:
+    def subset(self, samples: npt.NDArray[np.int64], people: npt.NDArray[np.int64] | None = None) -> LFWDataset:
         """A data set of some of the files, in the order of ``samples``, with the same settings.
 
         :param samples: int64 indices of files
-        :param people: the people of these files, as ascending int64 indices into :attr:`people`; their labels count from 0
+        :param people: the classes, which include the people of these files, as ascending int64 indices into :attr:`people`;
+            their labels count from 0. Everyone when None
         """
         part = copy.copy(self)
-        part.files = self.files.subset(samples)
-        part.people = tuple(self.people[person] for person in people.tolist())
-        part.labels = np.searchsorted(people, self.labels[samples]).astype(np.int64)
+        part.files, part.labels = self.files.subset(samples), self.labels[samples]
+        if people is not None:
+            part.people = tuple(self.people[person] for person in people.tolist())
+            part.labels = np.searchsorted(people, part.labels).astype(np.int64)
         if self._skipped is not None:
             part._skipped = torch.zeros(len(samples), dtype=torch.uint8).share_memory_()
         return part
@@ -168,8 +160,7 @@ class LFWDataset(Dataset[Any]):
         if self.image_size is not None and image.size != (self.image_size, self.image_size):
             with self.span("resize"):
                 image = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, reducing_gap=2.0)
-        if self.augmentation:
-            assert draws is not None, "an augmentation needs its draws"
+        if self.augmentation and draws is not None:
             with self.span("augment"):
                 image = self.augmentation(image, draws)
         return image
@@ -220,15 +211,15 @@ class LFWDataset(Dataset[Any]):
     def skip_or_raise(self, sample: int, error: BadFile) -> None:
         """Mark a file as skipped, and warn the first time.
 
-        :raises BadFile: the error itself without ``on_error="skip"``, or when more than ``skip_limit`` files were skipped
+        :raises BadFile: the error itself without ``on_error="skip"``, or when more than :data:`SKIP_LIMIT` files were skipped
         """
         if self._skipped is None or isinstance(error, Unskippable):
             raise error
         if self._skipped[sample]:
             return
         self._skipped[sample] = 1
-        if self.skipped > self.skip_limit:
-            raise Unskippable(f"{error}; more than {self.skip_limit} files could not be read, so this is not skipped")
+        if self.skipped > SKIP_LIMIT:
+            raise Unskippable(f"{error}; more than {SKIP_LIMIT} files could not be read, so this is not skipped")
         logger.warning("skipped: %s", error)
 
     def _decoded(self, sample: int) -> Image.Image:

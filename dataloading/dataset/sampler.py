@@ -1,6 +1,6 @@
 """The order of the samples: a shuffle that is a pure function of (seed, epoch).
 
-A sampler for the stock ``DataLoader`` yields one :class:`SampleKey` at a time, a batch sampler one :class:`BatchKey`. Each
+A sampler for ``DataLoader`` yields one :class:`SampleKey` at a time, a batch sampler one :class:`BatchKey`. Each
 key contains the epoch, since a worker's copy of the data set never sees a ``set_epoch``.
 """
 

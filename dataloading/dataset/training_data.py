@@ -67,16 +67,16 @@ def load_lfw(
 
 
 def image_data(name: str, train: LFWDataset, test: LFWDataset, augmentation: Augmentation) -> ImageData:
-    """Two halves of the same classes as a data set to train on, with the statistics of the first training images.
+    """A training and a test set of the same classes as a data set to train on, with the statistics of the first training images.
 
     :raises BadFile: when one of these is damaged
     """
     pixels = _first_images(train)
     mean, std = mean_and_std(pixels)
-    digest = hashlib.sha256(pixels.tobytes())
-    for half in (train, test):
-        digest.update("\n".join(half.files).encode("utf-8", "surrogateescape"))
-        digest.update(half.labels.tobytes())
+    checksum = hashlib.sha256(pixels.tobytes())
+    for part in (train, test):
+        checksum.update("\n".join(part.files).encode("utf-8", "surrogateescape"))
+        checksum.update(part.labels.tobytes())
     return ImageData(
         name=name,
         train=LFWBatches(train, replace(augmentation, fill=round(255 * mean))),
@@ -84,7 +84,7 @@ def image_data(name: str, train: LFWDataset, test: LFWDataset, augmentation: Aug
         classes=train.people,
         mean=mean,
         std=std,
-        fingerprint=digest.hexdigest()[:16],
+        fingerprint=checksum.hexdigest()[:16],
     )
 
 

@@ -5,7 +5,7 @@ reads it. ``python -m dataloading.ladder`` measures that cost. So a batch's memo
 ``torch.from_numpy`` keeps its array alive, as do all views of the tensor. When the array is finalized, no view is left, and
 the memory returns to the pool. While a user keeps a batch, its memory is never overwritten.
 
-A GPU copies from page-locked memory while the host goes on. What starts such a copy keeps the batch until it is over
+A GPU copies from pinned memory while the host goes on. The code that starts such a copy keeps the batch until it is over
 (common/data/on_device.py), so the same rule holds.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ class BufferPool:
             self._free.append((number, memory))
 
 
+@dataclass
 class BufferHandle:
     """A buffer that is in use for as long as ``pixels`` lives.
 
@@ -66,15 +68,16 @@ class BufferHandle:
     :param pixels: uint8 ``[images, height, width, 3]``, a view of the memory
     """
 
-    def __init__(self, number: int, memory: Any, pixels: Pixels) -> None:
-        self.number, self.memory, self.pixels = number, memory, pixels
+    number: int
+    memory: Any
+    pixels: Pixels
 
 
 def allocator(in_processes: bool, device: torch.device | None) -> Allocate:
-    """What makes a buffer.
+    """The function that makes a buffer.
 
     :param in_processes: whether other processes fill it
-    :param device: the GPU that reads it, from page-locked memory; None if none does
+    :param device: the GPU that reads it, from pinned memory; None if none does
     """
     if device is None:
         return shared if in_processes else private

@@ -1,6 +1,6 @@
 """A loader as fast as the decoder: images are decoded straight into the batch's own memory, which is reused.
 
-The stock ``DataLoader`` needs processes, since most data sets are Python code that holds the GIL. A process must send its
+``DataLoader`` needs processes, since most data sets are Python code that holds the GIL. A process must send its
 batch: through shared memory that is new each time (a page fault per page), with a message through a pipe and a file
 descriptor per tensor. Here a batch is decoded where it will be used:
 
@@ -10,14 +10,13 @@ descriptor per tensor. Here a batch is decoded where it will be used:
   behind it, but they are filled meanwhile.
 - Memory comes from a buffer pool and returns to it when the last tensor on it is gone (dataloading/loader/buffers.py).
 - Pixels stay uint8 and in the decoder's order, a quarter of float's size; the device converts them.
-- To a GPU, batches are copied from page-locked memory while it computes (common/data/on_device.py).
+- To a GPU, batches are copied from pinned memory while it computes (common/data/on_device.py).
 
 dataloading/README.md has the measurements; ``python -m dataloading.ladder`` makes them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +60,7 @@ class FastLoader:
     :param multiprocessing_context: the processes' start method
     :raises ValueError: for arguments that contradict each other
     :raises TypeError: if the data set is not an :class:`LFWBatches`
-    :raises UsageError: for a GPU where there is none, and when its batches cannot be page-locked
+    :raises UsageError: for a GPU where there is none, and when its batches cannot be pinned
     """
 
     def __init__(
@@ -96,11 +95,6 @@ class FastLoader:
             raise ValueError(f"num_workers {num_workers} is less than 0")
         if pool not in POOLS:
             raise ValueError(f"there is no worker pool {pool!r}: {', '.join(POOLS)}")
-        methods = multiprocessing.get_all_start_methods()
-        if multiprocessing_context is not None and multiprocessing_context not in methods:
-            raise ValueError(
-                f"multiprocessing_context (--start-method) is {multiprocessing_context!r}: it must be one of {', '.join(methods)}"
-            )
         self.device = _gpu(device)
         self._counts_epochs = batch_sampler is None and sampler is None
         if batch_sampler is None:

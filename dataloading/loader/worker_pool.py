@@ -16,10 +16,9 @@ import signal
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,21 +57,12 @@ class PendingBatch:
             raise min(self.errors, key=lambda item: item[0])[1]
 
 
-class WorkerPool(Protocol):
-    """Fills batches in the background."""
-
-    def submit(self, pending: PendingBatch) -> None:
-        """Queue a batch; batches are filled in the order of their submission."""
-
-    def wait(self, pending: PendingBatch) -> None:
-        """Block until the batch is filled or has failed."""
-
-    def close(self) -> None:
-        """End the workers; batches that are not finished are abandoned."""
-
-
 class ThreadPool:
-    """A pool of threads, which decode in parallel because decoders release the GIL."""
+    """A pool of threads, which decode in parallel because decoders release the GIL.
+
+    Like :class:`ProcessPool`, it fills batches in the background, in the order in which they were submitted. ``wait`` blocks
+    until a batch is filled or has failed; ``close`` ends the workers, and abandons batches that are not finished.
+    """
 
     def __init__(self, dataset: LFWBatches, workers: int) -> None:
         self._dataset, self._workers = dataset, workers
@@ -110,9 +100,7 @@ class ThreadPool:
     def _work(self) -> None:
         while (chunk := self._chunks.get()) is not None and not self._stopping:
             pending, start, stop = chunk
-            skipped, error = _fill(
-                self._dataset, pending.handle.pixels, pending.key, start, stop, lambda: not self._stopping
-            )
+            skipped, error = _fill(self._dataset, pending.handle.pixels, pending.key, start, stop)
             with self._changed:
                 pending.skipped += skipped
                 pending.errors += [] if error is None else [(start, error)]
@@ -128,10 +116,9 @@ def _fill(
     key: BatchKey,
     start: int,
     stop: int,
-    wanted: Callable[[], bool] = lambda: True,
 ) -> tuple[list[int], BaseException | None]:
     try:
-        return dataset.fill(pixels, key, start, stop, wanted), None
+        return dataset.fill(pixels, key, start, stop), None
     except BaseException as error:
         return [], error
 
@@ -213,6 +200,9 @@ class ProcessPool:
             pipe.close()
         self._workers.clear()
         self._pending.clear()
+
+
+WorkerPool = ThreadPool | ProcessPool
 
 
 def _serve(pipe: Any, dataset: LFWBatches) -> None:

@@ -6,52 +6,69 @@ processes start at once, the first to rename wins, and the others use its folder
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import os
-import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from tqdm import tqdm
 
 from common.errors import UsageError
-from dataloading.synthetic.people import IDENTITIES, images_of, name_of
 
 TITLE = "drawn faces"
-_NAME = "faces-v1"  # the number changes with the drawing, so that old files are not taken for new ones
-_ABANDONED_AFTER_S = 3600
-_KB_PER_IMAGE, _KB_PER_PERSON = 12, 4  # three blocks of a usual file system, and one for the folder
+PEOPLE = 1000
+_NAME = "faces-v2"  # the number changes with the drawing, so that old files are not taken for new ones
+_MEGABYTES = 54  # of a usual file system, in blocks of 4 kB
+_FIRST_NAMES = (
+    "Alex Andrea Ash Bao Casey Dana Devon Eden Emery Gray Hiro Indigo Jamie Kai Kim Lee Mika Nico Noor Quinn Remy Robin Sasha "
+    "Toni Yuki"
+)
+_LAST_NAMES = (
+    "Aldaby Alenko Ander Berg Brami Bramsen Corero Corski Dunfield Dunowe Eldgard Eldson Fenberg Fenton Garaby Garwick Holiani "
+    "Holsen Ingimoto Ingyan Jarowe Jarsten Kelfield Kelski Lindaby Lindero Marenko Marsen Norberg Norwick Osterson Osteryan "
+    "Ronfield Rongard Selaby Selsten Tanimoto Tanowe Velberg Velski"
+)
+
+
+def name_of(person: int) -> str:
+    """``"First_Last"``, unique among the :data:`PEOPLE`."""
+    last, first = divmod(
+        person * 37 % PEOPLE, 25
+    )  # 37 and the number of people share no factor, so no name comes twice
+    return f"{_FIRST_NAMES.split()[first]}_{_LAST_NAMES.split()[last]}"
+
+
+def images_of(person: int) -> int:
+    """The number of images of a person: at least 40 for each of the first 24, one or two for nine tenths of the others."""
+    return max(1, int(0.5 + 40 * (53.4 / (person + 30)) ** 2.5))
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/raw-ddp/faces-v1``; ``~/.cache`` replaces a variable that is no absolute path."""
+    """``$XDG_CACHE_HOME/raw-ddp/faces-v2``; ``~/.cache`` replaces a variable that is no absolute path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (cache if cache.is_absolute() else Path(os.path.expanduser("~"), ".cache")) / "raw-ddp" / _NAME
 
 
-def ensure(folder: Path | None = None, *, people: int = IDENTITIES) -> Path:
+def ensure(folder: Path | None = None, *, people: int = PEOPLE) -> Path:
     """The folder with the faces, drawn now if it is missing: ``<folder>/First_Last/First_Last_0001.jpg``.
 
-    :param folder: when None, :func:`default_folder`, or a folder beside it for a part of the people
+    :param folder: when None, :func:`default_folder`
     :param people: draw the first so many, which have the most images
     :raises UsageError: if it cannot be written; no partial folder stays
     """
-    if not 1 <= people <= IDENTITIES:
-        raise ValueError(f"people {people} is not in 1 ... {IDENTITIES}")
-    if folder is None:
-        folder = default_folder() if people == IDENTITIES else default_folder().with_name(f"{_NAME}-first-{people}")
+    folder = folder or default_folder()
     try:
         if not _is_complete(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(folder)
-            _draw_into_place(folder, people)
+            with tempfile.TemporaryDirectory(
+                prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+            ) as scratch:
+                # One level further down, since the scratch folder itself is closed to other users.
+                _write(Path(scratch, folder.name), people, folder)
+                _move(Path(scratch, folder.name), folder)
     except OSError as error:
-        megabytes = -(-(_KB_PER_IMAGE * sum(map(images_of, range(people))) + _KB_PER_PERSON * people) // 1000)
         raise UsageError(
-            f"cannot write the drawn faces to {folder}: {error.strerror or error} (they need {megabytes} MB); set "
+            f"cannot write the drawn faces to {folder}: {error.strerror or error} (they need {_MEGABYTES} MB); set "
             "XDG_CACHE_HOME to another place, or give a folder of your own with --path-to-folder or --data-dir"
         ) from error
     return folder
@@ -62,25 +79,12 @@ def _is_complete(folder: Path) -> bool:
     return folder.exists() and any(folder.iterdir())
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Delete the scratch folders of processes that were killed."""
-    for path in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
-        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
-            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _draw_into_place(folder: Path, people: int) -> None:
-    with tempfile.TemporaryDirectory(
-        prefix=f".{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
-    ) as scratch:
-        # One level further down, since the scratch folder itself is closed to other users.
-        _write(Path(scratch, folder.name), people, folder)
-        try:
-            os.rename(Path(scratch, folder.name), folder)
-        except OSError:
-            if not _is_complete(folder):  # otherwise another process was faster
-                raise
+def _move(drawn: Path, folder: Path) -> None:
+    try:
+        os.rename(drawn, folder)
+    except OSError:
+        if not _is_complete(folder):  # otherwise another process was faster
+            raise
 
 
 def _write(root: Path, people: int, folder: Path) -> None:
@@ -91,9 +95,9 @@ def _write(root: Path, people: int, folder: Path) -> None:
     if not terminal:
         print(f"drawing {total:,} faces into {folder} (once, some 15 s)", file=sys.stderr, flush=True)
     with tqdm(total=total, desc=f"drawing faces into {folder} (once)", unit="face", disable=not terminal) as bar:
-        for identity in range(people):
-            name = name_of(identity)
+        for person in range(people):
+            name = name_of(person)
             (root / name).mkdir(parents=True)
-            for image in range(images_of(identity)):
-                (root / name / f"{name}_{image + 1:04d}.jpg").write_bytes(faces.encode(faces.draw(identity, image)))
+            for image in range(images_of(person)):
+                (root / name / f"{name}_{image + 1:04d}.jpg").write_bytes(faces.encode(faces.draw(person, image)))
                 bar.update()

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common.reporting.run_files import CONFIG_FILE
 
 from common.cli import command, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import atomic_file
+from common.files.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.directory import move_into_place, scratch_in
 from ddp.checkpoint.folder import Damaged, save_tensors

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.reporting.run_files import CHECKPOINT_FOLDER, CONFIG_FILE
 from torch import nn
 
 from common.errors import UsageError
-from common.files.run_directory import CHECKPOINT_FOLDER, writing
+from common.files.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, writing
 from ddp.checkpoint import directory, folder
 from ddp.checkpoint.folder import MANIFEST, Checkpoint, Damaged
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from common.reporting.run_files import CONFIG_FILE, LOG_FOLDER, METRICS_FILE, REQUEUE_FILE
 
 from common.cli import flag_of
 from common.data.datasets import ImageData

@@ -1,9 +1,8 @@
-"""What the tests of data loading share: pictures, every loader by name, damaged files, a server with faults, and a look at
-what is left behind.
+"""Tools of the tests of data loading: pictures, every loader by name, damaged files, and a look at what is left behind.
 
     python -m tests.dataloading.faults LOADER FOLDER
 
-goes over the folder with a loader of :data:`EVERY_LOADER`, slowly and without end, for a test that interrupts or kills it.
+goes over the folder with a loader of :data:`LOADERS`, slowly and without end, for a test that interrupts or kills it.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import http.server
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,7 +28,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms import PILToTensor
 
 from common.data.datasets import keep_batch
 from common.data.loaders import start_worker
@@ -60,10 +56,19 @@ def save_picture(
 
 # Every way to load a folder: each yields the same (images uint8 [n, 3, height, width], labels) in the same order.
 
+# The fork server has one thread. The tests' own process has those of earlier tests. A child of its fork may wait for ever for a
+# lock that one of these held (gh-112275 in the Pythons of common/fork_safety.py is one way): once, a worker did.
+CONTEXT: str | None = "forkserver"
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """uint8 ``[3, height, width]``. A worker of the fork server would import torchvision anew for its ``PILToTensor``."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
 
 def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, threads: int = 0) -> Iterator[Any]:
-    """The stock loader, which fetches one sample after the other, or a batch's samples in threads."""
-    files.transform, files.with_label = PILToTensor(), True
+    """``DataLoader``, which fetches one sample after the other, or a batch's samples in threads."""
+    files.transform, files.with_label = to_tensor, True
     sampler = ShuffledSampler(len(files), seed=files.seed)
     sampler.set_epoch(epoch)
     return iter(
@@ -74,12 +79,13 @@ def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, thre
             num_workers=workers,
             collate_fn=collate,
             worker_init_fn=start_worker,
+            multiprocessing_context=CONTEXT if workers else None,
         )
     )
 
 
 def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
-    """The stock loader over a data set that fills whole batches."""
+    """``DataLoader`` over a data set that fills whole batches."""
     sampler = ShuffledBatches(ShuffledSampler(len(files), seed=files.seed), batch_size)
     sampler.set_epoch(epoch)
     collate_fn: Any = keep_batch
@@ -90,6 +96,7 @@ def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int =
             num_workers=workers,
             collate_fn=collate_fn,
             worker_init_fn=start_worker,
+            multiprocessing_context=CONTEXT if workers else None,
         )
     )
 
@@ -118,28 +125,22 @@ LOADERS: dict[str, Load] = {
     "fast-1-thread": functools.partial(fast, workers=1, pool="threads"),
     "fast-3-threads": functools.partial(fast, workers=3, pool="threads"),
     "fast-3-kept-threads": functools.partial(fast, workers=3, pool="threads", persistent_workers=True),
-    "fast-1-process": functools.partial(fast, workers=1, pool="processes"),
-    "fast-2-processes": functools.partial(fast, workers=2, pool="processes"),
+    "fast-2-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context=CONTEXT),
     "fast-3-kept-processes": functools.partial(fast, workers=3, pool="processes", persistent_workers=True),
 }
-# Starting these takes seconds.
-SPAWNED: dict[str, Load] = {
-    "fast-2-spawned-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context="spawn")
-}
-EVERY_LOADER = LOADERS | SPAWNED
 
 
 def load(
     loader: str, files: LFWDataset, epoch: int = 0, batch_size: int = BATCH_SIZE
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """An epoch's batches, by a loader of :data:`EVERY_LOADER`."""
+    """An epoch's batches, by a loader of :data:`LOADERS`."""
     nothing = torch.empty(0, 3, HEIGHT, WIDTH, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
-    for batch in EVERY_LOADER[loader](files, epoch, batch_size):
+    for batch in LOADERS[loader](files, epoch, batch_size):
         yield tuple(batch) if len(batch) else nothing  # ``collate`` gives an empty list where all were skipped
 
 
 def error_in(batches: Iterable[Any]) -> str:
-    """The message of the bad file that ends an epoch; the stock loader's workers end as soon as nothing refers to it."""
+    """The message of the bad file that ends an epoch; ``DataLoader``'s workers end as soon as nothing refers to it."""
     try:
         for _ in batches:
             pass
@@ -184,82 +185,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-# A server
-
-
-class FaultyServer(http.server.ThreadingHTTPServer):
-    """Serves a folder, with a fault for each of the next requests for a picture.
-
-    :ivar faults: of the next requests: a status, ``drop`` (closes the connection), ``cut`` (sends half), ``silent``
-    :ivar requests: path and client's port of each so far
-    """
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=str(folder)))
-        self.faults: list[str] = []
-        self.requests: list[tuple[str, int]] = []
-        self.ended = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left is no news."""
-
-
-class _Handler(http.server.SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections are kept
-    server: FaultyServer
-
-    def do_GET(self) -> None:
-        self.server.requests.append((self.path, self.client_address[1]))
-        fault = self.server.faults.pop(0) if self.server.faults and self.path.endswith(".jpg") else None
-        if fault == "silent":
-            self.server.ended.wait()
-        elif fault == "drop":
-            self.connection.shutdown(socket.SHUT_RDWR)
-        elif fault == "cut":
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            self.wfile.write(b"\xff\xd8\xff")
-        elif fault is not None:
-            self.send_error(int(fault))
-        else:
-            super().do_GET()
-        if fault is not None:
-            self.close_connection = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-
-@contextlib.contextmanager
-def serve(folder: Path) -> Iterator[FaultyServer]:
-    """A server of this folder, for the block."""
-    server = FaultyServer(folder)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-# What is left
+# Leftovers
 
 SETTLED_S = 0.05
 
 
 @dataclass(frozen=True)
 class Traces:
-    """What this process holds that a loader may have made: compare one from before with one from after."""
+    """All that this process holds and a loader may have made: compare one from before with one from after."""
 
     descriptors: list[str] = field(default_factory=lambda: _descriptors())
     children: list[int] = field(default_factory=lambda: sorted(child.pid for child in psutil.Process().children(True)))
@@ -269,7 +202,7 @@ class Traces:
 
 
 def _descriptors() -> list[str]:
-    """What is open once that no longer changes: the thread of a queue closes its pipe in its own time."""
+    """The open descriptors, once they no longer change: the thread of a queue closes its pipe in its own time."""
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
@@ -301,7 +234,9 @@ def _shared_maps() -> list[str]:
 
 
 def main() -> None:
+    global CONTEXT
     loader, folder = sys.argv[1:]
+    CONTEXT = None  # this process has no other threads
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     worker_pool.PARENT_CHECK_S = 0.5
     files = LFWDataset(DelayedStorage(LocalFolder(folder), latency_ms=150))

@@ -32,15 +32,12 @@ def few(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the command as on a machine without a display."""
-    return run_command(PROGRAM, *map(str, arguments), env={"DISPLAY": "", "WAYLAND_DISPLAY": ""})
+    return run_command(PROGRAM, *map(str, arguments))
 
 
 @pytest.fixture
 def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
-    """Runs the command in this process, without a display, and returns the lines of its output."""
-    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
-        monkeypatch.delenv(name, raising=False)
+    """Runs the command in this process, and returns the lines of its output."""
 
     def lines_of(*arguments: str | Path) -> list[str]:
         monkeypatch.setattr(sys, "argv", [PROGRAM, *map(str, arguments)])
@@ -71,7 +68,7 @@ def user_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_without_arguments_it_reads_the_drawn_faces(
     run_here: RunHere, monkeypatch: pytest.MonkeyPatch, few: Path, tmp_path: Path
 ) -> None:
-    prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v1")
+    prepared = shutil.copytree(few, tmp_path / "raw-ddp" / "faces-v2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run_here() == [
         f"{prepared}: 14 images of 2 people, the first 24x20",
@@ -101,7 +98,7 @@ def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> N
     folder = shutil.copytree(few, tmp_path / "people")
     save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
     (folder / "Bo_Ek" / "broken.jpg").write_bytes(b"")
-    flags = "--augmentation heavy --image-size 16 --on-error skip --batch-size 15 --seed 3"
+    flags = "--augmentation affine --image-size 16 --on-error skip --batch-size 15 --seed 3"
     result = run("-path_to_folder", folder, *flags.split())
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
@@ -117,10 +114,8 @@ def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> N
     "flags, words",
     [
         (["--num-workers", "-1"], "--num-workers -1 is out of range: it must be at least 0"),
-        (["-num_workers", "-1"], "--num-workers -1 is out of range: it must be at least 0"),
-        (["-batch_size", "0"], "--batch-size 0 is out of range: it must be at least 1"),
         (["-batches_to_check", "many"], "-batches_to_check: invalid int value: 'many'"),
-        (["-augmentation", "light"], "invalid choice: 'light'"),
+        (["-augmentation", "heavy"], "invalid choice: 'heavy'"),
         (["-speed"], "unrecognized arguments: -speed"),
     ],
 )
@@ -134,7 +129,9 @@ def test_a_folder_that_is_no_data_set_is_one_line(user_error: UserError, tmp_pat
     assert user_error("-path_to_folder", tmp_path / "gone") == f"{tmp_path}/gone is not there: give a folder of JPEGs"
     assert user_error("-path_to_folder", tmp_path / "empty").startswith(f"{tmp_path}/empty holds no JPEG file")
     assert f"unpack it first (tar -xf {tmp_path}/lfw.tgz)" in user_error("-path_to_folder", tmp_path / "lfw.tgz")
-    assert user_error("-path_to_folder", "nothing://here").startswith("nothing://here cannot be opened by fsspec: ")
+    assert user_error("-path_to_folder", "nothing://here").startswith(
+        "nothing://here cannot be opened: ValueError: Protocol not known"
+    )
 
 
 def test_a_truncated_file_is_one_line_also_from_a_worker(user_error: UserError, few: Path, tmp_path: Path) -> None:
@@ -148,26 +145,9 @@ def test_a_truncated_file_is_one_line_also_from_a_worker(user_error: UserError, 
     assert (result.returncode, result.stderr) == (2, f"error: {line}\n")
 
 
-def test_images_of_several_sizes_are_one_line(user_error: UserError, few: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(few, tmp_path / "people")
-    save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
-    line = user_error("-path_to_folder", folder, "-batch_size", "14")
-    assert line == "images of several sizes make no batch: (3, 20, 24) and (3, 32, 31); give image_size (--image-size)"
-
-
 def test_a_first_batch_of_which_nothing_can_be_read_is_one_line(user_error: UserError, tmp_path: Path) -> None:
     save_picture(tmp_path / "a.jpg", 0)
     for number in range(9):
         (tmp_path / f"b{number}.jpg").write_bytes(b"")
     line = user_error("-path_to_folder", tmp_path, "-on_error", "skip", "-batch_size", "1", "-seed", "0")
     assert line == f"{tmp_path}: no file of the first batch of 1 can be read"
-
-
-def test_a_place_that_cannot_be_written_is_one_line(user_error: UserError, few: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for place, reason in (
-        (tmp_path / "file", "is a file: give a folder"),
-        (tmp_path / "file" / "below", "cannot be written: Not a directory"),
-    ):
-        line = user_error("-path_to_folder", few, "-visualize_batch", "--output", place)
-        assert line == f"--output {place} {reason}"

@@ -16,7 +16,7 @@ COMMANDS = [
     *("ddp.gpu_check", "ddp.gpu_check.equivalence", "ddp.gpu_check.gaps", "ddp.gpu_check.pinned"),
     *("dataparallel.train", "dataparallel.bench"),
     *("dataloading.bench", "dataloading.timeline", "dataloading.ladder"),
-    *("dataloading.lfw_dataset", "dataloading.http_server"),
+    "dataloading.lfw_dataset",
 ]
 NOT_FOR_HELP = ("matplotlib", "torchvision", "psutil", "PIL")
 # Each command runs in a process of its own, forked from one that has imported torch, so that torch is imported only once.

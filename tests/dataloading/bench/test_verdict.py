@@ -64,7 +64,7 @@ def test_the_choice_is_among_the_settings_and_within_noise_of_the_best(seconds: 
     recommendation = recommend(sweep)
     position = sweep.index(recommendation.chosen)
     ratio = recommendation.ratios[position]
-    assert recommendation.chosen is recommendation.best or ratio.median <= 1 + NOISE or ratio.low <= 1
+    assert ratio.median <= 1 + NOISE or ratio.low <= 1
     assert recommendation.chosen not in recommendation.equals
 
 
@@ -77,7 +77,7 @@ def test_what_limits_is_named() -> None:
     assert why(DECODING).startswith(
         "decode-bound: 95 % of an image's 210 µs of work goes into decoding, on 2 of 2 cores"
     )
-    assert why(costs(decode=(2e-4, 2e-4), hand_over=(4e-4, 4e-4))).startswith("transfer-bound: 67 %")
+    assert why(costs(decode=(2e-4, 2e-4), IPC=(4e-4, 4e-4))).startswith("transfer-bound: 67 %")
     assert why(costs(decode=(2e-4, 2e-4), augment=(4e-4, 4e-4))).startswith("augment-bound")
     assert why(costs(open=(5e-4, 5e-4), decode=(2e-4, 2e-4))).startswith("storage-bound")
 

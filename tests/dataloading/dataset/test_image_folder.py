@@ -49,13 +49,13 @@ def load(folder: Path, **settings: Any) -> ImageData:
     return load_folder(str(folder), **({"image_size": 16} | settings))
 
 
-def names(half: Images) -> list[str]:
-    assert isinstance(half, LFWBatches)
-    return list(half.files.files)
+def names(part: Images) -> list[str]:
+    assert isinstance(part, LFWBatches)
+    return list(part.files.files)
 
 
-def counts(half: Images) -> list[int]:
-    return [int(count) for count in np.bincount(half.labels)]
+def counts(part: Images) -> list[int]:
+    return [int(count) for count in np.bincount(part.labels)]
 
 
 def test_a_fifth_of_each_class_is_for_testing(written: Path, folder: Path) -> None:
@@ -73,14 +73,14 @@ def test_a_fifth_of_each_class_is_for_testing(written: Path, folder: Path) -> No
 
 def test_every_format_becomes_rgb_of_one_size(written: Path) -> None:
     data = load(written)
-    for half in (data.train, data.test):
-        key = BatchKey(0, np.arange(len(half)))
-        batch = half.__getitems__(key)
-        assert batch.images.shape == (len(half), 3, 16, 16)
-        assert isinstance(half, LFWBatches)
-        (fast,) = FastLoader(half, batch_sampler=[key], num_workers=2)
+    for part in (data.train, data.test):
+        key = BatchKey(0, np.arange(len(part)))
+        batch = part.__getitems__(key)
+        assert batch.images.shape == (len(part), 3, 16, 16)
+        assert isinstance(part, LFWBatches)
+        (fast,) = FastLoader(part, batch_sampler=[key], num_workers=2)
         np.testing.assert_array_equal(fast.images, batch.images)
-        for image, label, name in zip(batch.images, batch.labels.tolist(), names(half), strict=True):
+        for image, label, name in zip(batch.images, batch.labels.tolist(), names(part), strict=True):
             assert name.split("/")[0] == data.classes[label]
             color = image.double().mean((1, 2)).tolist()
             if name.endswith(("bmp", "ppm")):

@@ -31,12 +31,6 @@ def test_the_waits_are_log_normal_around_the_median() -> None:
     assert np.quantile(waits, 0.95) == pytest.approx(0.020 * 1.64, rel=0.05)
 
 
-def test_every_seed_has_slow_files_of_its_own() -> None:
-    first, second = ([delay_s(20, seed, name) for name in NAMES] for seed in (0, 1))
-    assert len(set(first)) == len(NAMES)
-    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
-
-
 def test_each_open_waits_its_time_and_nothing_else_does(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)

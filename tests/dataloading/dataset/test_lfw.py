@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,14 @@ from PIL import Image
 from torchvision import transforms
 
 from common.errors import UsageError
-from dataloading.dataset import decoders
 from dataloading.dataset.augmentation import ImageAugmentation
 from dataloading.dataset.decoders import installed
 from dataloading.dataset.latency import DelayedStorage
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey
 from dataloading.dataset.storage import BadFile, LocalFolder, Reader, Storage, Unskippable
-from dataloading.synthetic.faces import draw, encode
 from tests.dataloading.conftest import PEOPLE, PICTURES
-from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture, serve
+from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture
 
 
 def pixels(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -61,12 +57,6 @@ def test_files_directly_in_the_folder_are_of_the_people_that_their_names_say(tmp
     assert files.labels.dtype == np.int64
 
 
-def test_without_labels_and_transform_a_sample_is_the_image(pictures: Path) -> None:
-    image = LFWDataset(pictures)[0]
-    assert isinstance(image, Image.Image)
-    assert (image.mode, image.size) == ("RGB", (WIDTH, HEIGHT))
-
-
 def test_a_transform_makes_of_the_image_what_it_likes(pictures: Path) -> None:
     files = LFWDataset(pictures, transforms.ToTensor(), with_label=True)
     image, _ = files[3]
@@ -77,23 +67,16 @@ def test_a_transform_makes_of_the_image_what_it_likes(pictures: Path) -> None:
 def test_every_root_gives_the_same_samples(pictures: Path) -> None:
     expected = samples_of(LFWDataset(pictures, transforms.ToTensor(), with_label=True))
     fsspec.filesystem("memory").put(str(pictures), "/faces", recursive=True)
-    with serve(pictures) as server:
-        delayed = DelayedStorage(LocalFolder(str(pictures)), 0)
-        roots: list[str | Storage] = [str(pictures), pictures.as_uri(), server.url, "memory://faces", delayed]
-        for root in roots:
-            files = LFWDataset(root, transforms.ToTensor(), with_label=True)
-            assert files.people == PEOPLE
-            assert len(files) == PICTURES
-            for (image, person), (wanted, its_person) in zip(samples_of(files), expected, strict=True):
-                torch.testing.assert_close(image, wanted, rtol=0, atol=0)
-                assert person == its_person
+    delayed = DelayedStorage(LocalFolder(str(pictures)), 0)
+    roots: list[str | Storage] = [pictures.as_uri(), "memory://faces", delayed]
+    for root in roots:
+        files = LFWDataset(root, transforms.ToTensor(), with_label=True)
+        assert files.people == PEOPLE
+        assert len(files) == PICTURES
+        for (image, person), (wanted, its_person) in zip(samples_of(files), expected, strict=True):
+            assert torch.equal(image, wanted)
+            assert person == its_person
     fsspec.filesystem("memory").rm("/faces", recursive=True)
-
-
-def test_real_faces_are_loaded(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"A_B_{number:04d}.jpg").write_bytes(encode(draw(0, number)))
-    assert {image.size for image in samples_of(LFWDataset(tmp_path))} == {(250, 250)}
 
 
 @pytest.mark.parametrize("content", [[], ["notes.txt"], ["empty/"], ["deep/er/a.jpg"], [".hidden.jpg"]])
@@ -107,12 +90,6 @@ def test_a_folder_without_a_jpeg_is_refused_with_what_it_should_be(tmp_path: Pat
     assert "<folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg" in str(refused.value)
 
 
-def test_a_missing_decoder_is_told_at_once(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "_is_installed", lambda name: name == "pillow")
-    with pytest.raises(UsageError, match=r"^decoder torchcodec \(--decoder\) is not installed"):
-        LFWDataset(pictures, decoder="torchcodec")
-
-
 @pytest.mark.parametrize("index", [-1, PICTURES])
 def test_there_is_no_sample_before_the_first_and_after_the_last(pictures: Path, index: int) -> None:
     with pytest.raises(IndexError):
@@ -120,8 +97,8 @@ def test_there_is_no_sample_before_the_first_and_after_the_last(pictures: Path, 
 
 
 @pytest.mark.parametrize("decoder", installed())
-@pytest.mark.parametrize("image_size", [None, 16, 32])
-@pytest.mark.parametrize("augmentation", ["none", "affine", "heavy"])
+@pytest.mark.parametrize("image_size", [None, 16])
+@pytest.mark.parametrize("augmentation", ["none", "affine"])
 def test_pixels_in_a_batch_are_those_of_the_image(
     pictures: Path, decoder: str, image_size: int | None, augmentation: str
 ) -> None:
@@ -140,50 +117,11 @@ def test_pixels_in_a_batch_are_those_of_the_image(
         assert (batch[[0, 2]] == 77).all()
 
 
-def test_an_augmented_sample_looks_the_same_in_the_same_epoch_and_different_in_the_next(pictures: Path) -> None:
-    files = LFWDataset(pictures, augmentation="affine", seed=1)
-    looks = [pixels(files[SampleKey(epoch, 4)]).tobytes() for epoch in (0, 1, 2, 0)]
-    assert looks[3] == looks[0] == pixels(files[4]).tobytes()
-    assert len(set(looks)) == 3
-    assert pixels(LFWDataset(pictures, augmentation="affine", seed=2)[4]).tobytes() not in looks
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("decoder", installed())
-def test_a_file_that_cannot_be_read_is_named_in_one_line(own_pictures: Path, damage: str, decoder: str) -> None:
-    files = LFWDataset(own_pictures, decoder=decoder)
-    path = Path(files.path(3))
-    do, reason = DAMAGE[damage]
-    do(path)
-    for read in (
-        lambda: files[3],
-        lambda: files.pixels_into(np.zeros((HEIGHT, WIDTH, 3), np.uint8), 3),
-    ):
-        with pytest.raises(BadFile) as bad:
-            read()
-        assert str(bad.value).startswith(f"{path} {reason}")
-        assert "\n" not in str(bad.value)
-    assert files[2].size == (WIDTH, HEIGHT)
-
-
 def test_a_damaged_file_comes_with_what_to_do(own_pictures: Path) -> None:
     files = LFWDataset(own_pictures)
     Path(files.path(0)).write_bytes(b"")
     with pytest.raises(BadFile, match=r"is empty; fetch it again, or remove it$"):
         files.image_shape()
-
-
-def test_an_image_of_another_size_is_named_with_both_sizes(own_pictures: Path) -> None:
-    save_picture(own_pictures / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(30, 31))
-    files = LFWDataset(own_pictures)
-    place = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
-    message = (
-        r"^.*Ann_Lee_0001\.jpg has 30x31 pixels, where the first image has 24x20: .*; give image_size \(--image-size\)$"
-    )
-    with pytest.raises(BadFile, match=message):
-        files.pixels_into(place, 0)
-    files.image_size = 16
-    files.pixels_into(np.zeros((16, 16, 3), np.uint8), 0)
 
 
 # on_error="skip"
@@ -204,35 +142,10 @@ def test_a_file_that_cannot_be_read_is_skipped_with_a_warning_that_names_it(
     assert not isinstance(files[len(DAMAGE)], Skipped)
 
 
-def test_nothing_is_skipped_unless_that_is_wanted(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures)
-    Path(files.path(0)).unlink()
-    with pytest.raises(BadFile):
-        files[0]
-    assert files.skipped == 0
-
-
-def test_beyond_the_limit_the_next_bad_file_is_an_error(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=2)
-    for sample in range(3):
-        Path(files.path(sample)).write_bytes(b"")
-    assert [type(files[sample]) for sample in range(2)] == [Skipped, Skipped]
-    message = rf"^{files.path(2)} is empty; .*; more than 2 files could not be read, so this is not skipped$"
-    with pytest.raises(BadFile, match=message):
-        files[2]
-
-
-def test_a_limit_of_zero_skips_nothing(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=0)
-    Path(files.path(0)).unlink()
-    with pytest.raises(BadFile, match="more than 0 files"):
-        files[0]
-
-
 def test_a_file_that_is_met_again_is_skipped_again_but_counted_and_said_once(
     own_pictures: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=2)
+    files = LFWDataset(own_pictures, on_error="skip")
     for sample in (0, 3):
         Path(files.path(sample)).unlink()
     with ThreadPoolExecutor(4) as threads:
@@ -258,7 +171,7 @@ def test_what_is_not_the_files_fault_is_not_skipped(own_pictures: Path) -> None:
 def test_the_shape_is_that_of_the_first_file_that_can_be_read_and_looking_for_it_skips_none(
     own_pictures: Path,
 ) -> None:
-    files = LFWDataset(own_pictures, on_error="skip", skip_limit=1)
+    files = LFWDataset(own_pictures, on_error="skip")
     for sample in range(2):
         Path(files.path(sample)).write_bytes(b"")
     assert files.image_shape() == (HEIGHT, WIDTH, 3)
@@ -273,32 +186,14 @@ def test_a_folder_in_which_nothing_can_be_read_is_one_line(own_pictures: Path) -
         files.image_shape()
 
 
-def test_a_copy_in_another_process_has_the_same_samples(pictures: Path) -> None:
-    files = LFWDataset(pictures, augmentation="heavy", seed=3, with_label=True)
-    for other in (pickle.loads(pickle.dumps(files)), copy.copy(files)):
-        assert len(other) == len(files)
-        for (image, person), (wanted, its_person) in zip(samples_of(other), samples_of(files), strict=True):
-            assert (pixels(image) == pixels(wanted)).all()
-            assert person == its_person
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"on_error": "ignore"}, r"^on_error \(--on-error\) is 'ignore': it must be raise or skip$"),
         ({"image_size": 0}, r"^image_size \(--image-size\) is 0: it must be at least 1$"),
-        ({"skip_limit": -1}, r"^skip_limit is -1: it must be at least 0$"),
-        ({"augmentation": "all"}, r"^there is no augmentation 'all' \(--augmentation\): none, affine, heavy$"),
+        ({"augmentation": "all"}, r"^there is no augmentation 'all' \(--augmentation\): none, affine$"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         LFWDataset(tmp_path, **arguments)
-
-
-def test_a_decoder_that_nobody_knows_is_not_to_be_installed(tmp_path: Path) -> None:
-    save_picture(tmp_path / "A_0001.jpg", 0)
-    with pytest.raises(
-        UsageError, match=r"^there is no decoder 'guess' \(--decoder\): pillow, simplejpeg, torchcodec$"
-    ):
-        LFWDataset(tmp_path, decoder="guess")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from common.data.datasets import BatchKey
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key
@@ -32,11 +32,6 @@ def test_every_sample_comes_once_in_an_order_of_the_seed_and_the_epoch(samples: 
 def test_another_seed_and_another_epoch_have_another_order() -> None:
     orders = [tuple(ShuffledSampler(50, seed=seed).order(epoch)) for seed in range(5) for epoch in range(5)]
     assert len(set(orders)) == 25
-
-
-def test_unshuffled_samples_come_in_their_order_in_every_epoch() -> None:
-    sampler = ShuffledSampler(5, shuffle=False)
-    assert keys_in(sampler, 3) == [SampleKey(3, sample) for sample in range(5)]
 
 
 @given(samples=st.integers(1, 10), length=st.integers(0, 35), epoch=st.integers(0, 5))
@@ -76,13 +71,6 @@ def test_an_epoch_that_is_set_later_is_for_the_next_iterator() -> None:
     rest = list(sampler_keys)
     assert order + [key.sample for key in rest] == sampler.order(0)
     assert {key.epoch for key in rest} == {key.epoch for key in batch_keys} == {0}
-
-
-def test_a_sampler_of_torch_can_be_cut_into_batches() -> None:
-    sampler = RandomSampler(range(7), generator=torch.Generator().manual_seed(0))
-    batches = list(ShuffledBatches(sampler, 3))
-    assert [len(key.samples) for key in batches] == [3, 3, 1]
-    assert sorted(np.concatenate([key.samples for key in batches])) == list(range(7))
 
 
 @pytest.mark.parametrize(

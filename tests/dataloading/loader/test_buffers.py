@@ -29,7 +29,7 @@ def tensor(buffers: BufferPool, images: int = 8) -> torch.Tensor:
     return torch.from_numpy(buffers.take(images).pixels)
 
 
-def test_memory_that_is_dropped_is_used_again() -> None:
+def test_the_memory_of_a_dropped_batch_is_reused() -> None:
     buffers = pool()
     handle = buffers.take(8)
     assert handle.pixels.shape == (8, *SHAPE)
@@ -40,24 +40,14 @@ def test_memory_that_is_dropped_is_used_again() -> None:
     assert (again.pixels.ctypes.data, again.number) == (address, number)
 
 
-def test_memory_that_is_in_use_is_nobody_elses() -> None:
-    buffers = pool()
-    handles = [buffers.take(8) for _ in range(20)]
-    assert len({handle.pixels.ctypes.data for handle in handles}) == 20
-    assert len({handle.number for handle in handles}) == 20
-
-
 @pytest.mark.parametrize(
     "view",
     [
         lambda batch: batch[0],
-        lambda batch: batch[2:5, :, 1],
         lambda batch: batch.permute(0, 3, 1, 2)[0, 1],
         lambda batch: batch.numpy()[1],
-        lambda batch: batch.detach(),
         lambda batch: batch.untyped_storage(),
         lambda batch: torch.utils.dlpack.from_dlpack(batch),
-        lambda batch: [batch.view(-1)],
         lambda batch: memoryview(batch.numpy()),
     ],
 )
@@ -100,10 +90,6 @@ def test_only_so_much_unused_memory_is_kept() -> None:
     handles.clear()
     again = [buffers.take(8).number, *(handle.number for handle in [buffers.take(8) for _ in range(5)])]
     assert len(numbers & set(again)) == 2
-
-
-def test_a_batch_of_no_images_is_possible() -> None:
-    assert pool().take(0).pixels.shape == (0, *SHAPE)
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), max_size=30))

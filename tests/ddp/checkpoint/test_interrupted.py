@@ -19,7 +19,6 @@ import pytest
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files import atomic_files
-from common.reporting import atomic_files
 from ddp.checkpoint import clean, folder, list_checkpoints, prune, storage
 from ddp.checkpoint.storage import FOLDER
 from tests.ddp.checkpoint.samples import (
