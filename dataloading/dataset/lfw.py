@@ -39,7 +39,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def no_span(stage: str) -> AbstractContextManager[None]:
-    """Record nothing; the tracer of :mod:`dataloading.timeline.tracing` records the stage's time."""
+    """Record nothing; ``dataloading.timeline`` records the stage's time with :class:`common.reporting.spans.Recorder`."""
     return _NOTHING
 
 
