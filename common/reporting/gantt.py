@@ -1,24 +1,27 @@
 """Gantt charts: boxes in lanes over a time axis, with labels where they have room.
 
-``dataloading.timeline`` draws a loader's processes with it, ``ddp.timeline`` a training step's computation and all-reduces.
+``dataloading.timeline`` draws a loader's processes with it, ``ddp.timeline`` a training step's computation and collectives.
 Times are given in seconds and drawn in milliseconds; lanes are one unit apart, with lane 0 on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import printable
+from common.reporting.spans import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
 WIDTH_INCHES, DPI = 14.6, 110
 AXIS_PX = 1440  # the part of the width that the time axis takes
+HEIGHT = 0.8  # of a box, where a lane is 1
+LABEL_SIZE = 9
+LIGHT = 0.64  # the least brightness of a color with black letters on it
 
 
 def new_gantt(
@@ -39,53 +42,78 @@ def new_gantt(
     return figure, list(axes[:, 0])
 
 
-def save_gantt(path: Path, figure: Figure, legend: Sequence[Patch], *, rows: int, fontsize: float) -> None:
-    """Write the figure as PNG, with a legend in some rows below the charts."""
-    columns = -(-len(legend) // rows)
-    figure.legend(handles=legend, loc="outside lower center", ncols=columns, fontsize=fontsize, frameon=False)
+def save_gantt(path: Path, figure: Figure, legend: Mapping[str, Any], *, rows: int) -> None:
+    """Write the figure as PNG, with a legend in some rows below the charts.
+
+    :param legend: for each label a color, or a style of a patch
+    """
+    from matplotlib.patches import Patch
+
+    styles = {label: style if isinstance(style, dict) else {"facecolor": style} for label, style in legend.items()}
+    patches = [Patch(label=label, **style) for label, style in styles.items()]
+    columns = -(-len(patches) // rows)
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=LABEL_SIZE, frameon=False)
     figure.savefig(path, dpi=DPI)
+
+
+def text_pixels(text: str, size: float = LABEL_SIZE) -> float:
+    """The width of a text, or of the longest of its lines."""
+    from matplotlib.textpath import TextPath
+
+    return max(float(TextPath((0, 0), line, size=size).get_extents().width) for line in text.split("\n")) * DPI / 72
 
 
 class Gantt:
     """One chart.
 
     :param plot: the axes to draw on
-    :param seconds: the length of the time axis
-    :param height: of a box
-    :param character_px: estimated width of a character, in pixels per point of the font's size
+    :param start: of the time axis, in seconds
+    :param end: of the time axis, in seconds
+    :param title: above the chart
     """
 
-    def __init__(self, plot: Axes, seconds: float, *, height: float, character_px: float) -> None:
-        self.plot, self.height, self._character_px = plot, height, character_px
-        self.ms_per_px = 1000 * seconds / AXIS_PX
+    def __init__(self, plot: Axes, start: float, end: float, title: str = "") -> None:
+        self.plot, self.ms_per_px = plot, 1000 * (end - start) / AXIS_PX
+        plot.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        plot.set_xlim(1000 * start, 1000 * end)
+        plot.grid(axis="x", alpha=0.25)
+        plot.set_axisbelow(True)
+        plot.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            plot.spines[side].set_visible(False)
 
     def pixels(self, start: float, stop: float) -> float:
         """The width of a time span."""
         return 1000 * (stop - start) / self.ms_per_px
 
-    def text_pixels(self, text: str, size: float) -> float:
-        """The estimated width of a text."""
-        return self._character_px * size * len(text)
+    def boxes(self, lane: float, intervals: Sequence[Interval], **style: Any) -> None:
+        """Draw boxes of one style in a lane."""
+        spans = [(1000 * start, 1000 * (stop - start)) for start, stop in intervals]
+        self.plot.broken_barh(spans, (lane - HEIGHT / 2, HEIGHT), **style)
 
-    def boxes(self, lane: float, spans_ms: Sequence[tuple[float, float]], **style: Any) -> None:
-        """Draw boxes in a lane.
+    def box(self, lane: float, start: float, stop: float, color: Any, *labels: str, **style: Any) -> bool:
+        """Draw a box in a lane.
 
-        :param spans_ms: start and width of each, in milliseconds
+        :param color: also of its edge, if it is hatched
+        :param labels: the first that has room in the box is written into it
+        :returns: whether one has
         """
-        self.plot.broken_barh(spans_ms, (lane - self.height / 2, self.height), **style)
+        self.boxes(lane, [(start, stop)], **{"facecolor": color, "edgecolor": "white", "linewidth": 0.5, **style})
+        return self.write(lane, start, stop, *labels, color=_readable_on(color))
 
-    def box(self, lane: float, start: float, stop: float, **style: Any) -> None:
-        """Draw one box in a lane."""
-        self.boxes(lane, [(1000 * start, 1000 * (stop - start))], **style)
+    def write(self, lane: float, start: float, stop: float, *labels: str, **style: Any) -> bool:
+        """Write the first of the labels that has room into the middle of a box, and return whether one has."""
+        room = self.pixels(start, stop) - 4
+        text = next((label for label in labels if text_pixels(label) < room), "")
+        if text:
+            look = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, **style}
+            self.plot.text(500 * (start + stop), lane, text, **look)
+        return bool(text)
 
-    def write(self, lane: float, start: float, stop: float, text: str, **style: Any) -> None:
-        """Write a text into the middle of a box."""
-        self.plot.text(500 * (start + stop), lane, text, ha="center", va="center", **style)
 
-    def time_axis(self) -> None:
-        """A grid of times, no frame."""
-        self.plot.grid(axis="x", alpha=0.25)
-        self.plot.set_axisbelow(True)
-        self.plot.tick_params(axis="y", length=0)
-        for side in ("top", "right", "left"):
-            self.plot.spines[side].set_visible(False)
+def _readable_on(color: Any) -> str:
+    from matplotlib.colors import to_rgba
+
+    red, green, blue, alpha = to_rgba(color)
+    brightness = 0.3 * red + 0.59 * green + 0.11 * blue
+    return "black" if 1 - alpha * (1 - brightness) > LIGHT else "white"

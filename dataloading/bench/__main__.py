@@ -32,7 +32,6 @@ from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_sweep
-from common.reporting.machine import usable_cores
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import StageCosts, measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure

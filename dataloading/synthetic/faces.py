@@ -19,9 +19,6 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 from common.randomness import hash64, uniform
-from dataloading.synthetic.drawing import (
-    SIDE,
-)
 
 SIDE = 250  # pixels of an image's side, as in LFW
 QUALITY = 75

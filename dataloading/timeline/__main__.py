@@ -4,20 +4,20 @@
     python -m dataloading.timeline --loader fast --decoder simplejpeg
     python -m dataloading.timeline --start-method spawn --slow-batch-ms 0
 
-By default the stock ``DataLoader`` runs twice over the same batches, with ``in_order`` and without, and one file of the
+By default torch's ``DataLoader`` runs twice over the same batches, with ``in_order`` and without, and one file of the
 third batch is late. The trace of each run is written beside the picture; it opens at https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import multiprocessing.util
-import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,25 +27,25 @@ from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.benchmark import run_alone, write_results
-from common.reporting.trace_events import write_trace
+from common.reporting.spans import Recorder, in_lane, shifted
+from common.reporting.trace_events import trace_events, write_trace
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler, as_batch_key
-from dataloading.dataset.storage import Reader, Storage
 from dataloading.loader.fast_loader import FastLoader
 from dataloading.loader.stock_loader import iterate, stock_loader
 from dataloading.synthetic import face_cache
-from dataloading.timeline.figure import plot_timeline
+from dataloading.timeline.figure import first_batch, plot_timeline
 from dataloading.timeline.tracing import (
+    MAIN,
+    LateFile,
     LoaderTrace,
     Numbered,
     TracedBatches,
-    TracedCollate,
     TracedFetch,
-    TracedStart,
-    Tracer,
-    trace_events,
+    traced_collate,
+    traced_start,
 )
 
 START_METHODS = tuple(multiprocessing.get_all_start_methods())
@@ -102,8 +102,8 @@ def measure(config: LoadingTimelineConfig) -> list[LoaderTrace]:
     starts = range(0, len(keys), config.batch_size)
     batches = [Numbered(i, keys[start : start + config.batch_size]) for i, start in enumerate(starts)]
     if config.loader == "fast":
-        who = "threads share each batch" if config.workers else "the main process does all work"
-        return [record(config, files, batches, "fast", f"the fast loader: {who}")]
+        how = "threads share each batch" if config.workers else "the main process does all work"
+        return [record(config, files, batches, "fast", f"the fast loader: {how}")]
     if config.workers == 0:
         return [record(config, files, batches, "no-workers", "num_workers=0: the main process does all work")]
     return [
@@ -124,57 +124,58 @@ def record(
     """Load all batches once and trace every stage."""
     late = config.slow_batch if config.slow_batch_ms else None
     with tempfile.TemporaryDirectory(prefix="raw-ddp-timeline-") as folder:
-        tracer = Tracer(Path(folder))
+        recorder = Recorder(folder=Path(folder))
         dataset = copy.copy(files)
-        dataset.span = tracer.span
+        dataset.span = recorder.span
         if late is not None:
             keys = batches[late].content
             name_of_late = files.files[keys[len(keys) // 2].sample]
-            dataset.storage = LateFile(files.storage, name_of_late, late, config.slow_batch_ms / 1000, tracer)
-        began = _consume(config, dataset, batches, tracer, in_order)
-        spans = [
-            span._replace(start=span.start - began, end=span.end - began)
-            for span in tracer.collect()
-            if span.start >= began  # the fast loader's data set has decoded an image before
-        ]
-    return LoaderTrace(name, title, spans, (os.getpid(), threading.get_native_id()), late)
+            dataset.storage = LateFile(files.storage, name_of_late, late, config.slow_batch_ms / 1000, recorder)
+        began = time.perf_counter()
+        loader = _traced_loader(config, dataset, batches, recorder, in_order, began)
+        if config.loader == "fast":  # its data set has decoded an image
+            began = time.perf_counter()
+        source: Any = iterate(loader)
+        asked = time.perf_counter()
+        if config.loader == "stock" and config.workers:
+            recorder.add("start workers", began, asked)
+        try:
+            for number, batch in enumerate(source) if config.loader == "fast" else source:
+                taken = time.perf_counter()
+                recorder.add("wait", asked, taken, batch=number)
+                time.sleep(config.step_ms / 1000)
+                del batch
+                asked = time.perf_counter()
+                recorder.add("consume", taken, asked, batch=number)
+        finally:
+            # The workers must end before their folder is removed. After an error, the traceback would keep the iterator and
+            # so the workers alive. DataLoader's iterator has no public close.
+            close = getattr(source, "_shutdown_workers", None) or getattr(source, "close", None)
+            if close is not None:
+                close()
+        spans = [span for span in recorder.collect() if span.start >= began]
+    own = threading.current_thread().name
+    spans = [span._replace(lane=MAIN if span.lane == own else span.lane) for span in shifted(spans, began)]
+    return LoaderTrace(name, title, spans, late)
 
 
-def _consume(
-    config: LoadingTimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer, in_order: bool
-) -> float:
-    """Take each batch and work on it.
-
-    :returns: the time at which the loader's iterator was requested
-    """
+def _traced_loader(
+    config: LoadingTimelineConfig,
+    dataset: LFWDataset,
+    batches: Sequence[Numbered],
+    recorder: Recorder,
+    in_order: bool,
+    began: float,
+) -> Iterable[Any]:
     if config.loader == "fast":
-        began, source = _iterate_fast(config, dataset, batches, tracer)
-        numbered: Iterator[tuple[int, Any]] = enumerate(source)
-    else:
-        began, source = _iterate_stock(config, dataset, batches, tracer, in_order)
-        numbered = source
-    asked = time.perf_counter()
-    try:
-        for number, batch in numbered:
-            taken = time.perf_counter()
-            tracer.record("wait", asked, taken, number)
-            time.sleep(config.step_ms / 1000)
-            del batch
-            asked = time.perf_counter()
-            tracer.record("consume", taken, asked, number)
-    finally:
-        # The workers must end before their folder is removed. After an error, the traceback would keep the iterator and
-        # so the workers alive. DataLoader's iterator has no public close.
-        close = getattr(source, "_shutdown_workers", None) or getattr(source, "close", None)
-        if close is not None:
-            close()
-    return began
-
-
-def _iterate_stock(
-    config: LoadingTimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer, in_order: bool
-) -> tuple[float, Any]:
-    began = time.perf_counter()
+        keys = [as_batch_key(batch.content, epoch=0) for batch in batches]
+        return FastLoader(
+            TracedBatches(dataset, recorder, keys),
+            batch_sampler=keys,
+            num_workers=config.workers,
+            pool="threads",
+            prefetch_batches=config.prefetch_factor * max(1, config.workers),
+        )
     workers: dict[str, Any] = {}
     if config.workers:
         # The workers inherit this folder, and this process removes it. A terminated worker would leave its own behind.
@@ -183,45 +184,10 @@ def _iterate_stock(
             "prefetch_factor": config.prefetch_factor,
             "multiprocessing_context": config.start_method,
             "in_order": in_order,
-            "worker_init_fn": TracedStart(tracer, began),
+            "worker_init_fn": functools.partial(traced_start, recorder, began),
         }
-    traced = TracedFetch(dataset, tracer)
-    loader = stock_loader(traced, config.workers, batch_sampler=batches, collate_fn=TracedCollate(tracer), **workers)
-    iterator = iterate(loader)
-    if config.workers:
-        tracer.record("start workers", began, time.perf_counter())
-    return began, iterator
-
-
-def _iterate_fast(
-    config: LoadingTimelineConfig, dataset: LFWDataset, batches: Sequence[Numbered], tracer: Tracer
-) -> tuple[float, Any]:
-    keys = [as_batch_key(batch.content, epoch=0) for batch in batches]
-    loader = FastLoader(
-        TracedBatches(dataset, tracer, keys),
-        batch_sampler=keys,
-        num_workers=config.workers,
-        pool="threads",
-        prefetch_batches=config.prefetch_factor * max(1, config.workers),
-    )
-    return time.perf_counter(), iter(loader)
-
-
-class LateFile:
-    """A storage that delays one file when it is opened for one batch."""
-
-    def __init__(self, storage: Storage, name: str, batch: int, delay_s: float, tracer: Tracer) -> None:
-        self.root, self._storage = storage.root, storage
-        self._name, self._batch, self._delay_s, self._tracer = name, batch, delay_s, tracer
-
-    def names(self) -> list[str]:
-        return self._storage.names()
-
-    def open(self, name: str) -> Reader:
-        if name == self._name and self._tracer.current_batch == self._batch:
-            with self._tracer.span("late"):
-                time.sleep(self._delay_s)
-        return self._storage.open(name)
+    traced, collate = TracedFetch(dataset, recorder), functools.partial(traced_collate, recorder)
+    return stock_loader(traced, config.workers, batch_sampler=batches, collate_fn=collate, **workers)
 
 
 def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
@@ -232,10 +198,10 @@ def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
     names = ["timeline.png", "summary.json", *(f"trace-{run.name}.json" for run in runs)]
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
-        write_trace(config.output / f"trace-{run.name}.json", trace_events(run))
-    write_results(
-        config.output / "summary.json", {"config": asdict(config), "runs": {run.name: _summary(run) for run in runs}}
-    )
+        spans = [span for lane in run.lanes for span in in_lane(run.spans, lane)]
+        write_trace(config.output / f"trace-{run.name}.json", trace_events({run.title: spans + run.queue()}))
+    summaries = {run.name: _summary(run) for run in runs}
+    write_results(config.output / "summary.json", {"config": asdict(config), "runs": summaries})
     lines = [_title(config)]
     for run in runs:
         lines += [f"{run.title}:", *(f"    {line}" for line in _lines(run))]
@@ -243,30 +209,23 @@ def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
 
 
 def _summary(run: LoaderTrace) -> dict[str, Any]:
-    first, held_up = run.batches[0], run.held_up()
     return {
         "order": [batch.number for batch in run.batches],
         "total_ms": 1000 * run.end,
-        "first_batch_ms": 1000 * first.taken,
-        "first_batch_asked_ms": 1000 * first.began,
-        "first_batch_work_ms": 1000 * (first.finished - first.began),
-        "first_batch_hand_over_ms": 1000 * (first.taken - first.finished),
+        "first_batch_ms": 1000 * run.batches[0].taken,
         "waited_share": run.waited / run.end,
-        "held_up_ms": {number: 1000 * seconds for number, seconds in held_up.items()},
+        "held_up_ms": {number: 1000 * seconds for number, seconds in run.held_up().items()},
         "batches": [batch._asdict() for batch in run.batches],
     }
 
 
 def _lines(run: LoaderTrace) -> list[str]:
-    facts = _summary(run)
-    held_up = facts["held_up_ms"]
-    longest = max(held_up, key=lambda number: held_up[number])
+    held_up, longest = max((seconds, number) for number, seconds in run.held_up().items())
     return [
-        f"first batch after {facts['first_batch_ms']:.0f} ms: {facts['first_batch_asked_ms']:.0f} until a worker began with "
-        f"it, {facts['first_batch_work_ms']:.0f} of work, {facts['first_batch_hand_over_ms']:.0f} of hand-over",
-        f"the main process waited {100 * facts['waited_share']:.0f} % of {facts['total_ms']:.0f} ms",
-        f"a finished batch stood behind another for at most {held_up[longest]:.0f} ms (batch {longest})",
-        f"taken in the order {' '.join(map(str, facts['order']))}",
+        first_batch(run),
+        f"the main process waited {100 * run.waited / run.end:.0f} % of {1000 * run.end:.0f} ms",
+        f"a finished batch stood behind another for at most {1000 * held_up:.0f} ms (batch {longest})",
+        f"taken in the order {' '.join(str(batch.number) for batch in run.batches)}",
     ]
 
 

@@ -23,7 +23,7 @@ from common.cli import command, option, parse
 from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.benchmark import run_alone, write_results
-from ddp.timeline.overlap import Interval, length, union
+from common.reporting.spans import Interval, length, union
 
 ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of torch.profiler's events
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")

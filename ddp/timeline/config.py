@@ -1,4 +1,4 @@
-"""What ``ddp.timeline`` can be told."""
+"""The settings of ``ddp.timeline``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class StepTimelineConfig:
         "too, zero3 of the parameters too",
         choices=(REPLICAS, *STAGES),
     )
-    model: str = option(None, "the model of which replicas are trained, on glyphs (default: mlp)", choices=MODELS)
+    model: str = option(
+        None, "the model of which replicas are trained, on random images (default: mlp)", choices=MODELS
+    )
     width: int = option(None, "of the transformer that is sharded, on random tokens (default: 256)", minimum=64)
     layers: int = option(None, "its blocks, of 12 width² parameters each (default: 6)", minimum=1, maximum=1000)
     length: int = option(None, "tokens of a sequence (default: 64)", minimum=1, maximum=100_000)
@@ -107,13 +109,20 @@ class StepTimelineConfig:
         return place_ranks(self.device, self.ranks)
 
     @property
+    def processes(self) -> str:
+        """The ranks and their threads, or GPUs."""
+        if self.placement.gpus:
+            return str(self.placement)
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)} of {self.threads} thread{'s' * (self.threads > 1)}"
+
+    @property
     def stage(self) -> int:
-        """Of sharding: 1, 2 or 3; 0 for replicas."""
+        """The stage of sharding: 1, 2 or 3; 0 for replicas."""
         return STAGES.get(self.strategy, 0)
 
     @property
     def sequences(self) -> int:
-        """Of each rank in a step, when the strategy is sharded.
+        """Sequences of each rank in a step, when the strategy is sharded.
 
         :raises UsageError: when the batch does not divide over the ranks
         """

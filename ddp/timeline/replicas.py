@@ -1,0 +1,159 @@
+"""Steps of the hand-written DDP: when each gradient is computed and copied, and each bucket's all-reduce."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from common.distributed.process_group import DistEnv
+from common.reporting.run_figures import COLORS
+from common.reporting.timing import Spread
+from common.training.models import build_model, to_device
+from ddp.all_reduce.choice import build_all_reduce
+from ddp.by_hand.buckets import MIB
+from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
+from ddp.timeline.config import StepTimelineConfig
+from ddp.timeline.figure import LATE, OPTIMIZER, WAIT, Look
+from ddp.timeline.parts import COMPUTE, Parts
+from ddp.timeline.recording import RecordedBackend, RecordedCollectives, StepRecorder
+
+IMAGE_SHAPE, CLASSES = (1, 28, 28), 10  # as a glyph's
+MOST_SIZES = 6  # bucket sizes that the title lists
+BUCKET_COLORS = (COLORS[0], COLORS[2], COLORS[3], COLORS[4])
+DATA, FORWARD, COPY, HIDDEN, EXPOSED = "#d9dde0", "#a9b8c4", "0.25", "#e7f2e6", "#fbe3da"
+
+
+class StepsOfRank(StepRecorder):
+    """Trains with the hand-written DDP on random images. A lap of the backward pass computes a gradient, or copies it, or waits."""
+
+    def __init__(self, env: DistEnv, config: StepTimelineConfig) -> None:
+        super().__init__(env)
+        torch.manual_seed(env.rank)  # DDP broadcasts rank 0's parameters
+        self._device, self._samples = env.device, config.batch_size // config.ranks
+        network = to_device(build_model(config.model, IMAGE_SHAPE, CLASSES, 0.0), env.device, torch.channels_last)
+        self._names = {parameter: name for name, parameter in network.named_parameters()}
+        recorded = RecordedBackend if config.all_reduce == "backend" else RecordedCollectives
+        self._model = HandwrittenDistributedDataParallel(
+            network,
+            broadcast_buffers=False,
+            bucket_cap_mb=config.bucket_mib,
+            all_reduce=recorded(build_all_reduce(config.all_reduce), self.recorder, self._name_of),
+        )
+        for parameter, name in self._names.items():
+            # DDP's hook is on the node that accumulates the gradient. The node calls its hooks after those of the parameter.
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._lap, name))
+            get_gradient_edge(parameter).node.register_hook(functools.partial(self._lap, "copy"))
+        self._optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9, fused=True)
+
+    def facts(self) -> dict[str, Any]:
+        """``buckets``, in the order of their all-reduces: each maps its parameters to the bytes of the gradients."""
+        buckets = [bucket.parameters.values() for bucket in self._model.reducer.buckets]
+        return {"buckets": [{self._names[p]: p.nbytes for p in bucket} for bucket in buckets]}
+
+    def compute(self, steps: int) -> list[float]:
+        """Seconds of each of ``steps`` backward passes without synchronization. All ranks start together."""
+        self.start_together()
+        for _ in range(steps):
+            with self._model.no_sync():
+                loss = self.forward(self.next_batch())
+                self.recorder.begin_laps(COMPUTE)
+                with self.recorder.span("alone"):
+                    loss.backward()
+            self._optimizer.zero_grad(set_to_none=True)
+        return [span.seconds for span in self.recorder.read(self.recorder.take()) if span.name == "alone"]
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        images, labels = torch.rand(self._samples, *IMAGE_SHAPE), torch.randint(CLASSES, (self._samples,))
+        return images.to(self._device, memory_format=torch.channels_last), labels.to(self._device)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self._model(images), labels)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self._lap("wait")
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _lap(self, name: str, *_: object) -> None:
+        self.recorder.lap(name, COMPUTE)
+
+    def _name_of(self, buffer: Tensor) -> str:
+        buckets = self._model.reducer.buckets
+        return bucket_name(next(index for index, bucket in enumerate(buckets) if bucket.buffer is buffer))
+
+
+def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
+    """Name the model and its buckets."""
+    sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in facts["buckets"]]
+    shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
+    return (
+        f"{config.model}, global batch {config.batch_size}, {config.processes}, all-reduce: {config.all_reduce}, "
+        f"{len(sizes)} bucket{'s' * (len(sizes) > 1)} of {', '.join(shown)} MiB"
+    )
+
+
+def sentences(config: StepTimelineConfig, facts: Mapping[str, Any], steps: Sequence[Sequence[Parts]]) -> list[str]:
+    """Sum up the table over all ranks, with medians over the steps."""
+    shares = [sum(rank["hidden"] for rank in step) / sum(rank["all_reduce"] for rank in step) for step in steps]
+    hidden = Spread.of([100 * share for share in shares])
+    exposed, waiting, compute = (
+        1e3 * statistics.median(statistics.fmean(rank[name] for rank in step) for step in steps)
+        for name in ("exposed", "waiting", "compute")
+    )
+    alone = 1e3 * statistics.median(map(statistics.fmean, zip(*facts["backward_alone"], strict=True)))
+    shared = "GPU" if config.placement.gpus else "cores"
+    return [
+        f"hidden: {hidden:.0f} % of the time of the all-reduces, behind the computation of gradients; {exposed:.1f} ms of a step "
+        f"are exposed, and for {waiting:.1f} ms more the ranks wait for the slowest",
+        f"all-reduces share the {shared} with the computation that hides them: all gradients are ready after {compute:.1f} ms of "
+        f"backward, and after {alone:.1f} ms without communication: {compute / alone:.2f} times as long",
+    ]
+
+
+def heading(parts: Parts) -> str:
+    """Sum up a rank's step."""
+    step, total, hidden, exposed, late = (
+        f"{1e3 * parts[name]:.1f} ms" for name in ("step", "all_reduce", "hidden", "exposed", "waiting")
+    )
+    late = f"; {late} wait for the slowest rank" if parts["waiting"] > 0.005 * parts["step"] else ""
+    return f"step {step}, all-reduce {total}, of which {hidden} hidden and {exposed} exposed{late}"
+
+
+def look(facts: Mapping[str, Any]) -> Look:
+    """A bucket and its gradients have the same color."""
+    colors: dict[str, Any] = {"data": DATA, "forward": FORWARD, "copy": COPY, "wait": WAIT, "optimizer": OPTIMIZER}
+    labels: dict[str, tuple[str, ...]] = {"forward": ("forward",), "wait": ("waits",), "optimizer": ("optimizer",)}
+    for index, bucket in enumerate(facts["buckets"]):
+        name, color = bucket_name(index), BUCKET_COLORS[index % len(BUCKET_COLORS)]
+        colors |= dict.fromkeys((*bucket, name), color)
+        labels |= {gradient: (gradient.rpartition(".")[0],) for gradient in bucket}  # a layer's are computed together
+        labels[name] = f"{name}: {sum(bucket.values()) / MIB:.1f} MiB", name, str(index + 1)
+    legend = {
+        "data": DATA,
+        "forward": FORWARD,
+        "a gradient, and the all-reduce of its bucket": BUCKET_COLORS[0],
+        "copied to its bucket, sent": COPY,
+        "sent, but not yet by the slowest rank": {**LATE, "edgecolor": "0.4"},
+        "waits": WAIT,
+        "optimizer": OPTIMIZER,
+        "all-reduce is hidden here": HIDDEN,
+        "and exposed here": EXPOSED,
+    }
+    note = "A gradient has the color of its bucket, and the name of its module where there is room"
+    return Look(colors, labels, legend, note, overlap=(HIDDEN, EXPOSED))
+
+
+def bucket_name(index: int) -> str:
+    """Count from 1."""
+    return f"bucket {index + 1}"
