@@ -27,7 +27,6 @@ REMOVED = {
     "--no-keep-memory": "malloc always keeps freed memory",
     "--hosts": "the tests of ddp/all_reduce simulate hosts",
     "--dtype": "tensors are float32; give the --sizes in bytes",
-    "--image-size": "choose another --model; resnet50 has large images",
     "--workers": "compare loaders by dataloading.bench",
 }
 BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "costs", "sharding", "memory", "safety")

@@ -50,6 +50,7 @@ class OverheadConfig:
     """Settings of ``ddp.bench overhead``."""
 
     model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
+    image_size: int = option(None, "as in ddp.train", minimum=8, maximum=1024)
     batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     builds: int = option(
@@ -73,6 +74,7 @@ class OverheadConfig:
         """The settings of the trainer's loop."""
         return TrainConfig(
             model=self.model,
+            image_size=self.image_size,
             batch_size=self.batch_size,
             precision=self.precision,
             run_dir=self.output / "checkpoints",

@@ -16,9 +16,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from common.cli import option
-from common.data.datasets import ImageData
 from common.distributed.process_group import DEVICES
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
@@ -45,6 +45,7 @@ class StrategiesConfig:
     """
 
     model: str = option("fashion-cnn", "the model that is trained, on glyphs", choices=MODELS)
+    image_size: int = option(None, "as in ddp.train", minimum=8, maximum=1024)
     batch_size: int = option(144, "samples per step, over all processes", minimum=1, maximum=12_000)
     processes: tuple[int, ...] = option(
         None,
@@ -139,6 +140,7 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     """Start all jobs, let them take turns, and end them; once per build."""
     train_config = TrainConfig(
         model=config.model,
+        image_size=config.image_size,
         batch_size=config.batch_size,
         precision=config.precision,
         epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
@@ -150,7 +152,12 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     @contextlib.contextmanager
     def build(names: list[str]) -> Iterator[dict[str, Callable[[], StepParts]]]:
         with contextlib.ExitStack() as stack:
-            jobs = {name: stack.enter_context(_start(config, train_config, data, chosen[name])) for name in names}
+            jobs = {}
+            for name in names:
+                one = chosen[name]
+                arguments = (train_config, data, one.wrapper, one.devices)
+                where: Any = {"device": config.device, "threads": one.threads, "name": f"'{name}', rank"}
+                jobs[name] = stack.enter_context(WorkerGroup(one.processes, Runner, *arguments, **where))
             yield {name: functools.partial(_turn, ranks, config.steps) for name, ranks in jobs.items()}
             for name, ranks in jobs.items():
                 memory[name] = max(memory[name], *ranks.call("peak_memory"))
@@ -161,20 +168,6 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
         StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name], memory[name])
         for name, strategy in chosen.items()
     ]
-
-
-def _start(config: StrategiesConfig, train_config: TrainConfig, data: ImageData, strategy: Strategy) -> WorkerGroup:
-    return WorkerGroup(
-        strategy.processes,
-        Runner,
-        train_config,
-        data,
-        strategy.wrapper,
-        strategy.devices,
-        device=config.device,
-        threads=strategy.threads,
-        name=f"'{strategy.name}', rank",
-    )
 
 
 def _turn(ranks: WorkerGroup, steps: int) -> StepParts:

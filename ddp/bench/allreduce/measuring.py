@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
@@ -15,8 +14,8 @@ from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.reporting.benchmark import CPU
 from common.reporting.benchmark_figures import plot_all_reduce
-from common.reporting.timing import interleave, paired_ratios
-from common.reporting.turns import calls_of_a_turn, cells, table, timed_steps, write_report
+from common.reporting.timing import interleave
+from common.reporting.turns import calls_of_a_turn, cells, ratios, table, timed_steps, write_report
 from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds
@@ -54,38 +53,17 @@ class AllReduceWorker:
         return [timed_steps(lambda: tensor.mul_(1), 1)[0] for _ in range(WARMUP + rounds)][WARMUP:]
 
 
-@dataclass(frozen=True)
-class AllReduceMeasurement:
-    """The times of one algorithm.
-
-    :param seconds: of one all-reduce, by size in bytes; one entry per round
-    """
-
-    name: str
-    ranks: int
-    seconds: Mapping[int, list[float]]
-
-    @functools.cached_property
-    def fit(self) -> AlphaBeta:
-        """The line through the medians."""
-        return AlphaBeta.fit(list(self.seconds), [self.median(size) for size in self.seconds])
-
-    def median(self, size: int) -> float:
-        """The median seconds."""
-        return statistics.median(self.seconds[size])
-
-    def bus_bandwidth(self, size: int) -> float:
-        """Bytes per second, see :func:`ddp.bench.allreduce.alpha_beta.bus_bandwidth`."""
-        return bus_bandwidth(size, self.median(size), self.ranks)
+Seconds = Mapping[str, Mapping[int, list[float]]]  # of one all-reduce, by algorithm and bytes; one entry per round
 
 
-def measure(config: AllReduceConfig) -> tuple[list[AllReduceMeasurement], float | None]:
+def measure(config: AllReduceConfig) -> tuple[Seconds, float | None]:
     """Start the ranks, let the algorithms take turns, and end the ranks. The backend's own algorithm comes first.
 
     :returns: also the bytes per second that the host's memory reads and writes for all ranks together, if the tensors are there
     """
     names = (BACKEND, *config.algorithms)
     arguments, backend = (names, max(config.sizes) // ELEMENT), config.placement.backend
+    seconds: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     memory = None
     with (
         WorkerGroup(
@@ -93,42 +71,38 @@ def measure(config: AllReduceConfig) -> tuple[list[AllReduceMeasurement], float 
         ) as ranks,
         Progress(DistEnv.alone(CPU), "bench", len(config.sizes) * (config.rounds + WARMUP)) as progress,
     ):
-        seconds = {}
+
+        def slowest(name: str, size: int, repetitions: int) -> float:
+            return float(max(ranks.call("all_reduce", name, size // ELEMENT, repetitions)))
+
         for size in config.sizes:
-            runs = {name: functools.partial(_run, ranks, name, size // ELEMENT) for name in names}
+            runs = {name: functools.partial(slowest, name, size) for name in names}
             turns = {name: functools.partial(run, calls_of_a_turn(run, TURN_S)) for name, run in runs.items()}
-            after_round = functools.partial(_advance, progress, size_name(size))
-            seconds[size] = interleave(turns, config.rounds, WARMUP, after_round)
+            for name, own in interleave(turns, config.rounds, WARMUP, lambda _: progress.advance(1, "")).items():
+                seconds[name][size] = own
         if config.device == "cpu":
-            slowest = map(max, zip(*ranks.call("read_and_write", config.rounds), strict=True))
-            memory = 2 * MEMORY_BYTES * config.ranks / statistics.median(slowest)
-    return [
-        AllReduceMeasurement(name, config.ranks, {size: seconds[size][name] for size in config.sizes}) for name in names
-    ], memory
+            in_place = map(max, zip(*ranks.call("read_and_write", config.rounds), strict=True))
+            memory = 2 * MEMORY_BYTES * config.ranks / statistics.median(in_place)
+    return seconds, memory
 
 
-def _advance(progress: Progress, facts: str, _: int) -> None:
-    progress.advance(1, facts)
-
-
-def _run(ranks: WorkerGroup, name: str, numel: int, repetitions: int) -> float:
-    """The seconds of one of these all-reduces on the slowest rank."""
-    seconds: list[float] = ranks.call("all_reduce", name, numel, repetitions)
-    return max(seconds)
-
-
-def report(config: AllReduceConfig, results: tuple[list[AllReduceMeasurement], float | None]) -> str:
+def report(config: AllReduceConfig, measured: tuple[Seconds, float | None]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
-    measured, memory = results
-    bandwidths = {one.name: {size: one.bus_bandwidth(size) for size in config.sizes} for one in measured}
+    seconds, memory = measured
+    medians = {name: {size: statistics.median(own) for size, own in of.items()} for name, of in seconds.items()}
+    fits = {name: AlphaBeta.fit(list(of), list(of.values())) for name, of in medians.items()}
+    bandwidths = {
+        name: {size: bus_bandwidth(size, median, config.ranks) for size, median in of.items()}
+        for name, of in medians.items()
+    }
     limit = None
     if memory is not None:  # as a bus bandwidth, the limit does not depend on the size
         limit = bus_bandwidth(1, least_shared_memory_seconds(1, config.ranks, memory), config.ranks)
     title = f"all-reduce, {config.placement}, float32"
     plot_all_reduce(
         config.output / "allreduce.png",
-        {one.name: one.seconds for one in measured},
-        {one.name: (one.fit.alpha, one.fit.beta) for one in measured},
+        seconds,
+        {name: (fit.alpha, fit.beta) for name, fit in fits.items()},
         bandwidths,
         limit,
         {size: size_name(size) for size in config.sizes},
@@ -136,23 +110,19 @@ def report(config: AllReduceConfig, results: tuple[list[AllReduceMeasurement], f
     )
     lines = [f"{title}; {config.rounds} rounds, median [quartiles]"]
     for size in config.sizes:
-        seconds = {one.name: one.seconds[size] for one in measured}
-        speedups = {name: paired_ratios(measured[0].seconds[size], own) for name, own in seconds.items()}
+        of_size = {name: own[size] for name, own in seconds.items()}
         columns = {
-            "us": cells(seconds, ",.1f", 1e6),
-            "times as fast as backend": cells(speedups, ".2f"),
-            "bus GB/s": {name: f"{1e-9 * of_sizes[size]:.3f}" for name, of_sizes in bandwidths.items()},
+            "us": cells(of_size, ",.1f", 1e6),
+            "of the backend's time": cells(ratios(of_size, BACKEND), ".3f"),
+            "bus GB/s": {name: f"{1e-9 * own[size]:.3f}" for name, own in bandwidths.items()},
         }
         lines += [size_name(size), *table(columns, first=26)]
-    lines += ["", "time = alpha + bytes / bandwidth, fitted to the medians:"]
-    for one in measured:
-        fit = one.fit
-        size, error = max(zip(one.seconds, fit.errors, strict=True), key=lambda pair: abs(math.log1p(pair[1])))
-        lines.append(
-            f"  {one.name}: alpha {1e6 * fit.alpha:.1f} us, {fit.bandwidth / 1e9:.2f} GB/s; off by "
-            f"{100 * fit.mean_error:.0f} % on average, and most at {size_name(size)}, where the line is "
-            f"{1 + error:.2f} times the measured time"
-        )
+    columns = {
+        "alpha, us": {name: f"{1e6 * fit.alpha:.1f}" for name, fit in fits.items()},
+        "bandwidth, GB/s": {name: f"{1e-9 * fit.bandwidth:.2f}" for name, fit in fits.items()},
+        "off by, on average": {name: f"{100 * fit.mean_error:.0f} %" for name, fit in fits.items()},
+    }
+    lines += ["", "time = alpha + bytes / bandwidth, fitted to the medians:", *table(columns, first=26)]
     if memory is not None and limit is not None:
         lines.append(
             f"memory, all ranks at once, bytes read and written: {1e-9 * memory:.1f} GB/s. An all-reduce in shared memory reads "
@@ -168,7 +138,8 @@ def report(config: AllReduceConfig, results: tuple[list[AllReduceMeasurement], f
         "memory_bytes_per_s": memory,
         "bus_bandwidth_limit_of_memory": limit,
         "algorithms": [
-            asdict(one) | {"fit": asdict(one.fit), "bus_bandwidth": bandwidths[one.name]} for one in measured
+            {"name": name, "seconds": own, "fit": asdict(fits[name]), "bus_bandwidth": bandwidths[name]}
+            for name, own in seconds.items()
         ],
     }
     return write_report(config, "allreduce", content, ["allreduce"], lines)

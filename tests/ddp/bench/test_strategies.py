@@ -60,10 +60,7 @@ def test_the_strategies_on_cpus() -> None:
     [
         (("--batch-size", "145", "--processes", "1,2"), "--batch-size 145 does not divide"),
         (("--processes", "0"), "--processes 0"),
-        (("--processes", "2,2"), "names a value twice"),
-        (("--rounds", "1"), "--rounds 1"),
         (("--device", "cuda", "--processes", "1,64"), "usable"),
-        (("--output", __file__), "is a file: give a folder"),
     ],
 )
 def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
