@@ -1,162 +1,110 @@
 """The variants that the benchmark compares: calls that run one batch through one model.
 
-Every variant begins with the batch in the CPU's memory, so each includes its own transfer. With GPUs the batch is pinned, and so
-is the processes' copy, which lies in shared memory.
+Every variant begins with its batch in the CPU's memory, pinned where there are GPUs, so each includes its own transfer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from common.distributed.process_group import DistEnv
+from common.distributed.worker_group import WorkerGroup
 from common.reporting.timing import synchronize
-from common.training.models import build_model
+from common.reporting.turns import Step, calls_of_a_turn, timed_steps
 from common.training.precision import autocast
-from dataparallel.bench.processes import ReplicaProcesses
+from dataparallel.bench.config import DataParallelBenchConfig
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.broadcast import StepContext
 from dataparallel.parallel import HandwrittenDataParallel
-from dataparallel.threads import intra_op_threads, share_of_threads
+from dataparallel.threads import intra_op_threads
 
-CLASSES = 10
-SHAPES = {"fashion-cnn": (1, 28, 28), "mlp": (1, 28, 28), "resnet18": (3, 64, 64), "resnet50": (3, 224, 224)}
-MODES = ("inference", "training")
-TIMING_S = 0.06  # least length of a timing; one of a small batch takes many calls
-MOST_CALLS = 200
+TURN_S = 0.06  # least length of a turn; one of a small batch takes many calls
 
 PLAIN, TORCH, HANDWRITTEN, PROCESSES = "plain module", "nn.DataParallel", "handwritten", "processes"
 ONE_DEVICE = "one CPU device"
 STEP_BY_STEP = "handwritten, step by step"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The settings that all batch sizes share.
+def build_variants(
+    config: DataParallelBenchConfig, mode: str, batch_size: int, timed: str, processes: WorkerGroup
+) -> dict[str, TimedVariant]:
+    """Build all variants for one of the modes and one batch size.
 
-    :param model: of :data:`common.training.models.MODELS`
-    :param devices: GPUs, or the CPU several times
-    :param precision: of :data:`common.training.precision.PRECISIONS`
+    :param timed: the variant whose steps are timed; on GPUs one of its own, which waits for them between the steps
+    :param processes: one :class:`ReplicaWorker` per device
     """
-
-    model: str
-    devices: tuple[torch.device, ...]
-    precision: str
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.devices[0].type == "cpu"
-
-    def build(self) -> nn.Module:
-        """Build the model on the first device, with the same weights each time."""
-        torch.manual_seed(0)
-        return build_model(self.model, SHAPES[self.model], CLASSES).to(self.devices[0])
-
-    @property
-    def threads_of_one(self) -> int:
-        """Intra-op threads of one CPU device."""
-        return share_of_threads(len(self.devices))
-
-    @property
-    def megabytes(self) -> float:
-        """Megabytes that replicate copies to each further device: parameters and buffers."""
-        network = self.build()
-        return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers())) / 1e6
-
-    def open_processes(self, largest: int) -> ReplicaProcesses:
-        """Start one process per device, for batches of at most ``largest`` samples. The caller closes them."""
-        shape, threads = SHAPES[self.model], self.threads_of_one
-        return ReplicaProcesses(self.model, shape, CLASSES, largest, self.devices, self.precision, threads)
-
-    def open(self, mode: str, batch_size: int, processes: ReplicaProcesses) -> dict[str, TimedVariant]:
-        """Build all variants for one of :data:`MODES` and one batch size, and warm them up."""
-        images = torch.randn(batch_size, *SHAPES[self.model])
-        labels = torch.randint(CLASSES, (batch_size,))
-        if not self.on_cpu:
-            images, labels = images.pin_memory(), labels.pin_memory()
-
-        def variant(model: nn.Module, threads: int | None = None, stopwatch: Stopwatch | None = None) -> TimedVariant:
-            watch = stopwatch or (lambda name: contextlib.nullcontext())
-            if mode == "inference":
-                call = _inference(model, images, self.devices[0], self.precision)
-            else:
-                call = _training(model, images, labels.to(self.devices[0]), self.precision, watch)
-            return TimedVariant(call, self.devices, threads, stopwatch)
-
-        def handwritten(stopwatch: Stopwatch | None) -> TimedVariant:
-            model = HandwrittenDataParallel(self.build(), self.devices)
-            if stopwatch is not None:
-                model.step = stopwatch
-            return variant(model, stopwatch=stopwatch)
-
-        stopwatch = Stopwatch(self.devices)
-        found = {PLAIN: variant(_OneDevice(self.build(), self.devices[0]))}
-        if self.on_cpu:
-            found[ONE_DEVICE] = variant(_OneDevice(self.build(), self.devices[0]), threads=self.threads_of_one)
-            if not torch.cuda.is_available():  # on a machine with a GPU, nn.DataParallel requires the module on it
-                found[TORCH] = variant(nn.DataParallel(self.build()))
-            found[HANDWRITTEN] = handwritten(stopwatch)
-        else:
-            found[TORCH] = variant(nn.DataParallel(self.build(), list(self.devices)))
-            found[HANDWRITTEN] = handwritten(None)
-            found[STEP_BY_STEP] = handwritten(stopwatch)  # waits for the GPUs between the steps
-        found[PROCESSES] = self._of_processes(processes, mode, images, labels)
-        return found
-
-    def _of_processes(self, processes: ReplicaProcesses, mode: str, images: Tensor, labels: Tensor) -> TimedVariant:
-        stopwatch = Stopwatch(self.devices)
-
-        def call() -> None:
-            seconds = processes.infer(images)[1] if mode == "inference" else processes.train(images, labels)
-            stopwatch.seconds["forward"] += seconds
-
-        return TimedVariant(call, self.devices, stopwatch=stopwatch)
+    devices = config.parsed_devices
+    first = devices[0]
+    models: dict[str, nn.Module] = {PLAIN: OneDevice(config.build(first), first)}
+    if config.on_cpu:
+        models[ONE_DEVICE] = OneDevice(config.build(first), first)
+        if not torch.cuda.is_available():  # on a machine with a GPU, nn.DataParallel requires the module on it
+            models[TORCH] = nn.DataParallel(config.build(first))
+    else:
+        models[TORCH] = nn.DataParallel(config.build(first), list(devices))
+        models[STEP_BY_STEP] = HandwrittenDataParallel(config.build(first), devices)
+    models[HANDWRITTEN] = HandwrittenDataParallel(config.build(first), devices)
+    variants = {}
+    for name, model in models.items():
+        stopwatch, watch = Stopwatch(devices), _no_watch
+        if name == timed:
+            model.step = watch = stopwatch  # type: ignore[assignment]
+        call = call_of(model, mode, config.images(batch_size), first, config.precision, watch)
+        threads = config.threads_of_one if name == ONE_DEVICE else torch.get_num_threads()
+        variants[name] = TimedVariant(functools.partial(_timed, call, devices, threads), stopwatch)
+    on_ranks = functools.partial(_timed_on_ranks, processes, mode, batch_size)
+    return variants | {PROCESSES: TimedVariant(on_ranks, Stopwatch(devices))}
 
 
 class TimedVariant:
-    """A variant that can be timed: a call returns the mean seconds of one run.
+    """A variant's turn: a call returns the mean seconds of one call, and of each of its steps.
 
-    :param call: runs the variant once
-    :param devices: to be synchronized before the clock is read
-    :param threads: intra-op threads during the call; None leaves them unchanged
-    :param stopwatch: used by ``call``; its readings are appended to ``steps``: seconds per run, one entry per timing
+    :param run: does so many calls, and returns the mean seconds of one
+    :param stopwatch: sums the seconds of the steps, if they are timed
     """
 
-    def __init__(
-        self,
-        call: Callable[[], object],
-        devices: Sequence[torch.device],
-        threads: int | None = None,
-        stopwatch: Stopwatch | None = None,
-    ) -> None:
-        self._call, self._threads, self._stopwatch = call, threads, stopwatch
-        self._devices = devices
-        self._calls = 1
-        self.steps: list[dict[str, float]] = []
-        self()  # the first call is slower than the rest
-        self._calls = min(MOST_CALLS, math.ceil(TIMING_S / self()))
-        self.steps.clear()
+    def __init__(self, run: Callable[[int], float], stopwatch: Stopwatch) -> None:
+        run(1)  # the first call is slower than the rest
+        self._run, self._calls, self._stopwatch = run, calls_of_a_turn(run, TURN_S), stopwatch
+        stopwatch.take()
 
-    def __call__(self) -> float:
-        with intra_op_threads(self._threads or torch.get_num_threads()):
-            synchronize(self._devices)
-            began = time.perf_counter()
-            for _ in range(self._calls):
-                self._call()
-            synchronize(self._devices)
-            seconds = (time.perf_counter() - began) / self._calls
-        if self._stopwatch is not None:
-            self.steps.append({name: total / self._calls for name, total in self._stopwatch.take().items()})
-        return seconds
+    def __call__(self) -> tuple[float, dict[str, float]]:
+        seconds = self._run(self._calls)
+        return seconds, {name: total / self._calls for name, total in self._stopwatch.take().items()}
 
 
-class _OneDevice(nn.Module):
+class ReplicaWorker:
+    """The service of one rank: ``DistributedDataParallel`` instead of the four steps.
+
+    Each process has its own interpreter and its own GIL, keeps its replica, and has its part of each batch.
+    """
+
+    def __init__(self, env: DistEnv, config: DataParallelBenchConfig) -> None:
+        self._env, self._config = env, config
+        self._model = OneDevice(config.build(env.device), env.device)
+        self._ddp = DistributedDataParallel(self._model, gradient_as_bucket_view=True)
+        self._ddp.broadcast_buffers = False  # the constructor's argument has another name since torch 2.15
+        self._calls: dict[tuple[str, int], Step] = {}
+
+    def run(self, mode: str, batch_size: int, calls: int) -> float:
+        """Run this rank's part of a batch so often, and return the mean seconds. All ranks start together."""
+        rank, ranks, device = self._env.rank, self._env.world_size, self._env.device
+        if (mode, batch_size) not in self._calls:
+            images = self._config.images((rank + 1) * batch_size // ranks - rank * batch_size // ranks)
+            model = self._ddp if mode == "training" else self._model
+            self._calls[mode, batch_size] = call_of(model, mode, images, device, self._config.precision)
+        return timed_steps(self._calls[mode, batch_size], calls, device)[0]
+
+
+class OneDevice(nn.Module):
     """The plain module, with the transfer of the batch to its device."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -168,26 +116,47 @@ class _OneDevice(nn.Module):
         return logits
 
 
-def _inference(model: nn.Module, images: Tensor, device: torch.device, precision: str) -> Callable[[], object]:
-    model.eval()
-
-    def call() -> object:
-        with torch.inference_mode(), autocast(device, precision):
-            return model(images)
-
-    return call
+def _no_watch(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
-def _training(
-    model: nn.Module, images: Tensor, labels: Tensor, precision: str, watch: StepContext
-) -> Callable[[], object]:
-    """A function that takes one optimizer step. Labels are on the first device, where the loss is computed."""
-    model.train()
+def _timed(call: Step, devices: Sequence[torch.device], threads: int, calls: int) -> float:
+    """The mean seconds of a call, with so many intra-op threads in this process."""
+    with intra_op_threads(threads):
+        synchronize(devices)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        synchronize(devices)
+        return (time.perf_counter() - began) / calls
+
+
+def _timed_on_ranks(processes: WorkerGroup, mode: str, batch_size: int, calls: int) -> float:
+    """The mean seconds of a call on the slowest rank."""
+    seconds: list[float] = processes.call("run", mode, batch_size, calls)
+    return max(seconds)
+
+
+def call_of(
+    model: nn.Module, mode: str, images: Tensor, device: torch.device, precision: str, watch: StepContext = _no_watch
+) -> Step:
+    """A function that classifies one batch, or takes one optimizer step on it.
+
+    :param mode: of :data:`dataparallel.bench.config.MODES`
+    :param images: on the CPU; the model moves them
+    :param device: where the loss is computed
+    :param watch: around the steps that are not the model's
+    """
+    model.train(mode == "training")
+    labels = torch.zeros(len(images), dtype=torch.int64, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
-    device = labels.device
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
-    def call() -> None:
+    def infer() -> None:
+        with torch.inference_mode(), autocast(device, precision):
+            model(images)
+
+    def train() -> None:
         with autocast(device, precision):
             logits = model(images)
         with watch("loss"):
@@ -199,4 +168,4 @@ def _training(
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
 
-    return call
+    return train if mode == "training" else infer

@@ -22,12 +22,22 @@ import sys
 from common.cli import command
 from common.errors import UsageError
 
+REMOVED = {
+    "--keep-memory": "malloc always keeps freed memory",
+    "--no-keep-memory": "malloc always keeps freed memory",
+    "--hosts": "the tests of ddp/all_reduce simulate hosts",
+    "--dtype": "tensors are float32; give the --sizes in bytes",
+    "--workers": "compare loaders by dataloading.bench",
+}
 BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "costs", "sharding", "memory", "safety")
 
 
 @command
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
+    for flag in (argument.partition("=")[0] for argument in arguments):
+        if flag in REMOVED:
+            raise UsageError(f"{flag} is no longer there: {REMOVED[flag]}")
     if name in ("-h", "--help"):
         print(f"{__doc__}\nbenchmarks: {', '.join(BENCHMARKS)} (NAME --help lists its options)")
     elif name in BENCHMARKS:

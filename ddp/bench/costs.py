@@ -16,161 +16,105 @@ waiting: for the slower rank, for a thread to wake up, for the last bucket. So o
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import option, parse
-from common.cores import usable_cores
-from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
-from common.files.run_directory import files_line
-from common.reporting.benchmark import CPU, run_alone, write_results
+from common.cli import option
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import Spread
-from ddp.bench.engines import EnginesConfig, take_turns
-from ddp.bench.turns import WARMUP
-from ddp.bench.variants import NETWORKS, NO_SUM, ON_THE_CPU, DDPVariant
+from common.reporting.turns import Times, cells, progress_of, run_benchmark, table, write_report
+from ddp.bench.turns import Comparison, TurnsConfig, compare
+from ddp.bench.variants import FLOOR, NETWORKS, NO_SUM, ON_THE_CPU, DDPVariant
 
-NOTHING = "no synchronization"
-HOOKS, COPIES, HOOKS_AND_COPIES = "hooks", "copies", "hooks and copies"
-SUMS, WAITING = "sums", "waiting"
+HOOKS, COPIES, HOOKS_AND_COPIES, SUMS, WAITING = "hooks", "copies", "hooks and copies", "sums", "waiting"
 PARTS = (HOOKS, COPIES, HOOKS_AND_COPIES, SUMS, WAITING)
+WHOLE = "the whole"
+
+_hooks_alone = DDPVariant("handwritten", hook=NO_SUM, copies=False)
+# For each DDP and part, the variant that has it beside all parts before; the last variant is the whole DDP.
+DDPS: Mapping[str, Mapping[str, DDPVariant]] = {
+    "torch, gloo": {HOOKS_AND_COPIES: DDPVariant("torch", hook=NO_SUM), SUMS: DDPVariant("torch")},
+    "by hand, gloo": {
+        HOOKS: _hooks_alone,
+        COPIES: DDPVariant("handwritten", hook=NO_SUM),
+        SUMS: DDPVariant("handwritten"),
+    },
+    "by hand, shared memory": {
+        HOOKS: _hooks_alone,
+        COPIES: DDPVariant("handwritten", hook=NO_SUM, all_reduce="shared-memory"),
+        SUMS: DDPVariant("handwritten", all_reduce="shared-memory"),
+    },
+}
+# A variant that two DDPs share is measured once.
+VARIANTS = {FLOOR: DDPVariant("none")} | {str(one): one for parts in DDPS.values() for one in parts.values()}
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A DDP taken apart.
-
-    :param parts: for each part, the variant that has it beside all parts before; the last variant is the whole DDP
-    """
-
-    name: str
-    parts: Mapping[str, DDPVariant]
-
-
-DDPS = (
-    Taken("torch, gloo", {HOOKS_AND_COPIES: DDPVariant("torch", hook=NO_SUM), SUMS: DDPVariant("torch")}),
-    Taken(
-        "by hand, gloo",
-        {
-            HOOKS: DDPVariant("handwritten", hook=NO_SUM, copies=False),
-            COPIES: DDPVariant("handwritten", hook=NO_SUM),
-            SUMS: DDPVariant("handwritten"),
-        },
-    ),
-    Taken(
-        "by hand, shared memory",
-        {
-            HOOKS: DDPVariant("handwritten", hook=NO_SUM, copies=False),
-            COPIES: DDPVariant("handwritten", hook=NO_SUM, all_reduce="shared-memory"),
-            SUMS: DDPVariant("handwritten", all_reduce="shared-memory"),
-        },
-    ),
-)
-# The same variant in two DDPs is measured once.
-VARIANTS = {NOTHING: DDPVariant("none")} | {str(variant): variant for ddp in DDPS for variant in ddp.parts.values()}
-
-
-@dataclass(frozen=True)
-class CostsConfig:
+class CostsConfig(TurnsConfig):
     """Settings of ``ddp.bench costs``."""
 
     models: tuple[str, ...] = option(ON_THE_CPU, "models on which the DDPs are taken apart", choices=NETWORKS)
-    ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
-    builds: int = option(2, "times that all variants are rebuilt", minimum=1)
-    rounds: int = option(6, "measured rounds per build; in each, every variant takes one turn", minimum=2)
-    turn: float = option(0.25, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-costs"), "folder of the JSON and the figure")
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What the parts of all DDPs cost on one model.
-
-    :param step: milliseconds of a step without synchronization
-    :param parts: for each DDP and part, the milliseconds that it adds
-    :param whole: for each DDP, the milliseconds that its step takes beyond one without synchronization
-    """
-
-    model: str
-    step: Spread
-    parts: Mapping[str, Mapping[str, Spread]]
-    whole: Mapping[str, Spread]
-
-
 def main(argv: Sequence[str]) -> None:
-    config = parse(CostsConfig, "ddp.bench costs", __doc__, argv)
-    run_alone("ddp.bench costs", config.output, lambda: measure(config), lambda measured: report(config, measured))
+    run_benchmark(CostsConfig, "ddp.bench costs", __doc__, argv, measure, report)
 
 
-def measure(config: CostsConfig) -> list[Costs]:
-    """Take the DDPs apart on each model."""
-    turns = EnginesConfig(
-        device="cpu", ranks=config.ranks, builds=config.builds, rounds=config.rounds, turn=config.turn
-    )
-    measured = []
-    with Progress(
-        DistEnv.alone(CPU), "bench", len(config.models) * config.builds * (config.rounds + WARMUP)
-    ) as progress:
-        for model in config.models:
-            seconds, processor = take_turns(turns, model, VARIANTS, functools.partial(progress.advance, 1, model))
-            measured.append(costs(model, seconds, processor))
-    return measured
+def measure(config: CostsConfig) -> list[Comparison]:
+    """Measure all variants on each model."""
+    with progress_of(config, len(config.models)) as progress:
+        steps = {m: {name: functools.partial(one.step, m) for name, one in VARIANTS.items()} for m in config.models}
+        return [compare(config, model, own, [FLOOR], progress) for model, own in steps.items()]
 
 
-def costs(model: str, seconds: Mapping[str, list[float]], processor: Mapping[str, list[float]]) -> Costs:
-    """The differences between variants that have one part more.
+def costs(times: Comparison) -> dict[str, dict[str, list[float]]]:
+    """For each DDP, the milliseconds per step of each part and of the whole, round by round.
 
-    :param seconds: for each of :data:`VARIANTS`, the wall seconds of a step, one entry per round
-    :param processor: and its processor seconds
+    :param times: of :data:`VARIANTS`
     """
-    found: dict[str, dict[str, Spread]] = {}
-    whole: dict[str, Spread] = {}
-    for ddp in DDPS:
-        names = [NOTHING, *map(str, ddp.parts.values())]
-        found[ddp.name] = {
-            part: Spread.of(_differences(processor[now], processor[before]))
-            for part, before, now in zip(ddp.parts, names, names[1:], strict=False)
+    costs = {}
+    for ddp, variants in DDPS.items():
+        names = [FLOOR, *map(str, variants.values())]
+        parts = {
+            part: _differences(times.processor_seconds, now, before)
+            for part, before, now in zip(variants, names, names[1:], strict=False)
         }
-        wall, computed = (_differences(times[names[-1]], times[NOTHING]) for times in (seconds, processor))
-        found[ddp.name][WAITING] = Spread.of([a - b for a, b in zip(wall, computed, strict=True)])
-        whole[ddp.name] = Spread.of(wall)
-    return Costs(model, Spread.of([1e3 * value for value in seconds[NOTHING]]), found, whole)
+        whole = _differences(times.seconds, names[-1], FLOOR)
+        computed = _differences(times.processor_seconds, names[-1], FLOOR)
+        costs[ddp] = {**parts, WAITING: [a - b for a, b in zip(whole, computed, strict=True)], WHOLE: whole}
+    return costs
 
 
-def _differences(more: list[float], less: list[float]) -> list[float]:
+def _differences(times: Times, more: str, less: str) -> list[float]:
     """In milliseconds, round by round."""
-    return [1e3 * (a - b) for a, b in zip(more, less, strict=True)]
+    return [1e3 * (a - b) for a, b in zip(times[more], times[less], strict=True)]
 
 
-def report(config: CostsConfig, measured: Sequence[Costs]) -> str:
+def report(config: CostsConfig, comparisons: list[Comparison]) -> str:
     """Write the JSON and the figure, and return the tables to print."""
-    write_results(
-        config.output / "costs.json", {"config": asdict(config), "models": [asdict(costs) for costs in measured]}
-    )
-    title = f"{config.ranks} ranks on {usable_cores()} cores; {config.builds} x {config.rounds} rounds"
+    title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
+    lines = [f"{title}, milliseconds per step, median [quartiles] of the differences round by round"]
+    models, panels, totals = [], {}, {}
+    for of_model in comparisons:
+        model = of_model.title
+        step, of_ddps = [1e3 * seconds for seconds in of_model.seconds[FLOOR]], costs(of_model)
+        models.append({"model": model, "step": step, "parts": of_ddps})
+        medians = [{part: statistics.median(values) for part, values in parts.items()} for parts in of_ddps.values()]
+        panels[model] = {part: [max(0.0, ddp.get(part, 0.0)) for ddp in medians] for part in PARTS}
+        totals[model] = [ddp[WHOLE] for ddp in medians]
+        texts = {ddp: cells(parts, ".2f") for ddp, parts in of_ddps.items()}
+        lines += ["", f"{model}: a step without synchronization takes {Spread.of(step):.2f}"]
+        lines += table({ddp: {part: own.get(part, "-") for part in (*PARTS, WHOLE)} for ddp, own in texts.items()})
     plot_stacked(
         config.output / "costs.png",
-        {
-            one.model: {
-                part: [max(0.0, ddp[part].median) if part in ddp else 0.0 for ddp in one.parts.values()]
-                for part in PARTS
-            }
-            for one in measured
-        },
-        [ddp.name.replace(", ", ",\n") for ddp in DDPS],
+        panels,
+        [ddp.replace(", ", ",\n") for ddp in DDPS],
         x_title="",
         y_title="ms per step beyond one without synchronization",
         title=f"what each part of a DDP costs: {title}",
-        totals={one.model: [whole.median for whole in one.whole.values()] for one in measured},
+        totals=totals,
     )
-    lines = [f"{title}, milliseconds per step, median [quartiles] of the differences round by round"]
-    for one in measured:
-        lines += ["", f"{one.model}: a step without synchronization takes {one.step:.2f}"]
-        lines += [f"{'':<20}" + "".join(f"{name:>28}" for name in one.parts)]
-        for part in PARTS:
-            cells = [f"{ddp[part]:.2f}" if part in ddp else "-" for ddp in one.parts.values()]
-            lines.append(f"  {part:<18}" + "".join(f"{cell:>28}" for cell in cells))
-        lines.append(f"  {'the whole':<18}" + "".join(f"{f'{whole:.2f}':>28}" for whole in one.whole.values()))
-    return "\n".join([*lines, files_line(config.output, ["costs.json", "costs.png"])])
+    return write_report(config, "costs", {"models": models}, ["costs"], lines)

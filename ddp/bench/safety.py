@@ -9,64 +9,54 @@ Five loops take turns, a chunk of steps each. Each loop has its own model:
 - ``saving in the background``: ``guarded`` with one checkpoint in each chunk; the chunk ends when it is on the disk.
 - ``saving``: the same, but training waits for the disk.
 
-Each guard is also timed by itself (ddp/bench/guard_costs.py), since all guards together cost less than two steps differ from
-each other.
+Each guard is also timed by itself, since all guards together cost less than two steps differ from each other.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
+import functools
+import itertools
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from common.cli import option, parse
-from common.data.datasets import ImageData
-from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
-from common.distributed.rank_logging import Progress, rank_logging
-from common.files.run_directory import files_line, prepare_output, results_in
-from common.reporting.benchmark import write_results
-from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.timing import Spread, interleave, paired_ratios
+from common.distributed.process_group import DistEnv
+from common.reporting.timing import interleave, synchronize
+from common.reporting.turns import Step, cells
 from common.training.metrics import MetricsWriter
-from common.training.models import MODELS
 from common.training.recipes import load_dataset
-from ddp.bench.guard_costs import time_guards
-from ddp.bench.step_loops import timed, trainer_step
+from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step
+from ddp.bench.variants import DDPVariant
 from ddp.checkpoint.checkpointer import Checkpointer
-from ddp.config import TrainConfig, require_samples
 from ddp.job import Job, StepGuard
+from ddp.resilience.flags import NO_FLAGS, WithFlags
+from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.nonfinite import sum_of_gradients
 from ddp.train import build_job
 
 LIMIT = 1.03
-WARMUP = 1
-PLAIN = ("plain", "plain again")
-GUARDED, BACKGROUND, WAITING = "guarded", "saving in the background", "saving"
-LOOPS = (*PLAIN, GUARDED, BACKGROUND, WAITING)
-AGAINST = {"plain again": "plain", GUARDED: "plain", BACKGROUND: GUARDED, WAITING: GUARDED}
+PLAIN, AGAIN, GUARDED, BACKGROUND, WAITING = "plain", "plain again", "guarded", "saving in the background", "saving"
+AGAINST = {AGAIN: PLAIN, GUARDED: PLAIN, BACKGROUND: GUARDED, WAITING: GUARDED}
+OUT_OF_CACHE = 2**24  # float32 elements, 64 MiB; writing them empties the caches, as a step does
 
 
 @dataclass(frozen=True)
-class SafetyConfig:
+class SafetyConfig(OverheadConfig):
     """Settings of ``ddp.bench safety``."""
 
-    model: str = option("fashion-cnn", "the model whose step is timed", choices=MODELS)
-    batch_size: int = option(144, "samples per step, over all ranks", minimum=1, maximum=12_000)
-    builds: int = option(
-        8,
-        "times that all loops are rebuilt: memory placement alone can change a loop's time by a few percent",
-        minimum=1,
-    )
+    builds: int = option(8, "times that all loops are rebuilt", minimum=1)
     rounds: int = option(3, "rounds per build that count", minimum=2)
     steps: int = option(50, "steps of each loop in a round; loops that save write one checkpoint in them", minimum=1)
     looks: int = option(300, "times that each guard is timed by itself", minimum=2)
-    device: str = option("auto", "as in ddp.train", choices=DEVICES)
-    backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
-    interface: str | None = option(None, "as in ddp.train", per_node=True)
-    threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(
         Path("runs/bench-safety"),
         "folder of the JSON and the PNG; it holds the checkpoints while the benchmark runs",
@@ -76,54 +66,61 @@ class SafetyConfig:
 
 def main(argv: Sequence[str]) -> None:
     config = parse(SafetyConfig, "ddp.bench safety", __doc__, argv)
-    with (
-        process_group(config.device, config.backend, threads=config.threads, settings=config) as env,
-        rank_logging(env),
-    ):
-        with env.fail_together():
-            require_samples(config.model, config.batch_size, env.world_size)
-            prepare_output(config.output)
-        run = TrainConfig(
-            model=config.model,
-            batch_size=config.batch_size,
-            run_dir=config.output / "checkpoints",
-            epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
-        )
+    run = config.training
+    with config.start() as env:
         data = load_dataset(run)
-        seconds = measure(config, run, data, env)
-        guards = time_guards(build_job(run, env, data), config.looks)
-        if env.is_main:
-            with results_in(config.output):
-                print(report(config, env, seconds, guards))
+
+        def job() -> Job:
+            return build_job(run, env, data)
+
+        def guarded(stack: ExitStack) -> Job:
+            own = job()
+            stack.enter_context(own.watchdog)
+            return own
+
+        with _folder(run.run_dir, env), MetricsWriter(run.run_dir, silent=not env.is_main) as metrics:
+
+            def saving(in_background: bool, stack: ExitStack) -> Step:
+                checkpointer = Checkpointer(replace(run, async_checkpoint=in_background), env, metrics)
+                return saving_step(guarded(stack), checkpointer, config.steps)
+
+            loops: dict[str, Callable[[ExitStack], Step]] = {
+                PLAIN: lambda _: trainer_step(without_guard(job())),
+                AGAIN: lambda _: trainer_step(without_guard(job())),
+                GUARDED: lambda stack: trainer_step(guarded(stack)),
+                BACKGROUND: functools.partial(saving, True),
+                WAITING: functools.partial(saving, False),
+            }
+            seconds = measure(config, env, loops)
+        guards = time_guards(job(), config.looks)
+        together = statistics.median(map(sum, zip(*guards.values(), strict=True)))
+        lines = [f"{name:>24}: {milliseconds} ms" for name, milliseconds in cells(guards, ".3f", 1e3).items()]
+        share = f"{100 * together / statistics.median(seconds[PLAIN]):.2f} % of a plain step"
+        lines.append(f"all guards by themselves: {1e3 * together:.3f} ms, {share}")
+        content = {"steps_per_checkpoint": config.steps, "seconds_of_guards": guards}
+        report(config, env, "safety", seconds, AGAINST, LIMIT, content, lines)
 
 
-def measure(config: SafetyConfig, run: TrainConfig, data: ImageData, env: DistEnv) -> dict[str, list[float]]:
-    """Measure the seconds per step of each loop, one entry per round."""
-    seconds: dict[str, list[float]] = {}
-    with (
-        _folder(run.run_dir, env),
-        MetricsWriter(run.run_dir, silent=not env.is_main) as metrics,
-        Progress(env, "bench", config.builds * (config.rounds + WARMUP)) as progress,
-    ):
-        for build in range(config.builds):
-            with contextlib.ExitStack() as watched:
-                # Another order in each build: of two equal loops, the one that is built or run first can be 4 % faster.
-                names = random.Random(build).sample(LOOPS, len(LOOPS))
-                loops = {}
-                for name in names:
-                    if name in PLAIN:
-                        job = build_job(run, env, data, guard=StepGuard())  # which does nothing
-                        loops[name] = _steps(job, config.steps, trainer_step(job))
-                        continue
-                    job = build_job(run, env, data)
-                    watched.enter_context(job.watchdog)
-                    checkpointer = Checkpointer(replace(run, async_checkpoint=name == BACKGROUND), env, metrics)
-                    saves = name in (BACKGROUND, WAITING)
-                    loops[name] = _steps(job, config.steps, trainer_step(job), checkpointer if saves else None)
-                taken = interleave(loops, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
-            for name in LOOPS:
-                seconds.setdefault(name, []).extend(taken[name])
-    return seconds
+def without_guard(job: Job) -> Job:
+    """The job with the guard that does nothing, and its network in a DDP without flags."""
+    job.guard = StepGuard()
+    job.model = DDPVariant("torch").wrap(job.network)
+    return job
+
+
+def saving_step(job: Job, checkpointer: Checkpointer, steps: int) -> Step:
+    """The trainer's step. Of each ``steps`` the first saves, and the last waits until that is written."""
+    step, numbers = trainer_step(job), itertools.cycle(range(steps))
+
+    def step_and_save() -> None:
+        number = next(numbers)
+        step()
+        if number == 0:
+            checkpointer.save(job)
+        if number == steps - 1:
+            checkpointer.finish()
+
+    return step_and_save
 
 
 @contextlib.contextmanager
@@ -138,42 +135,39 @@ def _folder(path: Path, env: DistEnv) -> Iterator[None]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def report(config: SafetyConfig, env: DistEnv, seconds: dict[str, list[float]], guards: dict[str, list[float]]) -> str:
-    """Write the JSON and the PNG, and return the summary to print."""
-    ratios = {f"{name} / {other}": paired_ratios(seconds[name], seconds[other]) for name, other in AGAINST.items()}
-    settings = {"world_size": env.world_size, "steps_per_checkpoint": config.steps}
-    measured = {"seconds_per_step": seconds, "ratios": ratios, "seconds_of_guards": guards}
-    write_results(config.output / "safety.json", {**settings, **measured})
-    title = (
-        f"{config.model}, {env.world_size} rank(s), batch {config.batch_size}, a checkpoint per {config.steps} steps"
-    )
-    plot_ratios(
-        config.output / "safety.png", {"": ratios}, title=title, x_title="ratio of the times per step", limit=LIMIT
-    )
-    lines = [f"{title}; {config.builds} x {config.rounds} rounds, median [quartiles]"]
-    lines += [f"{name:>24}: {Spread.of([1000 * s for s in taken]):.2f} ms per step" for name, taken in seconds.items()]
-    for (name, other), values in zip(AGAINST.items(), ratios.values(), strict=True):
-        lines.append(f"{name:>24} / {other}: {Spread.of(values):.3f}")
-    together = [sum(each) for each in zip(*guards.values(), strict=True)]
-    share = statistics.median(together) / statistics.median(seconds["plain"])
-    lines += [f"{name:>26}: {Spread.of([1e3 * s for s in taken]):.3f} ms" for name, taken in guards.items()]
-    lines += [
-        f"all guards by themselves: {1e3 * statistics.median(together):.3f} ms, {100 * share:.2f} % of a plain step"
-    ]
-    return "\n".join([*lines, files_line(config.output, ("safety.json", "safety.png"))])
+def time_guards(job: Job, rounds: int) -> dict[str, list[float]]:
+    """Measure the seconds that each guard takes in a step.
 
+    Each is timed by itself, with cold caches but for the gradients, which DDP has just written in a step.
 
-def _steps(
-    job: Job, steps: int, step: Callable[[], None], checkpointer: Checkpointer | None = None
-) -> Callable[[], float]:
-    """Time some steps. With a checkpointer, the first step saves, and the time includes the end of the write."""
+    :param job: its gradients are replaced by ones
+    :param rounds: how often each guard is timed
+    :returns: for each guard its seconds, one entry per round
+    """
+    network, device, guard = job.network, job.env.device, job.guard
+    assert isinstance(guard, ResilientGuard)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    flagged = WithFlags(nn.Identity(), device)
+    loss = torch.ones((), device=device, requires_grad=True)
+    others = torch.zeros(OUT_OF_CACHE, device=device)
 
-    def run() -> None:
-        for number in range(steps):
-            step()
-            if checkpointer is not None and number == 0:
-                checkpointer.save(job)
-        if checkpointer is not None:
-            checkpointer.finish()
+    def check_gradients() -> None:
+        sum_of_gradients(network.parameters()).isfinite().item()
 
-    return timed(job.env, steps, run)
+    def attach_flags() -> None:
+        flagged.attach(loss * 1, NO_FLAGS).backward()
+        flagged.reduced()
+
+    def seconds(work: Callable[[], object]) -> float:
+        others.add_(1)
+        torch._foreach_mul_(gradients, 1.0)
+        synchronize([device])
+        began = time.perf_counter()
+        work()
+        synchronize([device])
+        return time.perf_counter() - began
+
+    guards = {"check of the gradients": check_gradients, "flags": attach_flags, "statistics saved": guard.save}
+    return interleave({name: functools.partial(seconds, work) for name, work in guards.items()}, rounds, warmup=5)

@@ -5,34 +5,27 @@ optimizer step. All live in the same processes and take turns. A turn begins wit
 rank, per step. malloc is told to keep freed memory, as in ``ddp.bench engines``: stages 2 and 3 free and allocate in every
 step, and page faults would be most of what is measured.
 
-ZeRO-1 and 2 send as many bytes as replicas, in two halves; ZeRO-3 sends half as many again. On gloo each sends more, since a
-reduce-scatter there is a whole all-reduce.
+ZeRO-1 and 2 send as many bytes as replicas, by a reduce-scatter and an all-gather; ZeRO-3 sends half as many again. On gloo each
+sends more, since a reduce-scatter there is a whole all-reduce.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from common.cli import option, parse
-from common.cores import usable_cores
+from common.cli import option
 from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
-from common.distributed.worker_group import WorkerGroup
-from common.files.run_directory import files_line
-from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.timing import Spread, interleave, paired_ratio, paired_ratios
+from common.reporting.turns import Step, Times, cells, progress_of, ratios, run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
-from ddp.bench.turns import SETTLING_STEPS, WARMUP, VariantTurn, keep_freed_memory, timed_steps
+from ddp.bench.turns import TurnsConfig, compare, training_step
 
 VOCABULARY = 96  # printable characters
 
@@ -102,7 +95,7 @@ def parameters_of(width: int, layers: int, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShardingConfig:
+class ShardingConfig(TurnsConfig):
     """Settings of ``ddp.bench sharding``.
 
     :raises UsageError: for a width that heads do not divide
@@ -112,9 +105,6 @@ class ShardingConfig:
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
     sequences: int = option(4, "of each rank in a step", minimum=1)
     length: int = option(128, "tokens of a sequence", minimum=1)
-    ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
-    builds: int = option(2, "times that all variants are rebuilt", minimum=1)
-    rounds: int = option(6, "measured rounds per build; in each, every variant takes one turn", minimum=2)
     turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
 
@@ -122,77 +112,36 @@ class ShardingConfig:
         require_heads(self.width)
 
 
-class ShardedVariantWorker:
-    """The service of one rank: for every variant a copy of the model with an optimizer, and one batch for all.
+def sharded_step(variant: ShardedVariant, config: ShardingConfig, env: DistEnv) -> Step:
+    """The step of the transformer held in this way, on one batch that is in memory. A collective.
 
     The learning rate is 0: constant weights make every step the same work.
     """
-
-    def __init__(self, env: DistEnv, config: ShardingConfig, variants: Mapping[str, ShardedVariant]) -> None:
-        keep_freed_memory()
-        generator = torch.Generator().manual_seed(env.rank)
-        size = (config.sequences, config.length)
-        self._tokens, self._targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
-        self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        for name, variant in variants.items():
-            torch.manual_seed(0)
-            model = variant.wrap(GPT(VOCABULARY, config.width, config.layers, config.length))
-            self._models[name] = model, torch.optim.AdamW(model.parameters(), lr=0.0)
-
-    def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Train some steps. All ranks start together. See :func:`ddp.bench.turns.timed_steps` for what is returned."""
-        model, optimizer = self._models[name]
-        return timed_steps(functools.partial(self._step, model, optimizer), steps)
-
-    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(model(self._tokens).flatten(0, 1), self._targets.flatten()).backward()
-        optimizer.step()
+    generator = torch.Generator().manual_seed(env.rank)
+    size = (config.sequences, config.length)
+    tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
+    torch.manual_seed(0)
+    model = variant.wrap(GPT(VOCABULARY, config.width, config.layers, config.length))
+    return training_step(model, torch.optim.AdamW(model.parameters(), lr=0.0), tokens, targets)
 
 
 def main(argv: Sequence[str]) -> None:
-    config = parse(ShardingConfig, "ddp.bench sharding", __doc__, argv)
-    run_alone("ddp.bench sharding", config.output, lambda: measure(config), lambda taken: report(config, taken))
+    run_benchmark(ShardingConfig, "ddp.bench sharding", __doc__, argv, measure, report)
 
 
-def measure(config: ShardingConfig) -> dict[str, list[float]]:
-    """Seconds of a step of each variant, one entry per round."""
-    seconds: dict[str, list[float]] = {name: [] for name in SHARDED_VARIANTS}
-    with Progress(DistEnv.alone(CPU), "bench", config.builds * (config.rounds + WARMUP)) as progress:
-        for build in range(config.builds):
-            # The order of construction decides where tensors lie in memory, so every other build reverses it.
-            order = list(SHARDED_VARIANTS)[:: -1 if build % 2 else 1]
-            built = {name: SHARDED_VARIANTS[name] for name in order}
-            with WorkerGroup(config.ranks, ShardedVariantWorker, config, built, threads=1) as ranks:
-                for name in order:
-                    VariantTurn(ranks, name, SETTLING_STEPS)()
-                steps = max(1, round(config.turn / VariantTurn(ranks, REPLICAS, SETTLING_STEPS)()))
-                turns: dict[str, Any] = {name: VariantTurn(ranks, name, steps) for name in order}
-                taken = interleave(turns, config.rounds, WARMUP, lambda _: progress.advance(1, "sharding"))
-            for name in seconds:
-                seconds[name] += taken[name]
-    return seconds
+def measure(config: ShardingConfig) -> Times:
+    """Measure the seconds of a step of each variant, one entry per round."""
+    steps = {name: functools.partial(sharded_step, variant, config) for name, variant in SHARDED_VARIANTS.items()}
+    with progress_of(config, 1) as progress:
+        return compare(config, "sharding", steps, [REPLICAS], progress).seconds
 
 
-def report(config: ShardingConfig, seconds: dict[str, list[float]]) -> str:
+def report(config: ShardingConfig, seconds: Times) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
-    write_results(
-        config.output / "sharding.json", {"config": asdict(config), "parameters": parameters, "seconds": seconds}
-    )
-    title = f"{config.ranks} ranks on {usable_cores()} cores; a transformer of {parameters / 1e6:.1f} M parameters"
-    panels = {
-        f"as a multiple of {reference}": {
-            name: paired_ratios(times, seconds[reference]) for name, times in seconds.items()
-        }
-        for reference in (REPLICAS, FULLY_SHARD)
-    }
-    plot_ratios(config.output / "sharding.png", panels, title=title, x_title="time per step")
-    width = 31
-    lines = [f"{title}, {config.builds} x {config.rounds} rounds, median [quartiles]"]
-    lines.append(f"{'':<24}{'ms per step':>{width}}{'by replicas':>{width}}{'by ' + FULLY_SHARD:>{width}}")
-    for name, times in seconds.items():
-        cells = [f"{Spread.of([1e3 * value for value in times]):.1f}"]
-        cells += [f"{paired_ratio(times, seconds[reference]):.3f}" for reference in (REPLICAS, FULLY_SHARD)]
-        lines.append(f"  {name:<22}" + "".join(f"{cell:>{width}}" for cell in cells))
-    return "\n".join([*lines, files_line(config.output, ["sharding.json", "sharding.png"])])
+    title = f"{config.placement}; a transformer of {parameters / 1e6:.1f} M parameters"
+    by = {f"by {reference}": ratios(seconds, reference) for reference in (REPLICAS, FULLY_SHARD)}
+    plot_ratios(config.output / "sharding.png", by, title=title, x_title="time per step, as a multiple")
+    columns = {"ms per step": cells(seconds, ".1f", 1e3)} | {name: cells(own, ".3f") for name, own in by.items()}
+    lines = [f"{title}, {config.builds} x {config.rounds} rounds, median [quartiles]", *table(columns)]
+    return write_report(config, "sharding", {"parameters": parameters, "seconds": seconds}, ["sharding"], lines)

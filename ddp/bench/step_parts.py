@@ -18,12 +18,13 @@ What holds up the backward pass before ``ready`` is no *compute* either. One imp
 
 from __future__ import annotations
 
+import gc
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,11 @@ from common.distributed.process_group import DistEnv
 from common.reporting.timing import synchronize
 from dataparallel.bench.stopwatch import Stopwatch
 from dataparallel.parallel import HandwrittenDataParallel
-from ddp.bench.step_loops import endless_batches
+from ddp.bench.overhead import endless_batches
 from ddp.config import TrainConfig
-from ddp.train import build_job, train_step, wrap_network
+from ddp.train import build_job, train_step
 
 COPYING = ("scatter", "replicate", "gather", "reduce")
-PARTS = ("input", "compute", "imbalance", "communication", "update")
 
 
 @dataclass
@@ -57,9 +57,8 @@ class Stamps:
     stalled: float = 0.0
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """Seconds per step, means over ranks and steps; they add up to ``total``.
+class StepParts(NamedTuple):
+    """Seconds per step, means over ranks and steps; they add up to the whole step.
 
     :param input: wait for the batch
     :param compute: forward and backward
@@ -74,10 +73,6 @@ class StepParts:
     communication: float
     update: float
 
-    @property
-    def total(self) -> float:
-        return self.input + self.compute + self.imbalance + self.communication + self.update
-
     @classmethod
     def of(cls, ranks: Sequence[Sequence[Stamps]]) -> StepParts:
         """Compute the means.
@@ -91,7 +86,7 @@ class StepParts:
                 computed = stamps.ready - stamps.began - stamps.input - stamps.stalled
                 waited, exposed = all_ready - stamps.ready, stamps.reduced - all_ready + stamps.stalled
                 parts.append((stamps.input, computed, waited, exposed, stamps.ended - stamps.reduced))
-        return cls(*(statistics.fmean(values) for values in zip(*parts, strict=True)))
+        return cls(*map(statistics.fmean, zip(*parts, strict=True)))
 
 
 class Runner:
@@ -105,14 +100,18 @@ class Runner:
     def __init__(self, env: DistEnv, config: TrainConfig, data: ImageData, wrapper: str, devices: int) -> None:
         self._env = env
         kind = env.device.type
-        names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
-        wrappers: dict[str, Callable[..., nn.Module]] = {
-            "none": lambda module, *_: module,
-            "handwritten": lambda module, *_: HandwrittenDataParallel(module, names),
-            "torch": lambda module, *_: nn.DataParallel(module, list(range(devices))),
-            "ddp": wrap_network,
-        }
-        self._job = job = build_job(config, env, data, wrap=wrappers[wrapper])
+        self._job = job = build_job(config, env, data)
+        if wrapper != "ddp":
+            names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
+            wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+                "none": lambda module: module,
+                "handwritten": lambda module: HandwrittenDataParallel(module, names),
+                "torch": lambda module: nn.DataParallel(module, list(range(devices))),
+            }
+            job.model = wrappers[wrapper](job.model.module)  # instead of DDP
+            gc.collect()
+            if kind == "cuda":
+                torch.cuda.reset_peak_memory_stats(env.device)
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of the backward pass's stream
@@ -127,7 +126,7 @@ class Runner:
 
     def run(self, steps: int) -> list[Stamps]:
         """Take some steps. All ranks start together."""
-        taken = []
+        stamps = []
         dist.barrier()
         self._synchronize()
         for _ in range(steps):
@@ -140,8 +139,8 @@ class Runner:
                 self._stamps.stalled = sum(seconds[step] for step in COPYING)
             self._stamps.stalled += sum(began.elapsed_time(ended) for began, ended in self._stalls) / 1e3
             self._stalls.clear()
-            taken.append(self._stamps)
-        return taken
+            stamps.append(self._stamps)
+        return stamps
 
     def peak_memory(self) -> float:
         """Peak memory in MB: allocated on the GPU if there is one, else resident (libraries included)."""

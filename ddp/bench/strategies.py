@@ -11,32 +11,31 @@ ddp/bench/step_parts.py measures.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from common.cli import option, parse
+from common.cli import option
 from common.cores import usable_cores
-from common.data.datasets import ImageData
-from common.distributed.process_group import DEVICES, DistEnv
-from common.distributed.rank_logging import Progress
+from common.distributed.process_group import DEVICES
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.files.run_directory import files_line
 from common.gpu.devices import count_gpus, why_no_gpu
-from common.reporting.benchmark import CPU, run_alone, write_results
-from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.timing import Spread, interleave, paired_ratio
+from common.reporting.benchmark_figures import plot_stacked, plot_strategies
+from common.reporting.machine import usable_cores
+from common.reporting.timing import paired_ratio
+from common.reporting.turns import cells, progress_of, run_benchmark, table, take_turns, write_report
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
 from ddp.bench.figures import plot_strategies
-from ddp.bench.step_parts import PARTS, Runner, StepParts
+from ddp.bench.step_parts import Runner, StepParts
 from ddp.config import TrainConfig, require_samples
 
 SINGLE = "single process"
-WARMUP = 2
 MOST_PROCESSES = 4  # the largest default of --processes
 
 
@@ -104,16 +103,16 @@ def strategies(config: StrategiesConfig) -> list[Strategy]:
     """The strategies that this machine allows. The single process on one device comes first."""
     most = max(config.processes)
     share = max(1, usable_cores() // most)
-    found = [Strategy(SINGLE, "none", 1, 1, share)]
+    chosen = [Strategy(SINGLE, "none", 1, 1, share)]
     if most > 1:
         if config.device == "cpu":
-            found.append(Strategy(f"{SINGLE}, {most * share} threads", "none", most, 1, most * share))
-            found.append(Strategy(f"dataparallel, {most} CPU devices", "handwritten", most, 1, most * share))
+            chosen.append(Strategy(f"{SINGLE}, {most * share} threads", "none", most, 1, most * share))
+            chosen.append(Strategy(f"dataparallel, {most} CPU devices", "handwritten", most, 1, most * share))
         else:
-            found.append(Strategy(f"nn.DataParallel, {most} GPUs", "torch", most, 1, share))
-            found.append(Strategy(f"dataparallel by hand, {most} GPUs", "handwritten", most, 1, share))
+            chosen.append(Strategy(f"nn.DataParallel, {most} GPUs", "torch", most, 1, share))
+            chosen.append(Strategy(f"dataparallel by hand, {most} GPUs", "handwritten", most, 1, share))
     ranks = [Strategy(f"DDP, {n} process{'es' * (n > 1)}", "ddp", n, n, share) for n in config.processes]
-    return found + ranks
+    return chosen + ranks
 
 
 @dataclass(frozen=True)
@@ -130,23 +129,13 @@ class StrategyMeasurement:
     parts: list[StepParts]
     memory: float
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    def part(self, name: str) -> float:
-        """The median seconds per step of one of :data:`ddp.bench.step_parts.PARTS`."""
-        values: list[float] = [getattr(parts, name) for parts in self.parts]
-        return statistics.median(values)
-
-    def speedup(self, single: StrategyMeasurement) -> Spread:
-        """The speedup over the single process on one device, round by round."""
-        return paired_ratio(single.seconds, self.seconds)
+    def medians(self) -> StepParts:
+        """The median of each part."""
+        return StepParts(*map(statistics.median, zip(*self.parts, strict=True)))
 
 
 def main(argv: Sequence[str]) -> None:
-    config = parse(StrategiesConfig, "ddp.bench strategies", __doc__, argv)
-    run_alone("ddp.bench strategies", config.output, lambda: measure(config), lambda taken: report(config, taken))
+    run_benchmark(StrategiesConfig, "ddp.bench strategies", __doc__, argv, measure, report)
 
 
 def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
@@ -158,51 +147,34 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
         precision=config.precision,
         epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
     )
-    chosen, data = strategies(config), load_dataset(train_config)  # once, for all processes
-    seconds: dict[str, list[float]] = {strategy.name: [] for strategy in chosen}
-    parts: dict[str, list[StepParts]] = {strategy.name: [] for strategy in chosen}
-    memory = dict.fromkeys(seconds, 0.0)
-    total = config.builds * (config.rounds + WARMUP)
-    with Progress(DistEnv.alone(CPU), "bench", total) as progress:
-        for _ in range(config.builds):
-            with contextlib.ExitStack() as stack:
-                jobs = {s.name: stack.enter_context(_start(config, train_config, data, s)) for s in chosen}
-                turns = {name: _StrategyTurn(ranks, config.steps) for name, ranks in jobs.items()}
-                taken = interleave(turns, config.rounds, WARMUP, lambda done: progress.advance(1, f"round {done}"))
-                for name, ranks in jobs.items():
-                    seconds[name] += taken[name]
-                    parts[name] += turns[name].parts[WARMUP:]
-                    memory[name] = max(memory[name], *ranks.call("peak_memory"))
-    return [StrategyMeasurement(s, seconds[s.name], parts[s.name], memory[s.name]) for s in chosen]
+    chosen = {strategy.name: strategy for strategy in strategies(config)}
+    data = load_dataset(train_config)  # once, for all processes
+    memory = dict.fromkeys(chosen, 0.0)
+
+    @contextlib.contextmanager
+    def build(names: list[str]) -> Iterator[dict[str, Callable[[], StepParts]]]:
+        with contextlib.ExitStack() as stack:
+            jobs = {}
+            for name in names:
+                one = chosen[name]
+                arguments = (train_config, data, one.wrapper, one.devices)
+                where: Any = {"device": config.device, "threads": one.threads, "name": f"'{name}', rank"}
+                jobs[name] = stack.enter_context(WorkerGroup(one.processes, Runner, *arguments, **where))
+            yield {name: functools.partial(_turn, ranks, config.steps) for name, ranks in jobs.items()}
+            for name, ranks in jobs.items():
+                memory[name] = max(memory[name], *ranks.call("peak_memory"))
+
+    with progress_of(config, 1) as progress:
+        parts = take_turns(config, chosen, build, progress, f"{len(chosen)} strategies")
+    return [
+        StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name], memory[name])
+        for name, strategy in chosen.items()
+    ]
 
 
-def _start(config: StrategiesConfig, train_config: TrainConfig, data: ImageData, strategy: Strategy) -> WorkerGroup:
-    return WorkerGroup(
-        strategy.processes,
-        Runner,
-        train_config,
-        data,
-        strategy.wrapper,
-        strategy.devices,
-        device=config.device,
-        threads=strategy.threads,
-        name=f"'{strategy.name}', rank",
-    )
-
-
-class _StrategyTurn:
-    """A job's turn: some steps on all ranks at once.
-
-    A call returns the seconds of one step, and appends its parts to ``parts``.
-    """
-
-    def __init__(self, ranks: WorkerGroup, steps: int) -> None:
-        self._ranks, self._steps = ranks, steps
-        self.parts: list[StepParts] = []
-
-    def __call__(self) -> float:
-        self.parts.append(StepParts.of(self._ranks.call("run", self._steps)))
-        return self.parts[-1].total
+def _turn(ranks: WorkerGroup, steps: int) -> StepParts:
+    """Some steps on all ranks of a job at once."""
+    return StepParts.of(ranks.call("run", steps))
 
 
 def lost(measured: StrategyMeasurement, single: StrategyMeasurement) -> dict[str, float]:
@@ -211,96 +183,66 @@ def lost(measured: StrategyMeasurement, single: StrategyMeasurement) -> dict[str
     The causes add up to the whole excess. A part that the single process has too counts only beyond its share.
     """
     devices = measured.strategy.devices
-    beyond = {name: measured.part(name) - single.part(name) / devices for name in PARTS if name != "compute"}
-    rest = measured.median - single.median / devices - sum(beyond.values())
-    return {**beyond, "rest": rest}
+    parts = zip(StepParts._fields, measured.medians(), single.medians(), strict=True)
+    causes = {CAUSES[name]: own - alone / devices for name, own, alone in parts}
+    whole = statistics.median(measured.seconds) - statistics.median(single.seconds) / devices
+    causes[CAUSES["compute"]] += whole - sum(causes.values())  # medians of parts do not quite add up to the step's
+    return causes
+
+
+CAUSES = {
+    "input": "input",
+    "communication": "communication exposed",
+    "imbalance": "imbalance between ranks",
+    "update": "optimizer, on every device",
+    "compute": "compute that does not scale",  # on GPUs also the copies of data parallelism in one process
+}
 
 
 def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str:
     """Write the JSON and the figures, and return the summary to print."""
-    single = measured[0]
-    write_results(
-        config.output / "strategies.json",
-        {"config": asdict(config), "strategies": [asdict(m) for m in measured]},
-    )
+    single, ideal = measured[0], statistics.median(measured[0].seconds)
+    rows = [asdict(one) | {"parts": [parts._asdict() for parts in one.parts]} for one in measured]
     title = f"{config.model}, global batch {config.batch_size}, {config.precision}, {config.device}"
+    by_name = {one.strategy.name: one for one in measured}
+    devices = {name: one.strategy.devices for name, one in by_name.items()}
+    milliseconds = {name: [1e3 * seconds for seconds in one.seconds] for name, one in by_name.items()}
+    speedups = {name: paired_ratio(single.seconds, one.seconds) for name, one in by_name.items()}
+    causes = {name: lost(one, single) for name, one in by_name.items()}
     plot_strategies(
         config.output / "strategies.png",
-        {m.strategy.name: ([1e3 * s for s in m.seconds], m.memory) for m in measured},
-        {m.strategy.name: (m.strategy.devices, m.speedup(single)) for m in measured},
+        {name: (milliseconds[name], one.memory) for name, one in by_name.items()},
+        {name: (devices[name], speedup) for name, speedup in speedups.items()},
         title,
     )
-    _plot_lost(config.output / "lost.png", measured, title)
-    files = files_line(config.output, ("strategies.json", "strategies.png", "lost.png"))
-    return "\n".join([title, *_table(measured), "", *_reasons(measured), files])
-
-
-def _plot_lost(path: Path, measured: list[StrategyMeasurement], title: str) -> None:
-    """Draw each strategy's step as a stack: its share of the single process's step, and above it the excess by cause.
-
-    A negative cause is subtracted from the share, so that the stack is as high as the step.
-    """
-    single = measured[0]
-    stacks: dict[str, list[float]] = {name: [] for name in ("a single process's step, divided", *WORDS.values())}
-    for one in measured:
-        ideal, causes = single.median / one.strategy.devices, lost(one, single)
-        gained = sum(min(0.0, seconds) for seconds in causes.values())
-        stacks["a single process's step, divided"].append(1.0 + gained / ideal)
-        for cause, words in WORDS.items():
-            stacks[words].append(max(0.0, causes[cause]) / ideal)
+    # Each step as a stack of the ideal and the causes. A negative cause makes the lowest part shorter than the ideal.
+    excess = {name: {cause: s * devices[name] / ideal for cause, s in own.items()} for name, own in causes.items()}
+    stacks = {
+        "a single process's step, divided": [1 + sum(min(0.0, x) for x in own.values()) for own in excess.values()]
+    }
     plot_stacked(
-        path,
-        {"": stacks},
-        [one.strategy.name.replace(", ", ",\n") for one in measured],
+        config.output / "lost.png",
+        {"": stacks | {cause: [max(0.0, own[cause]) for own in excess.values()] for cause in CAUSES.values()}},
+        [name.replace(", ", ",\n") for name in causes],
         x_title="",
         y_title="time per step, in multiples of the ideal",
         title=f"where the lost time goes: {title}",
         line=(1.0, "ideal"),
     )
-
-
-WORDS = {
-    "input": "input",
-    "communication": "communication exposed",
-    "imbalance": "imbalance between ranks",
-    "update": "optimizer, on every device",
-    "rest": "the rest: compute that does not scale",
-}
-
-
-def _table(measured: list[StrategyMeasurement]) -> list[str]:
-    single = measured[0]
+    columns = {
+        "ms per step [quartiles]": cells(milliseconds, ".1f"),
+        "times as fast as one": {name: f"{speedup:.2f}" for name, speedup in speedups.items()},
+        "efficiency": {name: f"{100 * one.median / devices[name]:.0f} %" for name, one in speedups.items()},
+        "peak MB per process": {name: f"{one.memory:.0f}" for name, one in by_name.items()},
+    }
+    several = [name for name in by_name if devices[name] > 1]
+    beyond = {cause: {name: f"{1e3 * causes[name][cause]:.2f}" for name in several} for cause in CAUSES.values()}
     lines = [
-        f"{'':<34}{'ms per step [quartiles]':>26}{'speedup':>24}{'efficiency':>12}{'peak MB per process':>21}",
+        title,
+        *table(columns, 28),
+        "",
+        "ms per step beyond a single process's step divided by the devices, by cause:",
     ]
-    for one in measured:
-        speedup = one.speedup(single)
-        efficiency = f"{100 * speedup.median / one.strategy.devices:.0f} %"
-        milliseconds = Spread.of([1e3 * seconds for seconds in one.seconds])
-        lines.append(
-            f"{one.strategy.name:<34}{f'{milliseconds:.1f}':>26}{f'{speedup:.2f}':>24}{efficiency:>12}{one.memory:>21.0f}"
-        )
-    return lines
-
-
-def _reasons(measured: list[StrategyMeasurement]) -> list[str]:
-    """For each strategy with several devices, the causes of its excess, largest first."""
-    single, lines = measured[0], []
-    for one in measured:
-        devices = one.strategy.devices
-        if devices == 1:
-            continue
-        ideal, causes = single.median / devices, lost(one, single)
-        speedup = one.speedup(single).median
-        lines.append(
-            f"{one.strategy.name}: {speedup:.2f} times as fast as one, not {devices}: a step takes {1e3 * one.median:.1f} ms "
-            f"where {1e3 * ideal:.1f} would be 1/{devices} of one's. Of its time:"
-        )
-        for cause, seconds in sorted(causes.items(), key=lambda item: -item[1]):
-            if cause in ("communication", "imbalance") and seconds == 0:  # this strategy cannot have any
-                continue
-            words = WORDS[cause]
-            if cause == "rest" and one.strategy.wrapper in ("torch", "handwritten") and causes["communication"] == 0:
-                words += ", and copies between the GPUs"
-            lines.append(f"  {100 * seconds / one.median:5.1f} %  {1e3 * seconds:6.2f} ms  {words}")
-    return lines
+    return write_report(
+        config, "strategies", {"strategies": rows}, ["strategies", "lost"], [*lines, *table(beyond, 28)]
+    )

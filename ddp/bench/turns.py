@@ -1,59 +1,133 @@
-"""Variants that take turns in the same processes: what ``ddp.bench engines`` and ``ddp.bench sharding`` measure by.
+"""Steps of variants on ranks: how long they take, and how the variants take turns.
 
-The service of each rank has a method ``run(name, steps)``, which trains that variant by :func:`timed_steps`.
+``ddp.bench engines``, ``costs`` and ``sharding`` build all variants in the same processes. A turn begins with
+a barrier; its time is that of the slowest rank, per step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import platform
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from common.cli import option
+from common.distributed.placement import Placement, place_ranks
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark import CPU
-from common.reporting.clock import clock_of
+from common.reporting.turns import Step, take_turns, timed_steps
 
-WARMUP = 1  # rounds
 # Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
-SETTLING_STEPS = 3
+FIRST_STEPS = 3
 
 
-class VariantTurn:
-    """A variant's turn: some steps on all ranks at once.
+@dataclass(frozen=True)
+class TurnsConfig:
+    """Settings of a benchmark whose variants take turns on ranks that it starts."""
 
-    A call returns the seconds of one step on the slowest rank, and appends the processor seconds to ``processor_seconds``.
+    ranks: int = option(2, "processes, each with one thread", minimum=2, maximum=64)
+    builds: int = option(
+        2,
+        "times that all variants are rebuilt: memory placement alone can change a variant's time by a few percent",
+        minimum=1,
+    )
+    rounds: int = option(6, "measured rounds per build; in each, every variant takes one turn", minimum=2)
+    turn: float = option(0.25, "seconds of a variant's turn, rounded to whole steps", above=0)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        return place_ranks("cpu", self.ranks)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The times of variants that took turns; for each variant one entry per round.
+
+    :param title: what they have in common, as the model
+    :param seconds: wall seconds of a step on the slowest rank
+    :param processor_seconds: of a step, the mean over the ranks
+    :param reference: the variant that the others are compared with
     """
 
-    def __init__(self, ranks: WorkerGroup, name: str, steps: int) -> None:
-        self._ranks, self._name, self._steps = ranks, name, steps
-        self.processor_seconds: list[float] = []
-
-    def __call__(self) -> float:
-        taken: list[tuple[float, float]] = self._ranks.call("run", self._name, self._steps)
-        self.processor_seconds.append(statistics.fmean(processor_seconds for _, processor_seconds in taken))
-        return max(seconds for seconds, _ in taken)
+    title: str
+    seconds: dict[str, list[float]]
+    processor_seconds: dict[str, list[float]]
+    reference: str
 
 
-def timed_steps(step: Callable[[], None], steps: int, device: torch.device = CPU) -> tuple[float, float]:
-    """Call ``step`` so often, on all ranks at once.
+class StepWorker:
+    """The service of one rank: the steps of all variants.
 
-    :param device: where its work is done
-    :returns: wall seconds of a step, until its work is done, and processor seconds of all threads of this rank in it, both
-        means. (On a GPU the latter are those that it takes to queue the work.)
+    :param variants: for each variant a function that builds it and returns its step; a collective
     """
-    clock = clock_of(device)
-    dist.barrier()
-    clock.start()
-    began, processor_began = clock.stamp(), time.process_time()
-    for _ in range(steps):
-        step()
-    ended, processor_seconds = clock.stamp(), time.process_time() - processor_began
-    return (clock.seconds(ended) - clock.seconds(began)) / steps, processor_seconds / steps
+
+    def __init__(self, env: DistEnv, variants: Mapping[str, Callable[[DistEnv], Step]]) -> None:
+        self._device = env.device
+        self._steps = {name: build(env) for name, build in variants.items()}
+
+    def run(self, name: str, steps: int) -> tuple[float, float]:
+        """Take some steps. See :func:`timed_steps`."""
+        return timed_steps(self._steps[name], steps, self._device)
+
+
+def compare(
+    config: TurnsConfig,
+    title: str,
+    variants: Mapping[str, Callable[[DistEnv], Step]],
+    references: Sequence[str],
+    progress: Progress,
+) -> Comparison:
+    """Let variants take turns on ranks.
+
+    :param title: of the comparison, also for the progress bar
+    :param variants: as :class:`StepWorker` takes them; they can be pickled
+    :param references: the fastest of these variants becomes the reference
+    """
+    device, backend = config.placement.device, config.placement.backend
+
+    @contextlib.contextmanager
+    def build(names: list[str]) -> Iterator[dict[str, Callable[[], tuple[float, float]]]]:
+        built = {name: variants[name] for name in names}
+        with WorkerGroup(config.ranks, StepWorker, built, device=device, backend=backend, threads=1) as ranks:
+
+            def turn(name: str, steps: int) -> tuple[float, float]:
+                wall, processor = zip(*ranks.call("run", name, steps), strict=True)
+                return max(wall), statistics.fmean(processor)
+
+            for name in names:
+                turn(name, FIRST_STEPS)
+            counts = {name: max(1, round(config.turn / turn(name, FIRST_STEPS)[0])) for name in names}
+            yield {name: functools.partial(turn, name, counts[name]) for name in names}
+
+    times = take_turns(config, variants, build, progress, title)
+    seconds = {name: [wall for wall, _ in turns] for name, turns in times.items()}
+    processor_seconds = {name: [processor for _, processor in turns] for name, turns in times.items()}
+    reference = min(references, key=lambda name: statistics.median(seconds[name]))
+    return Comparison(title, seconds, processor_seconds, reference)
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, labels: Tensor) -> Step:
+    """A training step on one batch that is in memory. From here on, malloc keeps freed memory.
+
+    :param labels: int64, of the shape of the model's outputs without their last dimension, the classes
+    """
+    keep_freed_memory()
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten()).backward()
+        optimizer.step()
+
+    return step
 
 
 def keep_freed_memory() -> None:

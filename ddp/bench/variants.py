@@ -1,4 +1,4 @@
-"""The DDP variants and the models that ``ddp.bench engines`` compares, and what a rank does with them."""
+"""The DDP variants and the models that ``ddp.bench engines`` compares."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.distributed.process_group import DistEnv
+from common.reporting.turns import Step
 from common.training.models import MODELS, build_model
 from common.training.optimization import build_optimizer
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
-from ddp.bench.turns import keep_freed_memory, timed_steps
+from ddp.bench.turns import training_step
 from ddp.compression import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10
@@ -68,11 +68,8 @@ class DDPVariant:
     all_reduce: str = "backend"
     copies: bool = True
 
-    def wrap(self, network: nn.Module) -> tuple[nn.Module, Callable[[], None]]:
-        """Wrap a network. A collective: every rank calls it with the same model.
-
-        :returns: the wrapped network, and a function that releases its all-reduce
-        """
+    def wrap(self, network: nn.Module) -> Any:
+        """Wrap a network. A collective: every rank calls it with the same model."""
         # Imported here: both bring torch._dynamo along, and ``--help`` needs neither.
         from torch.nn.parallel import DistributedDataParallel
 
@@ -80,29 +77,34 @@ class DDPVariant:
         from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
 
         model: Any = network
-        close: Callable[[], None] = _nothing
         if self.wrapper == "torch":
             model = DistributedDataParallel(network, gradient_as_bucket_view=self.views, bucket_cap_mb=self.bucket_mib)
             model.broadcast_buffers = False  # the constructor's argument has another name since torch 2.15
         elif self.wrapper == "naive":
             model = NaiveDistributedDataParallel(network)
         elif self.wrapper == "handwritten":
-            all_reduce = build_all_reduce(self.all_reduce)
-            close = all_reduce.close
             model = (HandwrittenDistributedDataParallel if self.copies else _without_copies())(
                 network,
                 gradient_as_bucket_view=self.views,
                 bucket_cap_mb=self.bucket_mib,
                 broadcast_buffers=False,
-                all_reduce=all_reduce,
+                all_reduce=build_all_reduce(self.all_reduce),
             )
         if self.hook:
             register_hook(model, *HOOKS[self.hook]())
-        return model, close
+        return model
 
+    def step(self, model: str, env: DistEnv) -> Step:
+        """The step of a model of :data:`NETWORKS` in this wrapper, on one batch that is in memory. A collective.
 
-def _nothing(*_: Any) -> None:
-    pass
+        The learning rate is 0: constant weights make every step the same work.
+        """
+        generator = torch.Generator().manual_seed(env.rank)
+        images = torch.randn(SAMPLES[model], *image_shape(model), generator=generator).to(env.device)
+        labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator).to(env.device)
+        wrapped = self.wrap(build_network(model).to(env.device))
+        optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)
+        return training_step(wrapped, optimizer, images, labels)
 
 
 def _without_copies() -> type[Any]:
@@ -115,7 +117,7 @@ def _without_copies() -> type[Any]:
             super()._build_buckets(order)
             for bucket in self.buckets:
                 for copies in ("copy_in", "fill", "finalize"):
-                    setattr(bucket, copies, _nothing)
+                    setattr(bucket, copies, lambda *_: None)
 
     class WithoutCopies(HandwrittenDistributedDataParallel):
         reducer_type = HooksAlone
@@ -136,52 +138,36 @@ DDP_VARIANTS: Mapping[str, DDPVariant] = {
     SHARED: DDPVariant("handwritten", all_reduce="shared-memory"),
     FLOOR: DDPVariant("none"),
 }
+# From the simplest DDP to the real one: an all-reduce per parameter after backward, one per bucket, and overlap with backward.
+CLIMB = {NAIVE: "naive", BUCKETED: "bucketed", BY_HAND: "overlapped"}
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One step of the climb from the simplest DDP to the real one.
+def variations(device: str) -> dict[str, dict[str, DDPVariant]]:
+    """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults.
 
-    :param variant: its name in :data:`DDP_VARIANTS`
-    :param adds: the change from the rung before
+    :param device: ``"cpu"`` or ``"cuda"``, where there is no all-reduce but the backend's
     """
-
-    name: str
-    variant: str
-    adds: str
-
-
-CLIMB = (
-    Rung("naive", NAIVE, "one all-reduce per parameter, after backward"),
-    Rung("bucketed", BUCKETED, "one all-reduce per bucket, after backward"),
-    Rung("overlapped", BY_HAND, "each bucket's all-reduce overlaps backward"),
-)
-
-
-def variants_on(device: str, variants: Mapping[str, DDPVariant]) -> dict[str, DDPVariant]:
-    """Those that can run there: on a GPU only the backend can sum.
-
-    :param device: ``"cpu"`` or ``"cuda"``
-    """
-    return {name: one for name, one in variants.items() if device == "cpu" or one.all_reduce == "backend"}
-
-
-def variations() -> dict[str, dict[str, DDPVariant]]:
-    """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults."""
-    found: dict[str, dict[str, DDPVariant]] = {
-        subject: {VIEWS: DDP_VARIANTS[VIEWS]} for subject in ("bucket size", "overlap", "hooks", "all-reduce")
+    changes: dict[str, dict[str, dict[str, Any]]] = {
+        "bucket size": {f"{mib} MiB": {"bucket_mib": mib} for mib in (1, 5, 25, 100)},
+        "overlap": {"overlap": {"hook": "all-reduce"}, "no overlap": {"hook": AT_THE_END}},
+        "hooks": {"bf16": {"hook": "bf16"}, "PowerSGD": {"hook": "PowerSGD", "bucket_mib": ONE_BUCKET_MIB}},
     }
-    for name, wrapper in (("torch DDP", "torch"), ("handwritten", "handwritten")):
-        for mib in (1, 5, 25, 100):
-            found["bucket size"][f"{name}, {mib} MiB"] = DDPVariant(wrapper, bucket_mib=mib)
-        found["overlap"][f"{name}, overlap"] = DDPVariant(wrapper, hook="all-reduce")
-        found["overlap"][f"{name}, no overlap"] = DDPVariant(wrapper, hook=AT_THE_END)
-        found["hooks"][f"{name}, bf16"] = DDPVariant(wrapper, hook="bf16")
-        found["hooks"][f"{name}, PowerSGD"] = DDPVariant(wrapper, hook="PowerSGD", bucket_mib=ONE_BUCKET_MIB)
-    for all_reduce in ALL_REDUCES:
-        if all_reduce != "hierarchical":  # on one host, hierarchical is shared memory
-            found["all-reduce"][f"handwritten, {all_reduce}"] = DDPVariant("handwritten", all_reduce=all_reduce)
-    return found
+    variants = {
+        subject: {VIEWS: DDP_VARIANTS[VIEWS]}
+        | {
+            f"{name}, {option}": DDPVariant(wrapper, **change)
+            for name, wrapper in (("torch DDP", "torch"), ("handwritten", "handwritten"))
+            for option, change in options.items()
+        }
+        for subject, options in changes.items()
+    }
+    if device == "cpu":
+        variants["all-reduce"] = {VIEWS: DDP_VARIANTS[VIEWS]} | {
+            f"handwritten, {all_reduce}": DDPVariant("handwritten", all_reduce=all_reduce)
+            for all_reduce in ALL_REDUCES
+            if all_reduce != "hierarchical"  # on one host, hierarchical is shared memory
+        }
+    return variants
 
 
 def _no_sum(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -220,41 +206,3 @@ HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     "bf16": lambda: (None, bf16_compress_hook),
     "PowerSGD": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),
 }
-
-
-class DDPVariantWorker:
-    """The service of one rank: for every variant a copy of the model with an optimizer, and one batch for all.
-
-    The learning rate is 0: constant weights make every step the same work.
-    """
-
-    def __init__(self, env: DistEnv, model: str, variants: Mapping[str, DDPVariant], keep_memory: bool) -> None:
-        if keep_memory:
-            keep_freed_memory()
-        generator = torch.Generator().manual_seed(env.rank)
-        self._device = env.device
-        self._images = torch.randn(SAMPLES[model], *image_shape(model), generator=generator).to(env.device)
-        self._labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator).to(env.device)
-        self._closing: list[Callable[[], None]] = []
-        self._models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        for name, variant in variants.items():
-            wrapped, close = variant.wrap(build_network(model).to(env.device))
-            optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)
-            self._models[name] = wrapped, optimizer
-            self._closing.append(close)
-
-    def run(self, name: str, steps: int) -> tuple[float, float]:
-        """Train some steps. See :func:`timed_steps`."""
-        model, optimizer = self._models[name]
-
-        def step() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            F.cross_entropy(model(self._images), self._labels).backward()
-            optimizer.step()
-
-        return timed_steps(step, steps, self._device)
-
-    def close(self) -> None:
-        self._models.clear()
-        for close in self._closing:
-            close()

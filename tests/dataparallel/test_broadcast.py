@@ -59,15 +59,6 @@ def test_copies_have_the_values_and_the_strides(tensors: list[Tensor]) -> None:
         assert torch.equal(tensor, old)
 
 
-@given(many_tensors)
-def test_copies_on_another_device_have_the_same_layout(tensors: list[Tensor]) -> None:
-    meta = torch.device("meta")
-    for copy, tensor in zip(send(tensors, meta), tensors, strict=True):
-        assert copy.device == meta
-        assert (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
-        assert copy.stride() == tensor.to(meta, copy=True).stride()
-
-
 def test_tensors_of_one_dtype_share_a_buffer_with_aligned_starts() -> None:
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(5, 70), torch.ones(())]
     copies = send(tensors, CPU)
@@ -89,24 +80,6 @@ def test_a_copy_may_be_changed_after_another_was_saved_for_the_backward_pass() -
     assert x.grad.tolist() == [1, 1, 1]
 
 
-def test_a_sparse_tensor_is_copied_by_itself() -> None:
-    tensor = torch.eye(3).to_sparse()
-    [copy] = send([tensor], CPU)
-    assert copy.is_sparse
-    assert torch.equal(copy.to_dense(), tensor.to_dense())
-
-
-def test_copies_are_differentiable_twice() -> None:
-    """For a backward pass that is itself differentiated."""
-    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(2, 3), (), (70,)]]
-
-    def function(*tensors: Tensor) -> list[Tensor]:
-        return [copy.square() for copy in send([tensor.sin() for tensor in tensors], CPU)]
-
-    assert torch.autograd.gradcheck(function, inputs)
-    assert torch.autograd.gradgradcheck(function, inputs)
-
-
 def broadcast(tensors: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
     """The tensors of each device."""
     flat = Broadcast.apply(record_function, [CPU] * count, *tensors)
@@ -121,13 +94,6 @@ def test_the_first_device_has_the_tensors_themselves() -> None:
     assert not {copy.data_ptr() for copy in second} & {tensor.data_ptr() for tensor in tensors}
     assert [copy.requires_grad for copy in (*first, *second)] == [True, False, True, False]
     assert not any(copy.is_leaf for copy in (first[0], second[0]))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_no_copy_requires_grad(mode: type[torch.no_grad]) -> None:
-    with mode():
-        copies = broadcast([torch.ones(2), torch.nn.Parameter(torch.ones(2))], 3)
-    assert not any(copy.requires_grad for own in copies for copy in own)
 
 
 @settings(max_examples=60)
@@ -151,29 +117,6 @@ def test_a_gradient_is_the_sum_over_the_devices_that_used_the_tensor(data: Any, 
             assert torch.equal(tensor.grad, torch.full_like(tensor, (weights * used)[:, index].sum().item()))
         else:
             assert tensor.grad is None
-
-
-def test_gradients_keep_the_strides_of_channels_last() -> None:
-    weight = torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
-    torch.stack([own[0].square().sum() for own in broadcast([weight], 3)]).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.stride() == weight.stride()
-    assert torch.equal(weight.grad, torch.full_like(weight, 6))
-
-
-def test_the_sum_of_gradients_is_a_step_of_its_own() -> None:
-    shown = []
-
-    @contextlib.contextmanager
-    def step(name: str) -> Iterator[None]:
-        shown.append(name)
-        yield
-
-    tensor = torch.ones(2, requires_grad=True)
-    copies = Broadcast.apply(step, [CPU, CPU], tensor)
-    assert shown == []
-    (copies[0] + copies[1]).sum().backward()
-    assert shown == ["reduce"]
 
 
 def test_gradients_are_sent_on_the_streams_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

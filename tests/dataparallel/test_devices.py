@@ -34,10 +34,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     ("gpus", "cores", "expected"),
     [
         (0, 1, [CPU] * 2),
-        (0, 3, [CPU] * 3),
         (0, 64, [CPU] * 4),
         (1, 64, [CPU] * 4),
-        (2, 64, [gpu(0), gpu(1)]),
         (5, 1, [gpu(number) for number in range(5)]),
     ],
 )
@@ -51,10 +49,8 @@ def test_auto_takes_several_gpus_or_some_cores(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("cpu", [CPU]),
         ("cpu,cpu, cpu", [CPU] * 3),
         ("cpu:0,cpu:1", [CPU] * 2),
-        ("cuda:1,cuda:0", [gpu(1), gpu(0)]),
         ("cuda", [gpu(0)]),
     ],
 )
@@ -67,17 +63,12 @@ def test_devices_by_name(machine: Callable[[int, int], None], text: str, expecte
     ("gpus", "text", "message"),
     [
         (0, "", "'' is no device: give cpu or, for a GPU, cuda:0"),
-        (0, "cpu,", "'' is no device: give cpu or, for a GPU, cuda:0"),
         (0, "tpu,tpu", "'tpu' is no device: give cpu or, for a GPU, cuda:0"),
-        (0, "cuda:-1", "'cuda:-1' is no device: give cpu or, for a GPU, cuda:0"),
         (0, "meta", "'meta' is neither a CPU nor a CUDA device"),
         (0, "cuda:0", "cuda:0 is not there: this machine has no usable GPUs"),
-        (1, "cuda:0,cuda:1", "cuda:1 is not there: this machine has 1 usable GPU"),
         (2, "cuda:0,cuda:2", "cuda:2 is not there: this machine has 2 usable GPUs"),
-        (2, "cuda:0,cuda:0", "a GPU is named twice"),
         (2, "cuda,cuda:0", "a GPU is named twice"),
         (2, "cpu,cuda:0", "some are CPU and some CUDA devices: give devices of one kind"),
-        (0, "cpu,auto", "'auto' is no device: give cpu or, for a GPU, cuda:0"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_flag(

@@ -76,14 +76,11 @@ def failed(module: nn.Module, replica: int) -> tuple[HandwrittenDataParallel, Ba
     [
         (ValueError("no good"), "replica 1 on cpu: no good"),
         (ValueError(), "replica 1 on cpu"),
-        (ValueError("no", "good"), "replica 1 on cpu: ('no', 'good')"),
         (KeyError("key"), repr("replica 1 on cpu: 'key'")),
         (StopIteration(3), "replica 1 on cpu: 3"),
         (Odd(7, detail="odd"), "replica 1 on cpu: 7, odd"),
         (torch.OutOfMemoryError("too much"), "replica 1 on cpu: too much"),
         (KeyboardInterrupt(), "replica 1 on cpu"),
-        (SystemExit(2), "replica 1 on cpu: 2"),
-        (Stop("now"), "replica 1 on cpu: now"),
         (FixedStop(), "always this"),
     ],
     ids=repr,
@@ -146,7 +143,6 @@ def test_an_error_that_is_dropped_keeps_nothing_alive() -> None:
     ("args", "kwargs", "dim", "message"),
     [
         ((), {}, 0, "nothing to scatter: the module was called without any tensor"),
-        ((3, [None]), {"k": "v"}, 0, "nothing to scatter: the module was called without any tensor"),
         (([torch.tensor(1.0)],), {}, 0, r"argument 0\[0\] cannot be scattered: its shape \[\] has no dimension 0"),
         ((torch.ones(2, 3),), {}, 2, r"argument 0 cannot be scattered: its shape \[2, 3\] has no dimension 2"),
         (({"s": torch.eye(2).to_sparse()},), {}, 0, r"argument 0\['s'\] cannot be scattered: it is sparse"),
@@ -156,7 +152,6 @@ def test_an_error_that_is_dropped_keeps_nothing_alive() -> None:
             0,
             "argument 'n' cannot be scattered: it is nested",
         ),
-        ((torch.ones(2, 3),), {}, -3, r"argument 0 cannot be scattered: its shape \[2, 3\] has no dimension -3"),
         (
             (3, torch.ones(4, 3)),
             {"k": {"a": (torch.ones(4), torch.ones(5))}},
@@ -196,14 +191,12 @@ def test_a_constant_is_returned_when_all_replicas_agree(constant: Any) -> None:
     [
         (lambda number: number, "0", "1"),
         (lambda number: torch.ones(1) if number else None, "None", "<class 'torch.Tensor'>"),
-        (lambda number: None if number else torch.ones(1), "<class 'torch.Tensor'>", "None"),
         (lambda number: [torch.ones(1)] * (number + 1), "(<class 'list'>, 1)", "(<class 'list'>, 2)"),
         (
             lambda number: {number: torch.ones(1)},
             "(<class 'dict'>, frozenset({0}))",
             "(<class 'dict'>, frozenset({1}))",
         ),
-        (lambda number: (1,) if number else [1], "(<class 'list'>, 1)", "(<class 'tuple'>, 1)"),
         (lambda number: np.arange(3), "array([0, 1, 2])", "array([0, 1, 2])"),
     ],
 )
@@ -211,10 +204,3 @@ def test_replicas_that_do_not_agree(function: Callable[[int], Any], first: str, 
     with pytest.raises(TypeError) as caught:
         wrapped(Returning(), 2)(torch.arange(2.0), function)
     assert str(caught.value).startswith(f"the replicas return {first} and {other}: only tensors can be joined")
-
-
-def test_devices_are_checked_at_construction() -> None:
-    with pytest.raises(ValueError, match="no devices"):
-        HandwrittenDataParallel(linear(), [])
-    with pytest.raises(ValueError, match="neither a CPU nor a CUDA device"):
-        HandwrittenDataParallel(linear(), ["cpu"], output_device="meta")

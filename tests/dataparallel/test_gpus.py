@@ -14,18 +14,11 @@ from torch import Tensor, nn
 from dataparallel.parallel import HandwrittenDataParallel, gather, scatter
 from tests.dataparallel.modules import (
     CPU,
-    Everywhere,
-    Pair,
-    Rows,
-    Tied,
     assert_same,
     batch_sizes,
-    change,
-    filled,
     images,
     linear,
     loss_of,
-    nested,
     outcome,
     random_cases,
     random_models,
@@ -107,21 +100,6 @@ def test_random_models_equal_torch_s_own(model: nn.Module, dim: int, samples: in
 
 @pytest.mark.gpu
 @two_gpus
-@settings(max_examples=40)
-@given(args=st.lists(nested, max_size=2), samples=batch_sizes)
-def test_nested_inputs_equal_torch_s_own(args: list[Any], samples: int) -> None:
-    ours, theirs = both(Everywhere())
-
-    def tensors_alone(value: Any) -> Any:
-        """torch's gather refuses constants other than None."""
-        return change(value, lambda one: one if isinstance(one, Tensor) else None)
-
-    arguments = tensors_alone(filled([*args, Pair(Rows(2), Rows(1))], samples))
-    assert_same(outcome(ours, *arguments), outcome(theirs, *arguments))
-
-
-@pytest.mark.gpu
-@two_gpus
 def test_training_with_batchnorm_equals_torch_s_own() -> None:
     torch.manual_seed(0)
     ours, theirs = both(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
@@ -134,20 +112,6 @@ def test_training_with_batchnorm_equals_torch_s_own() -> None:
             learner.step()
     assert_same(ours.state_dict(), theirs.state_dict())
     assert_same(ours.eval()(rows(samples)), theirs.eval()(rows(samples)))
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_gradients_of_gradients_equal_torch_s_own() -> None:
-    penalized = []
-    torch.manual_seed(0)
-    for forward in both(Tied()):
-        x = rows(7, 4)
-        parameters = list(forward.parameters())
-        first = torch.autograd.grad(loss_of(forward(x)), parameters, create_graph=True)
-        torch.stack([one.square().sum() for one in first]).sum().backward()
-        penalized.append([x.grad, *(parameter.grad for parameter in parameters)])
-    assert_same(*penalized)
 
 
 @pytest.mark.gpu

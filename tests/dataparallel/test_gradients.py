@@ -24,15 +24,6 @@ from tests.dataparallel.modules import (
 )
 
 
-def test_gradients_of_two_backward_passes_add_up() -> None:
-    plain, module = linear(), linear()
-    wrapper = wrapped(module, 3)
-    for forward in (plain, wrapper):
-        for seed in (1, 2):
-            loss_of(forward(rows(5, seed=seed))).backward()
-    assert_same(gradients(module), gradients(plain))
-
-
 def test_several_forwards_before_one_backward_and_a_graph_that_is_kept() -> None:
     plain, module = linear(), linear()
     wrapper = wrapped(module, 3)
@@ -68,23 +59,6 @@ def test_the_sum_counts_only_replicas_that_used_the_parameter(using: tuple[int, 
         assert torch.equal(module.rare.grad, x[list(using)].sum(0))
     else:
         assert module.rare.grad is None
-
-
-def test_without_trainable_parameters_the_output_requires_no_grad() -> None:
-    module = linear().requires_grad_(False)
-    assert not wrapped(module, 2)(rows(4, requires_grad=False)).requires_grad
-    assert_equal_to_plain(module, 2, rows(4))
-
-
-def test_autograd_grad_gives_the_plain_gradients() -> None:
-    module, x = Tied(), rows(5, 4)
-    unused = nn.Parameter(torch.ones(1))
-    inputs = [*module.parameters(), x, unused]
-    expected, actual = (
-        torch.autograd.grad(loss_of(forward(x)), inputs, allow_unused=True) for forward in (module, wrapped(module, 3))
-    )
-    assert_same(actual, expected)
-    assert gradients(module) == [None, None]
 
 
 def test_gradients_of_gradients_equal_the_plain_ones() -> None:

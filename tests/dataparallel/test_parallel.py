@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from dataparallel.parallel import HandwrittenDataParallel, scatter
 from tests.dataparallel.modules import (
     CPU,
-    LAYERS,
     Everywhere,
     Pair,
     Rows,
@@ -33,7 +32,6 @@ from tests.dataparallel.modules import (
     nested,
     outcome,
     random_cases,
-    random_model,
     rows,
     wrapped,
 )
@@ -45,11 +43,6 @@ from tests.dataparallel.modules import (
 @random_cases
 def test_random_models_equal_the_plain_ones(model: nn.Module, dim: int, count: int, samples: int) -> None:
     assert_equal_to_plain(model, count, images(samples, dim), dim=dim)
-
-
-@pytest.mark.parametrize("name", sorted(LAYERS))
-def test_every_layer_equals_the_plain_one(name: str) -> None:
-    assert_equal_to_plain(random_model([name], 0, 0), 3, images(5, 0))
 
 
 @settings(max_examples=60)
@@ -145,14 +138,6 @@ def test_batchnorm_normalizes_each_part_and_keeps_the_first_replica_s_statistics
     assert_equal_to_plain(module.eval(), 3, rows(samples))
 
 
-def test_batchnorm_learns_from_all_parts() -> None:
-    module = nn.BatchNorm1d(3).double()
-    plain, x = copy.deepcopy(module), rows(6)
-    loss_of(wrapped(module, 2)(x)).backward()
-    loss_of(torch.cat([plain(part) for part in x.chunk(2)])).backward()
-    assert_same(gradients(module), gradients(plain))
-
-
 # Special layers
 
 
@@ -178,14 +163,6 @@ def test_embeddings(sparse: bool, count: int) -> None:
     assert_same(module.weight.grad.to_dense(), plain.weight.grad.to_dense())
 
 
-def test_attention() -> None:
-    module = nn.MultiheadAttention(4, 2, batch_first=True).double()
-    query, key = (torch.randn(5, length, 4, dtype=torch.float64, requires_grad=True) for length in (3, 6))
-    assert_equal_to_plain(module, 3, query, key, key, average_attn_weights=False)
-    module.zero_grad()
-    assert_equal_to_plain(module.eval(), 3, query, key, key)
-
-
 def test_one_wrapper_inside_another() -> None:
     def make(count: int) -> nn.Module:
         torch.manual_seed(0)
@@ -194,10 +171,6 @@ def test_one_wrapper_inside_another() -> None:
 
     plain, module = make(1), make(2)
     assert_same(outcome(wrapped(module, 3), rows(9))[:2], outcome(plain, rows(9))[:2])
-
-
-def test_a_module_without_parameters() -> None:
-    assert_equal_to_plain(nn.Flatten(), 3, images(5, 0))
 
 
 # The wrapper as a module

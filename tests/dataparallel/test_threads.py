@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import multiprocessing
 import threading
@@ -52,12 +51,6 @@ def test_results_come_in_the_calls_order_and_all_run_at_once() -> None:
         assert [number for number, _ in results] == [0, 1, 2]
         assert len({name for _, name in results}) == 3
         assert all(name.startswith("replica") for _, name in results)
-
-
-def test_fewer_calls_than_devices() -> None:
-    workers = threads(3)
-    assert workers.run([lambda: 1]) == [1]
-    assert workers.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
 def test_each_device_keeps_its_thread() -> None:
@@ -181,15 +174,10 @@ MODES: dict[str, list[Callable[[], contextlib.AbstractContextManager[Any]]]] = {
     "no grad": [torch.no_grad],
     "grad within no grad": [torch.no_grad, torch.enable_grad],
     "inference": [torch.inference_mode],
-    "no inference within inference": [torch.inference_mode, lambda: torch.inference_mode(False)],
     "grad within inference": [torch.inference_mode, torch.enable_grad],
     "bfloat16": [lambda: torch.autocast("cpu", torch.bfloat16)],
     "float16 without cache": [lambda: torch.autocast("cpu", torch.float16, cache_enabled=False)],
     "off within on": [lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", enabled=False)],
-    "float16 within bfloat16": [
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.autocast("cpu", torch.float16),
-    ],
     "bfloat16 without grad": [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
 }
 
@@ -203,19 +191,6 @@ def test_the_caller_s_modes_are_the_replicas_(name: str) -> None:
             stack.enter_context(mode())
         assert_same(wrapper(x), module(x))
     assert_same(wrapper(x), module(x))
-
-
-def test_autocast_trains_as_the_plain_module() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    module, x = copy.deepcopy(plain), rows(5).detach().float()
-    for forward in (plain, wrapped(module, 3)):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = forward(x)
-        assert output.dtype == torch.bfloat16
-        output.float().square().sum().backward()
-    for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)  # the sums of the parts are rounded to bfloat16
 
 
 def test_repeated_runs_are_the_same_bit_for_bit() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
@@ -19,14 +18,12 @@ from common.data.datasets import fetch_batches
 from common.errors import UsageError
 from common.randomness import shuffled
 from common.training.metrics import read_metrics
-from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
 from dataparallel import train
 from dataparallel.train import (
     DataParallelConfig,
     DataParallelJob,
     build_job,
-    require_samples_for_all,
     train_epoch,
     train_step,
 )
@@ -116,16 +113,6 @@ def test_the_running_statistics_are_those_of_the_first_replica() -> None:
         torch.testing.assert_close(job.network.get_buffer(name), buffer)
 
 
-def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
-    job = job_on(1, model="mlp", schedule="constant", warmup_epochs=0.4, epochs=1, lr=0.3)
-    stream = fetch_batches(job.data.train, shuffled(720, 0, 0), 144)
-    rates = []
-    for _ in range(4):
-        train_step(job, stream)
-        rates.append(job.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.3])
-
-
 def test_clipping_sees_unscaled_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     norms = []
     clip = torch.nn.utils.clip_grad_norm_
@@ -197,16 +184,6 @@ def test_torch_s_wrapper_without_gpus_says_that_it_divides_nothing(tmp_path: Pat
     assert done.stderr.count("nn.DataParallel knows no CPU devices") == 1
 
 
-def test_there_is_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a process group was asked for")
-
-    monkeypatch.setattr(dist, "init_process_group", refuse)
-    config = DataParallelConfig(train_samples=144, test_samples=10, epochs=1, run_dir=tmp_path / "run")
-    train.train(config, (CPU, CPU))
-    assert not dist.is_initialized()
-
-
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
@@ -231,18 +208,11 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Sig
     [
         (["--batch-size", "1", "--devices", "cpu,cpu"], ["--batch-size 1", "1 of 2 devices", "multiple of 2"]),
         (["--batch-size", "5", "--devices", "cpu,cpu,cpu,cpu"], ["--batch-size 5", "1 of 4 devices", "multiple of 4"]),
-        (["--image-size", "100"], ["--image-size 100 is no multiple of 28, the size of a glyph: use 112"]),
-        (["--image-size", "56", "--dataset", "fashion-mnist"], ["--image-size 56 is for glyphs and files"]),
         (["--batch-size", "2", "--devices", "cpu,cpu", "--model", "resnet18"], ["resnet18", "larger --batch-size"]),
         (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
         (["--devices", "cuda:77"], ["--devices cuda:77", "not there"]),
-        (["--devices", "gpu"], ["--devices gpu"]),
         (["--dataset", "lfw"], ["--dataset", "lfw", "fashion-mnist"]),
-        (["--wrapper", "ddp"], ["--wrapper", "ddp", "handwritten"]),
         (["--resume"], ["--resume"]),
-        (["--download"], ["--download is for fashion-mnist"]),
-        (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], ["train-images-idx3-ubyte", "/nowhere"]),
-        (["--run-dir", "/proc/cannot"], ["--run-dir /proc/cannot", "cannot be written"]),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -274,45 +244,3 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(UsageError, match=r"model\.pt cannot be written \(No space left on device\)"):
         train.save(tmp_path / "model.pt", torch.nn.Linear(2, 2))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_at_the_start_of_a_run_is_one_line(
-    user_error: UserError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def no_room(path: Path, content: object) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(train, "write_json", no_room)
-    line = user_error(train.main, *TINY, "--devices", "cpu", "--run-dir", str(tmp_path / "run"))
-    assert line.endswith(f"{tmp_path / 'run' / 'config.json'} cannot be read or written: No space left on device")
-
-
-@pytest.mark.parametrize(("batch_size", "devices"), [(1, 1), (4, 4), (7, 4), (144, 5), (10, 4)])
-def test_batches_that_reach_all_devices_are_accepted(batch_size: int, devices: int) -> None:
-    require_samples_for_all(DataParallelConfig(batch_size=batch_size), devices)
-
-
-def test_a_diverging_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    train_epoch(job_on(1, lr=1e30), 0)
-    assert any("a lower --lr" in message for message in caplog.messages)
-
-
-def test_help_names_its_flags_and_no_others() -> None:
-    text = " ".join(run_command("dataparallel.train", "--help").stdout.split())
-    for part in (
-        "--devices STR",
-        "--wrapper {handwritten,torch}",
-        "{glyphs,fashion-mnist,MODULE:FUNCTION}",
-        "(default: 144)",
-    ):
-        assert part in text, part
-    assert "lfw" not in text
-    assert "--resume" not in text
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_only_fp16_scales_the_loss(precision: str) -> None:
-    config = DataParallelConfig(precision=precision, train_samples=200, test_samples=20)
-    scaler = build_job(config, (torch.device("cpu"),), load_dataset(config)).scaler
-    assert scaler.is_enabled() == (precision == "fp16")
-    assert scaler.scale(torch.ones(())).item() == (65536 if precision == "fp16" else 1)

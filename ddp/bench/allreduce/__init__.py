@@ -1,8 +1,9 @@
 """The time of an all-reduce, by algorithm and size (``python -m ddp.bench allreduce``).
 
-Every algorithm of ddp/all_reduce/choice.py (hierarchical only with ``--hosts``) and the backend's own sum the same tensors in
-the same processes, from 4 B to 100 MiB. For each size the algorithms take turns. A turn is a barrier followed by consecutive
-all-reduces for at least 20 ms; its time is that of the slowest rank, divided by the number of all-reduces.
+Every algorithm of ddp/all_reduce/choice.py and the backend's own sum the same tensors in the same processes, from 4 B to 100 MiB.
+(On one host, the hierarchical one is shared memory, so it is left out.) For each size the algorithms take turns. A turn is a
+barrier followed by consecutive all-reduces for at least 20 ms; its time is that of the slowest rank, divided by the number of
+all-reduces.
 
 Where each of two ranks or more gets a GPU, NCCL is measured alone: the algorithms by hand sum tensors of the CPU. ``--device
 cuda`` with more ranks than GPUs lets ranks share a GPU, over gloo, which copies each tensor to the host and back.
@@ -15,14 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.cli import parse
-from common.reporting.benchmark import run_alone
+from common.reporting.turns import run_benchmark
 from ddp.bench.allreduce.config import AllReduceConfig
+from ddp.bench.allreduce.measuring import measure, report
 
 
 def main(argv: Sequence[str]) -> None:
-    config = parse(AllReduceConfig, "ddp.bench allreduce", __doc__, argv)
-    from ddp.bench.allreduce.measuring import measure
-    from ddp.bench.allreduce.report import report
-
-    run_alone("ddp.bench allreduce", config.output, lambda: measure(config), lambda taken: report(config, *taken))
+    run_benchmark(AllReduceConfig, "ddp.bench allreduce", __doc__, argv, measure, report)

@@ -49,10 +49,6 @@ class AlphaBeta:
         alpha, beta = (line / scales).tolist()
         return cls(alpha, beta, tuple(((alpha + beta * bytes_) / times - 1).tolist()))
 
-    def seconds(self, size: float) -> float:
-        """The predicted time of ``size`` bytes."""
-        return self.alpha + self.beta * size
-
     @property
     def bandwidth(self) -> float:
         """Bytes per second of large tensors; infinite where the times do not grow with the size."""

@@ -1,8 +1,9 @@
-"""The ledger: what each variant holds and sends, beside the formulas."""
+"""The settings of ``ddp.bench memory``, and the ledger: what each variant holds and sends, beside the formulas."""
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,23 +13,76 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.cli import option
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup, preload
-from common.files.run_directory import files_line
-from common.reporting.benchmark import CPU, write_results
+from common.errors import UsageError
+from common.reporting.benchmark import CPU
 from common.reporting.benchmark_figures import plot_stacked
+from common.reporting.turns import table, write_report
 from common.training.gpt import GPT
-from ddp.bench.memory import shards
-from ddp.bench.memory.config import PARTS, MemoryConfig, formula
-from ddp.bench.memory.passes import IN_PASSES, Activations, Gathered, formula_of_passes
-from ddp.bench.memory.shards import Shards
-from ddp.bench.memory.storages import all_tensors, bytes_of, process_bytes
+from common.training.models import require_heads
 from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
 from ddp.bench.turns import set_malloc
 
+PARTS = ("parameters", "gradients", "optimizer state")
+UNITS = {"MiB": 2**20, "GiB": 2**30}
 # What torch would import on each rank of each group: half of what a group takes to start.
 LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory.ledger")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Settings of ``ddp.bench memory``.
+
+    :raises UsageError: for a limit that is no size, and for a width that heads do not divide
+    """
+
+    width: int = option(256, "of the transformer", minimum=64)
+    layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
+    sequences: int = option(1, "of each rank in a step", minimum=1)
+    length: int = option(64, "tokens of a sequence", minimum=1)
+    ranks: tuple[str, ...] = option(("2", "3", "4"), "numbers of ranks", choices=("1", "2", "3", "4", "6", "8"))
+    precision: str = option(
+        "fp32",
+        "bf16: compute and send in bfloat16, optimize in float32; replicas stay in fp32",
+        choices=("fp32", "bf16"),
+    )
+    limit: str | None = option(None, "memory of a rank, such as 256MiB: find the largest model that trains within it")
+    output: Path = option(Path("runs/bench-memory"), "folder of the JSON and the figure")
+
+    def __post_init__(self) -> None:
+        require_heads(self.width)
+        _ = self.limit_bytes  # which may be wrong
+
+    @property
+    def limit_bytes(self) -> int:
+        """``--limit`` in bytes; 0 without one.
+
+        :raises UsageError: when it is no size
+        """
+        if self.limit is None:
+            return 0
+        size = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)", self.limit.strip())
+        if size is None or not float(size[1]):
+            raise UsageError(f"--limit {self.limit} is no size: use, say, 256MiB or 1GiB")
+        return int(float(size[1]) * UNITS[size[2]])
+
+
+def formula(stage: int | None, ranks: int, precision: str) -> dict[str, float]:
+    """Bytes of each of :data:`PARTS` per parameter, see ddp/bench/memory/__init__.py.
+
+    :param stage: 0 for replicas, None for ``fully_shard``, which is stage 3
+    """
+    if stage == 0:
+        return dict(zip(PARTS, (4.0, 4.0, 8.0), strict=True))
+    shard, low = 4 / ranks, 2.0 if precision == "bf16" else 4.0
+    # Values have shards of their own beside them where they are gathered in another dtype; gradients also from stage 2 on.
+    apart = shard if precision == "bf16" else 0.0
+    values = low + apart if stage in (1, 2) else shard
+    gradients = low + apart if stage == 1 else shard
+    return dict(zip(PARTS, (values, gradients, 2 * shard), strict=True))
 
 
 @dataclass(frozen=True)
@@ -36,15 +90,11 @@ class Ledger:
     """What one rank holds and sends; bytes.
 
     :param resident: of each of :data:`PARTS`, between backward and step
-    :param in_passes: of each of :data:`ddp.bench.memory.passes.IN_PASSES`, within forward and backward
-    :param live: of all tensors that Python knows between backward and step
     :param peak: most memory that the process had from the beginning of the construction on, beyond what it had before
     :param sent: in a step, by the hand-written ring; 0 where that is not used
     """
 
     resident: dict[str, int]
-    in_passes: dict[str, int]
-    live: int
     peak: int
     sent: int
 
@@ -58,44 +108,34 @@ class LedgerWorker:
 
     def run(self, layers: int) -> Ledger:
         """Build a model of so many layers, train three steps, count. A collective, once in a process."""
-        self._train(
-            1, 64
-        )  # what comes with the first step of a process is not the model's: code, caches, buffers of gloo
+        # What comes with the first step of a process is not the model's: code, caches, buffers of gloo.
+        self._train(1, 64)
         gc.collect()
-        before, live_before = process_bytes("VmRSS"), bytes_of(all_tensors())
+        before = process_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what there is now
-        resident, in_passes, live, sent = self._train(layers, self._config.width)
-        return Ledger(resident, in_passes, live - live_before, process_bytes("VmHWM") - before, sent)
+        resident, sent = self._train(layers, self._config.width)
+        return Ledger(resident, process_bytes("VmHWM") - before, sent)
 
-    def _train(self, layers: int, width: int) -> tuple[dict[str, int], dict[str, int], int, int]:
+    def _train(self, layers: int, width: int) -> tuple[dict[str, int], int]:
         config = self._config
         size = (config.sequences, config.length)
         tokens, targets = (torch.randint(VOCABULARY, size) for _ in range(2))
         torch.manual_seed(0)
         with torch.device("meta" if self._stage != 0 else "cpu"):  # only replicas are whole anywhere
             network = GPT(VOCABULARY, width, layers, config.length)
-        model = ShardedVariant(self._stage, "ring" if self._stage else "backend", config.low_precision).wrap(network)
+        all_reduce = "ring" if self._stage else "backend"
+        model: Any = ShardedVariant(self._stage, all_reduce, config.precision == "bf16").wrap(network)
         optimizer = torch.optim.AdamW(model.parameters())
-        activations = Activations(network)
-        gathered = Gathered(model) if self._stage == 3 else None
         for _ in range(3):
             sent_before = self._sent(model)
-            with activations.recorded():
-                loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-            resident, live = self._resident(model, optimizer), bytes_of(all_tensors())
+            F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+            resident = self._resident(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
         sent = self._sent(model) - sent_before
-        in_passes = {"activations": activations.nbytes}
-        if self._stage == 0:
-            reducer: Any = model.reducer
-            in_passes["buckets"] = bytes_of(reducer.memory.values())
-        if gathered is not None:
-            in_passes |= {"largest unit": gathered.largest, "gathered": gathered.most}
         if self._stage:
-            model.close()  # type: ignore[operator]
-        return resident, in_passes, live, sent
+            model.close()
+        return resident, sent
 
     def _sent(self, model: Any) -> int:
         return sum(algorithm._p2p.sent_bytes for algorithm in model._collectives) if self._stage else 0
@@ -111,90 +151,60 @@ class LedgerWorker:
         return dict(zip(PARTS, map(bytes_of, (parameters, gradients, state)), strict=True))
 
 
-def measure(config: MemoryConfig) -> dict[int, dict[str, Ledger]]:
-    """For each number of ranks and each variant, the ledger of rank 0."""
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, each storage counted once. Of a ``DTensor``, this rank's shard counts."""
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def process_bytes(name: str) -> int:
+    """Bytes that /proc/self/status tells: VmRSS is the memory of the process, VmHWM its maximum."""
+    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert line is not None
+    return int(line[1]) * 1024
+
+
+def measure(config: MemoryConfig) -> list[dict[str, Any]]:
+    """For each number of ranks and each variant, the ledger of rank 0, beside the bytes of the formula."""
     preload(*LATE_IMPORTS)
-    found: dict[int, dict[str, Ledger]] = {}
+    parameters = parameters_of(config.width, config.layers, config.length)
+    rows = []
     with Progress(DistEnv.alone(CPU), "bench", len(config.ranks) * len(STAGES)) as progress:
         for ranks in map(int, config.ranks):
-            found[ranks] = {}
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.
                 with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
-                    found[ranks][name] = group.call("run", config.layers)[0]
+                    ledger = group.call("run", config.layers)[0]
+                expected = {part: n * parameters for part, n in formula(stage, ranks, config.precision).items()}
+                rows.append({"ranks": ranks, "variant": name, "formula": expected, **asdict(ledger)})
                 progress.advance(1, f"{name}, {ranks} ranks")
-    return found
+    return rows
 
 
-def report(config: MemoryConfig, found: dict[int, dict[str, Ledger]], layouts: list[Shards]) -> str:
+def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
-    rows = []
-    for ranks, ledgers in found.items():
-        for name, ledger in ledgers.items():
-            per_parameter = formula(STAGES[name], ranks, config.precision)
-            expected = {part: value * parameters for part, value in per_parameter.items()}
-            in_passes = formula_of_passes(config, STAGES[name])
-            row = {"ranks": ranks, "variant": name, "formula": expected, "formula_of_passes": in_passes}
-            rows.append(row | asdict(ledger))
-    results = {"config": asdict(config), "parameters": parameters, "ledger": rows, "shards": list(map(asdict, layouts))}
-    write_results(config.output / "memory.json", results)
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, {config.precision}"
-    _draw(config.output / "memory.png", found, parameters, title)
-    lines = [f"{title}; bytes per parameter on rank 0"]
-    lines += _table_of_resident(rows, parameters, 2 if config.low_precision else 4)
-    lines += ["within forward and backward, MiB on rank 0: measured / formula", *_table_of_passes(rows)]
-    lines += [
-        "by layout of the shards: what a rank holds and optimizes, beyond P / N, and what a step copies",
-        *shards.table(layouts),
-    ]
-    return "\n".join([*lines, files_line(config.output, ["memory.json", "memory.png"])])
-
-
-def _draw(path: Path, found: dict[int, dict[str, Ledger]], parameters: int, title: str) -> None:
-    names = list(STAGES)
+    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == int(ranks)] for ranks in config.ranks}
     plot_stacked(
-        path,
+        config.output / "memory.png",
         {
-            f"{ranks} ranks": {part: [ledgers[name].resident[part] / parameters for name in names] for part in PARTS}
-            for ranks, ledgers in found.items()
+            panel: {part: [row["resident"][part] / parameters for row in own] for part in PARTS}
+            for panel, own in panels.items()
         },
-        names,
+        list(STAGES),
         x_title="",
         y_title="bytes per parameter on a rank, between backward and step",
         title=title,
-        points={
-            f"{ranks} ranks": {"peak": [ledgers[name].peak / parameters for name in names]}
-            for ranks, ledgers in found.items()
-        },
+        points={panel: {"peak": [row["peak"] / parameters for row in own]} for panel, own in panels.items()},
     )
-
-
-def _table_of_resident(rows: list[dict[str, Any]], parameters: int, sent_width: int) -> list[str]:
-    """:param sent_width: bytes of an element that is sent"""
-    lines = [_line("", (*PARTS, "together", "formula", "off by", "all tensors", "peak", "sent / P"))]
+    columns: dict[str, dict[str, str]] = {}
     for row in rows:
-        together, expected = sum(row["resident"].values()), sum(row["formula"].values())
-        cells = [f"{row['resident'][part] / parameters:.3f}" for part in PARTS]
-        cells += [f"{together / parameters:.3f}", f"{expected / parameters:.3f}"]
-        cells += [f"{100 * (together / expected - 1):+.2f} %", f"{row['live'] / parameters:.3f}"]
-        cells.append(f"{row['peak'] / parameters:.2f}")
-        cells.append(f"{row['sent'] / parameters / sent_width:.3f}" if row["sent"] else "")
-        lines.append(_line(f"  {row['ranks']} ranks, {row['variant']}", cells))
-    return lines
-
-
-def _table_of_passes(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [_line("", IN_PASSES)]
-    for row in rows:
-        measured, expected = row["in_passes"], row["formula_of_passes"]
-        cells = [
-            f"{measured[name] / 2**20:.2f} / {expected[name] / 2**20:.2f}" if name in measured else ""
-            for name in IN_PASSES
-        ]
-        lines.append(_line(f"  {row['ranks']} ranks, {row['variant']}", cells))
-    return lines
-
-
-def _line(name: str, cells: Iterable[str]) -> str:
-    return f"{name:<24}" + "".join(f"{cell:>17}" for cell in cells)
+        numbers = {part: row["resident"][part] for part in PARTS}
+        numbers |= {"together": sum(row["resident"].values()), "formula": sum(row["formula"].values())}
+        for heading, number in (numbers | {"peak": row["peak"], "sent": row["sent"]}).items():
+            text = f"{number / parameters:.3f}" if number else ""
+            columns.setdefault(heading, {})[f"{row['ranks']} ranks, {row['variant']}"] = text
+    lines = [f"{title}; bytes per parameter on rank 0", *table(columns, 17, 26)]
+    return write_report(config, "memory", {"parameters": parameters, "ledger": rows}, ["memory"], lines)

@@ -29,11 +29,10 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     for words in (
-        "inference, ms per call; batch size",
-        "training, ms per call; batch size",
+        "inference, ms per call by batch size",
+        "training, ms per call by batch size",
         "handwritten: ",
-        "why, at batch size 4:",
-        "MB of parameters and buffers go to 1 further device in every call",
+        "the steps at batch size 4: ",
         "passes its input through",
     ):
         assert words in done.stdout

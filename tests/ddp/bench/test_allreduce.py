@@ -11,14 +11,13 @@ import torch
 
 from common.errors import UsageError
 from ddp.bench import __main__ as bench
-from ddp.bench.allreduce.config import AllReduceConfig, size_name
-from ddp.bench.allreduce.measuring import AllReduceMeasurement
-from ddp.bench.allreduce.report import report
+from ddp.bench.allreduce.config import AllReduceConfig
+from ddp.bench.allreduce.measuring import report
 from tests.support.launch import run_command
 from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
 
-ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory", "shared-memory, copied"]
+ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory"]
 
 
 def test_every_algorithm_is_measured(tmp_path: Path) -> None:
@@ -31,12 +30,11 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
     headings = [line for line in lines if line in ("4 B", "4 KiB")]
     assert headings == ["4 B", "4 KiB"]
     for heading in headings:
-        first = lines.index(heading) + 1
+        first = lines.index(heading) + 2
         assert [line[2:26].strip() for line in lines[first : first + len(ALGORITHMS)]] == ALGORITHMS
-    for name in ALGORITHMS:
-        assert f"  {name}: alpha " in done.stdout
-    for words in ("4 B: ", "4 KiB: shared-memory, with ", " times as fast", "memory, all ranks at once"):
-        assert words in done.stdout
+    fits = lines.index("time = alpha + bytes / bandwidth, fitted to the medians:") + 2
+    assert [line.split()[0] for line in lines[fits : fits + len(ALGORITHMS)]] == ALGORITHMS
+    assert "memory, all ranks at once" in done.stdout
     assert "of this limit" not in done.stdout  # such small tensors lie in caches
 
     written = json.loads((tmp_path / "allreduce.json").read_text())
@@ -48,45 +46,20 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
         assert len(one["fit"]["errors"]) == 2
         median = math.fsum(one["seconds"]["4096"]) / 2
         assert one["bus_bandwidth"]["4096"] == pytest.approx(4096 / median)  # of two ranks: 2 (n - 1) / n = 1
-    assert all(value > 1e6 for values in written["memory_bytes_per_s"].values() for value in values)
+    assert written["memory_bytes_per_s"] > 1e6
     assert written["machine"]["usable_cores"] > 0
     assert (tmp_path / "allreduce.png").is_file()
-
-
-@pytest.mark.slow
-def test_three_ranks_on_three_simulated_hosts(tmp_path: Path) -> None:
-    done = run_command(
-        "ddp.bench", "allreduce", "--ranks", "3", "--hosts", "3", "--sizes", "8,800", "--rounds", "2", "--dtype", "float64",
-        "--algorithms", "ring,halving-doubling", "--output", str(tmp_path), timeout_s=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("all-reduce, 3 ranks on ")
-    assert "800 B: " in done.stdout
-    assert "shared-memory" not in done.stdout
-    written = json.loads((tmp_path / "allreduce.json").read_text())
-    assert [one["name"] for one in written["algorithms"]] == ["backend", "ring", "halving-doubling", "hierarchical"]
-
-
-def test_the_quoted_sizes_are_measured_by_default() -> None:
-    assert {4096, 25 * 2**20} < set(AllReduceConfig().sizes)
-    assert "hierarchical" not in AllReduceConfig().algorithms
-
-
-def test_sizes_have_names() -> None:
-    assert [size_name(size) for size in (4, 1000, 1024, 25 * 2**20)] == ["4 B", "1000 B", "1 KiB", "25 MiB"]
 
 
 def test_on_gpus_nccl_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_gpus(monkeypatch, 4)
     config = AllReduceConfig(sizes=(4, 4096), rounds=2, output=tmp_path)
     assert (config.ranks, config.device, config.algorithms) == (4, "cuda", ())
-    for settings in ({"algorithms": ("ring",)}, {"hosts": 2}):
-        with pytest.raises(UsageError, match="--algorithms and --hosts are for tensors of the CPU"):
-            AllReduceConfig(device="cuda", **settings)
-        assert AllReduceConfig(**settings).ranks == 2
-    text = report(config, [AllReduceMeasurement("backend", 4, {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]})], None)
+    with pytest.raises(UsageError, match="--algorithms is for tensors of the CPU"):
+        AllReduceConfig(device="cuda", algorithms=("ring",))
+    assert AllReduceConfig(algorithms=("ring",)).ranks == 2
+    text = report(config, ({"backend": {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]}}, None))
     assert text.startswith("all-reduce, 4 ranks on 4 GPUs, nccl, float32; 2 rounds")
-    assert "backend: alpha " in text
     assert "memory" not in text
     assert json.loads((tmp_path / "allreduce.json").read_text())["memory_bytes_per_s"] is None
     assert (tmp_path / "allreduce.png").is_file()
@@ -95,17 +68,9 @@ def test_on_gpus_nccl_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.gpu
 def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     """Over gloo: NCCL takes no more than one rank of a GPU."""
-    arguments = (
-        "--device",
-        "cuda",
-        "--ranks",
-        str(torch.cuda.device_count() + 1),
-        "--sizes",
-        "4,4096",
-        "--rounds",
-        "2",
-    )
-    done = run_command("ddp.bench", "allreduce", *arguments, "--output", str(tmp_path), timeout_s=280)
+    ranks = ("--device", "cuda", "--ranks", str(torch.cuda.device_count() + 1))
+    sizes = ("--sizes", "4,4096", "--rounds", "2", "--output", str(tmp_path))
+    done = run_command("ddp.bench", "allreduce", *ranks, *sizes, timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert " GPU" in done.stdout.splitlines()[0]
     written = json.loads((tmp_path / "allreduce.json").read_text())
@@ -116,20 +81,13 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--ranks", "1"), "--ranks 1 is out of range"),
-        (("--algorithms", "ring,rign"), "invalid choice: 'rign'"),
         (("--algorithms", "backend"), "invalid choice: 'backend'"),
         (("--sizes", "4,6"), "--sizes 6 is no multiple of the 4 bytes of a float32"),
         (("--sizes", "4"), "--sizes 4: give two or more"),
         (("--sizes", "4,0"), "--sizes 0 is out of range"),
-        (("--rounds", "1"), "--rounds 1"),
-        (("--ranks", "3", "--hosts", "2"), "--hosts 2 does not divide --ranks 3"),
+        (("--hosts", "2"), "--hosts is no longer there: "),
         (("--output", __file__), "is a file: give a folder"),
     ],
 )
 def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
     assert words in user_error(bench.main, "allreduce", *arguments)
-
-
-def test_it_is_refused_under_torchrun(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert "ddp.bench allreduce is started once, and not by torchrun" in user_error(bench.main, "allreduce")

@@ -9,7 +9,7 @@ import pytest
 
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
-from ddp.bench.strategies import StrategiesConfig, Strategy, StrategyMeasurement, lost, strategies
+from ddp.bench.strategies import CAUSES, StrategiesConfig, Strategy, StrategyMeasurement, lost, strategies
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
@@ -23,9 +23,8 @@ def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = ["single process", "single process, ", "dataparallel, 2 CPU devices", "DDP, 1 process", "DDP, 2 processes"]
     table = done.stdout.splitlines()[2:7]
-    assert all(line.startswith(name) for line, name in zip(table, names, strict=True))
-    assert "DDP, 2 processes: " in done.stdout and "would be 1/2 of one's. Of its time:" in done.stdout
-    for cause in ("communication exposed", "imbalance between ranks", "input", "optimizer", "the rest"):
+    assert all(line.strip().startswith(name) for line, name in zip(table, names, strict=True))
+    for cause in CAUSES.values():
         assert cause in done.stdout
     written = json.loads((tmp_path / "strategies.json").read_text())
     assert [len(one["seconds"]) for one in written["strategies"]] == [2] * 5
@@ -43,9 +42,9 @@ def test_the_causes_add_up_to_what_is_lost() -> None:
     )
     causes = lost(two, single)
     assert sum(causes.values()) == pytest.approx(0.75 - 1.1 / 2)
-    assert causes["communication"] == pytest.approx(0.05)
-    assert causes["input"] == pytest.approx(0.06 - 0.05)
-    assert causes["update"] == pytest.approx(0.2 - 0.1)  # each rank updates all parameters: nothing was divided
+    assert causes[CAUSES["communication"]] == pytest.approx(0.05)
+    assert causes[CAUSES["input"]] == pytest.approx(0.06 - 0.05)
+    assert causes[CAUSES["update"]] == pytest.approx(0.2 - 0.1)  # each rank updates all parameters: nothing was divided
 
 
 def test_the_strategies_on_cpus() -> None:
@@ -61,10 +60,7 @@ def test_the_strategies_on_cpus() -> None:
     [
         (("--batch-size", "145", "--processes", "1,2"), "--batch-size 145 does not divide"),
         (("--processes", "0"), "--processes 0"),
-        (("--processes", "2,2"), "names a value twice"),
-        (("--rounds", "1"), "--rounds 1"),
         (("--device", "cuda", "--processes", "1,64"), "usable"),
-        (("--output", __file__), "is a file: give a folder"),
     ],
 )
 def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ddp.bench.memory.passes import IN_PASSES
-from ddp.bench.memory.shards import LAYOUTS
 from ddp.bench.sharding import STAGES
 from tests.support.launch import REPOSITORY
 
@@ -32,31 +30,6 @@ def rows(written: dict[str, Any]) -> Iterator[str]:
     sent = [row["sent"] / 4 / parameters for row in of_ranks]
     sent[0] = sent[1]  # replicas send the two halves as one all-reduce
     yield line("sent in a step (ring, 4 ranks), in parameters", [f"{one:.2f}" if one else "" for one in sent])
-
-    for name, title in zip(
-        IN_PASSES, ("activations", "DDP's buckets", "the largest unit", "gathered at a time, at most"), strict=True
-    ):
-        yield line(
-            title,
-            [
-                f"{row['in_passes'][name] / 2**20:.2f} ({row['formula_of_passes'][name] / 2**20:.2f})"
-                if name in row["in_passes"]
-                else ""
-                for row in of_ranks
-            ],
-        )
-
-    shards = {(row["model"], row["ranks"], row["layout"]): row for row in written["shards"]}
-    for model in ("transformer", "ResNet-18"):
-        for ranks in (2, 3, 4):
-            cells = []
-            of_layouts = [shards[model, ranks, layout] for layout in LAYOUTS]
-            for row in of_layouts:
-                share = row["parameters"] / ranks
-                cells.append(f"{100 * (row['held'][0] / 4 / share - 1):.3f} %")
-            cells += [f"{row['copied'] / 4 / row['parameters']:.2f}" for row in of_layouts]
-            cells += [f"{row['collectives'] / row['units']:.1f}" for row in of_layouts]
-            yield line(f"{model}, {ranks} ranks", cells)
 
 
 def test_its_tables_are_what_was_measured() -> None:

@@ -1,0 +1,159 @@
+"""One way to compare variants on a noisy machine, and one way to show the result.
+
+A *variant* has a name and is built anyhow; its *turn* is a call that does some steps of it and returns what was measured.
+:func:`take_turns` builds all variants several times and interleaves their turns in rounds. The times of one round pair up: other
+work on the machine that slows a whole round cancels in the round's ratios. So results are medians and paired ratios with
+their quartiles, one row per variant in a :func:`table`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from common.cli import parse
+from common.distributed.process_group import DistEnv
+from common.distributed.rank_logging import Progress
+from common.files.run_directory import files_line
+from common.reporting.benchmark import CPU, run_alone, write_results
+from common.reporting.clock import clock_of
+from common.reporting.timing import Spread, interleave, paired_ratios
+
+Measured = TypeVar("Measured")
+WARMUP = 1  # rounds of each build that do not count
+Step: TypeAlias = Callable[[], object]
+Times: TypeAlias = Mapping[str, list[float]]  # for each variant, one entry per round
+
+
+def run_benchmark(
+    config_type: type[Any],
+    command: str,
+    description: str | None,
+    argv: Sequence[str] | None,
+    measure: Callable[[Any], Any],
+    report: Callable[[Any, Any], str],
+) -> None:
+    """Run a benchmark that starts its own processes, and print its report.
+
+    :param config_type: its settings, with a folder ``output``
+    :param measure: of the settings
+    :param report: of the settings and what was measured; writes the results and returns the summary
+    :raises UsageError: for wrong settings, under torchrun, and for a folder that cannot be written
+    """
+    config = parse(config_type, command, description, argv)
+    run_alone(command, config.output, lambda: measure(config), lambda measured: report(config, measured))
+
+
+def write_report(
+    config: Any, name: str, content: Mapping[str, object], figures: Sequence[str], lines: Sequence[str]
+) -> str:
+    """Write a benchmark's JSON with its settings, and return its summary.
+
+    :param config: its settings, a dataclass with a folder ``output``
+    :param name: of the JSON
+    :param figures: names of those that were drawn
+    :param lines: of the summary; the files are added
+    """
+    write_results(config.output / f"{name}.json", {"config": asdict(config), **content})
+    files = [f"{name}.json", *(f"{figure}.png" for figure in figures)]
+    return "\n".join([*lines, files_line(config.output, files)])
+
+
+def progress_of(config: Any, subjects: int, env: DistEnv | None = None) -> Progress:
+    """A progress bar over all rounds of so many sets of variants, see :func:`take_turns`."""
+    rounds = subjects * config.builds * (config.rounds + WARMUP)
+    return Progress(env or DistEnv.alone(CPU), "bench", rounds)
+
+
+def take_turns(
+    config: Any,
+    names: Collection[str],
+    build: Callable[[list[str]], AbstractContextManager[Mapping[str, Callable[[], Measured]]]],
+    progress: Progress,
+    subject: str,
+) -> dict[str, list[Measured]]:
+    """Measure variants in rounds, in each of which every variant takes one turn.
+
+    The order in which variants are built decides where their tensors lie in memory, which alone can change a time by some
+    percent. So they are built several times, every other time in reverse.
+
+    :param config: has ``builds``, the times that all variants are built, and ``rounds``, those that count in each build
+    :param build: gets the names in the order of construction; its block has each variant's turn
+    :param progress: advances by each round
+    :param subject: what is measured, for the progress bar
+    :returns: for each variant, ``builds * rounds`` results of its turns
+    """
+    results: dict[str, list[Measured]] = {name: [] for name in names}
+    for number in range(config.builds):
+        with build(list(names)[:: -1 if number % 2 else 1]) as built:
+            turns: Any = built
+            measured: Any = interleave(turns, config.rounds, WARMUP, lambda _: progress.advance(1, subject))
+        for name in names:
+            results[name] += measured[name]
+    return results
+
+
+def timed_steps(step: Step, steps: int, device: torch.device = CPU) -> tuple[float, float]:
+    """Call ``step`` ``steps`` times, on all ranks at once.
+
+    :param device: where its work is done
+    :returns: wall seconds of a step, until its work is done, and processor seconds of all threads of this rank in it, both
+        means. (On a GPU the latter are those that it takes to queue the work.)
+    """
+    clock = clock_of(device)
+    dist.barrier()
+    clock.start()
+    began, processor_began = clock.stamp(), time.process_time()
+    for _ in range(steps):
+        step()
+    ended, processor_seconds = clock.stamp(), time.process_time() - processor_began
+    return (clock.seconds(ended) - clock.seconds(began)) / steps, processor_seconds / steps
+
+
+def calls_of_a_turn(run: Callable[[int], float], at_least_s: float) -> int:
+    """The number of calls that take at least so many seconds.
+
+    :param run: does so many calls, and returns the mean seconds of one
+    """
+    calls = 1
+    # The shorter of two attempts: a disturbed one must not end the search.
+    while calls * min(run(calls) for _ in range(2)) < at_least_s:
+        calls *= 2
+    return calls
+
+
+def ratios(times: Times, reference: str) -> dict[str, list[float]]:
+    """Each variant's times as multiples of the reference's, round by round."""
+    return {name: paired_ratios(values, times[reference]) for name, values in times.items()}
+
+
+def cells(times: Times, spec: str, scale: float = 1.0) -> dict[str, str]:
+    """The median and the quartiles of each variant's entries, times ``scale``, as text.
+
+    :param spec: format of a number, such as ``.2f``
+    """
+    return {name: format(Spread.of([scale * value for value in values]), spec) for name, values in times.items()}
+
+
+def table(columns: Mapping[str, Mapping[str, object]], width: int = 31, first: int = 34) -> list[str]:
+    """Lines of a table.
+
+    :param columns: for each heading its cells by the name of their row; a missing one is left empty
+    :param width: characters of a column
+    :param first: characters of the names of rows
+    """
+    rows = dict.fromkeys(name for of_rows in columns.values() for name in of_rows)
+    heading = f"{'':<{first}}" + "".join(f"{title:>{width}}" for title in columns)
+    return [
+        heading,
+        *(
+            f"{f'  {name}':<{first}}" + "".join(f"{of_rows.get(name, '')!s:>{width}}" for of_rows in columns.values())
+            for name in rows
+        ),
+    ]
