@@ -99,19 +99,19 @@ def test_accumulation_and_clipping_are_those_of_one_process(stage: int, local: b
     run_ranks(accumulated, ranks, stage, local)
 
 
-def against_fully_shard(stage: int, low: bool) -> None:
+def against_fully_shard(stage: int) -> None:
+    """In bf16, with gradients summed in fp32. (In fp32 it trains to the bits of replicas: test_equality.py.)"""
     with process_group(timeout_s=60):
         ours, theirs = network(), network()
-        precision = Precision(torch.bfloat16, torch.float32) if low else Precision()
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in theirs.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(theirs, mp_policy=policy)
-        model = shard(ours, stage, units=ours.blocks, precision=precision)
+        model = shard(ours, stage, units=ours.blocks, precision=Precision(torch.bfloat16, torch.float32))
         optimizers = [adamw(one) for one in (model, theirs)]
         for number in range(5):
             losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
-            torch.testing.assert_close(*losses, rtol=3e-2 if low else 1e-5, atol=1e-5)
+            torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()
                 optimizer.step()
@@ -126,13 +126,12 @@ def against_fully_shard(stage: int, low: bool) -> None:
             dist.all_reduce(values)
             trained |= dict(zip(flat.owners, flat.views(values), strict=True))
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-        assert_close({name: trained[name] for name in expected}, expected, 2e-3 if low else 1e-5)
+        assert_close({name: trained[name] for name in expected}, expected, 2e-3)
 
 
-@pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_fully_shard(stage: int, low: bool) -> None:
-    run_ranks(against_fully_shard, 2, stage, low)
+def test_it_trains_as_fully_shard(stage: int) -> None:
+    run_ranks(against_fully_shard, 2, stage)
 
 
 # GradScaler
@@ -411,10 +410,11 @@ def from_meta(stage: int) -> dict[str, Tensor]:
 def test_a_model_on_the_meta_device(stage: int) -> None:
     first, second = run_ranks(from_meta, 2, stage)
     assert_close(first, second, 0)
-    expected = GPT(VOCABULARY, 64, 2, LENGTH)
-    for name, value in expected.named_parameters():
-        assert first[name].shape == value.shape
-        assert (first[name].std() > 0) == (value.std() > 0), name
+    expected = network().state_dict()
+    assert [(name, value.shape) for name, value in first.items()] == [
+        (name, value.shape) for name, value in expected.items()
+    ]
+    assert first["head.weight"].std() > 0  # initial values
 
 
 def tied_on_meta() -> None:
