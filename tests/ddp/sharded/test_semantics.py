@@ -225,6 +225,7 @@ def counted(stage: int) -> dict[str, int]:
             "gradients": gradients,
             "sent": sent,
             "flags": flags,
+            "root": sum(flat.numel for flat in model._flats_of[""]),
             "moments": sum(s["exp_avg"].nbytes for s in optimizer.state.values()),
         }
 
@@ -234,14 +235,14 @@ def counted(stage: int) -> dict[str, int]:
 def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
     all_counts = run_ranks(counted, ranks, stage)
     counts = all_counts[0]
-    assert (
-        counts["parameters"] <= counts["padded"] < counts["parameters"] + 3 * ranks
-    )  # their sizes are multiples of 16
+    # The sizes of parameters are multiples of 16.
+    assert counts["parameters"] <= counts["padded"] < counts["parameters"] + 3 * ranks
     assert sum(one["moments"] for one in all_counts) == 4 * counts["parameters"]
     assert counts["full"] == (0 if stage == 3 else 4 * counts["padded"])
     assert counts["gradients"] == (4 * counts["padded"] if stage == 1 else 0)
-    times = 3 if stage == 3 else 2  # of the parameters' bytes; and the flags, by an all-reduce
-    expected = sum(times * 4 * one["padded"] * (ranks - 1) // ranks for one in all_counts)
+    # At stage 3 parameters are gathered twice, but for the root's. And the flags are sent, by an all-reduce.
+    elements = 3 * counts["padded"] - counts["root"] if stage == 3 else 2 * counts["padded"]
+    expected = 4 * elements * (ranks - 1)
     flags = 2 * (ranks - 1) * counts["flags"]
     assert sum(one["sent"] for one in all_counts) == expected + flags
 
