@@ -44,9 +44,8 @@ class Reducer:
         static_graph: bool,
     ) -> None:
         self.expecting = False  # whether a backward pass that synchronizes is running or follows
-        self.div_factor = self._div_factor_now = float(
-            group.size()
-        )  # of the next backward pass, and of the running one
+        # Gradients are divided by this before they are summed: in the next backward pass, and in the running one.
+        self.div_factor = self._div_factor_now = float(group.size())
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
         self.names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits, self._static_graph = group, all_reduce, limits, static_graph

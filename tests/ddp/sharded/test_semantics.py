@@ -99,19 +99,19 @@ def test_accumulation_and_clipping_are_those_of_one_process(stage: int, local: b
     run_ranks(accumulated, ranks, stage, local)
 
 
-def against_fully_shard(stage: int, low: bool) -> None:
+def against_fully_shard(stage: int) -> None:
+    """In bf16, with gradients summed in fp32. (In fp32 it trains to the bits of replicas: test_equality.py.)"""
     with process_group(timeout_s=60):
         ours, theirs = network(), network()
-        precision = Precision(torch.bfloat16, torch.float32) if low else Precision()
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in theirs.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(theirs, mp_policy=policy)
-        model = shard(ours, stage, units=ours.blocks, precision=precision)
+        model = shard(ours, stage, units=ours.blocks, precision=Precision(torch.bfloat16, torch.float32))
         optimizers = [adamw(one) for one in (model, theirs)]
         for number in range(5):
             losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
-            torch.testing.assert_close(*losses, rtol=3e-2 if low else 1e-5, atol=1e-5)
+            torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()
                 optimizer.step()
@@ -126,13 +126,12 @@ def against_fully_shard(stage: int, low: bool) -> None:
             dist.all_reduce(values)
             trained |= dict(zip(flat.owners, flat.views(values), strict=True))
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-        assert_close({name: trained[name] for name in expected}, expected, 2e-3 if low else 1e-5)
+        assert_close({name: trained[name] for name in expected}, expected, 2e-3)
 
 
-@pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_fully_shard(stage: int, low: bool) -> None:
-    run_ranks(against_fully_shard, 2, stage, low)
+def test_it_trains_as_fully_shard(stage: int) -> None:
+    run_ranks(against_fully_shard, 2, stage)
 
 
 # GradScaler
@@ -142,7 +141,7 @@ def torn(stage: int) -> None:
     """An inf in one element of one rank's gradients, so in one shard; one of two optimizers has that parameter."""
     with process_group(timeout_s=60) as env:
         torch.manual_seed(0)
-        net = nn.ModuleDict({"unused": nn.Linear(64, 64), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+        net = nn.ModuleDict({"unused": nn.Linear(64, 8), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
         net.forward = lambda x: net["b"](net["a"](x))
         model = shard(net, stage, units=[])
         named = dict(model.named_parameters())
@@ -160,9 +159,10 @@ def torn(stage: int) -> None:
                 optimizer.zero_grad()
             scaler.update()
             assert scaler.get_scale() == 4.0
-            assert all(
-                torch.equal(before[name], one) != finite for name, one in named.items() if name[:2] in ("a.", "b.")
-            )
+            changed = [
+                not torch.equal(before[name], one) for name, one in named.items() if name[0] in "ab" and one.numel()
+            ]
+            assert changed == [finite] * len(changed)
             assert named["unused.weight"].grad is None
 
 
@@ -225,6 +225,7 @@ def counted(stage: int) -> dict[str, int]:
             "gradients": gradients,
             "sent": sent,
             "flags": flags,
+            "root": sum(flat.numel for flat in model._flats_of[""]),
             "moments": sum(s["exp_avg"].nbytes for s in optimizer.state.values()),
         }
 
@@ -234,14 +235,14 @@ def counted(stage: int) -> dict[str, int]:
 def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
     all_counts = run_ranks(counted, ranks, stage)
     counts = all_counts[0]
-    assert (
-        counts["parameters"] <= counts["padded"] < counts["parameters"] + 3 * ranks
-    )  # their sizes are multiples of 16
+    # The sizes of parameters are multiples of 16.
+    assert counts["parameters"] <= counts["padded"] < counts["parameters"] + 3 * ranks
     assert sum(one["moments"] for one in all_counts) == 4 * counts["parameters"]
     assert counts["full"] == (0 if stage == 3 else 4 * counts["padded"])
     assert counts["gradients"] == (4 * counts["padded"] if stage == 1 else 0)
-    times = 3 if stage == 3 else 2  # of the parameters' bytes; and the flags, by an all-reduce
-    expected = sum(times * 4 * one["padded"] * (ranks - 1) // ranks for one in all_counts)
+    # At stage 3 parameters are gathered twice, but for the root's. And the flags are sent, by an all-reduce.
+    elements = 3 * counts["padded"] - counts["root"] if stage == 3 else 2 * counts["padded"]
+    expected = 4 * elements * (ranks - 1)
     flags = 2 * (ranks - 1) * counts["flags"]
     assert sum(one["sent"] for one in all_counts) == expected + flags
 
@@ -410,10 +411,11 @@ def from_meta(stage: int) -> dict[str, Tensor]:
 def test_a_model_on_the_meta_device(stage: int) -> None:
     first, second = run_ranks(from_meta, 2, stage)
     assert_close(first, second, 0)
-    expected = GPT(VOCABULARY, 64, 2, LENGTH)
-    for name, value in expected.named_parameters():
-        assert first[name].shape == value.shape
-        assert (first[name].std() > 0) == (value.std() > 0), name
+    expected = network().state_dict()
+    assert [(name, value.shape) for name, value in first.items()] == [
+        (name, value.shape) for name, value in expected.items()
+    ]
+    assert first["head.weight"].std() > 0  # initial values
 
 
 def tied_on_meta() -> None:
