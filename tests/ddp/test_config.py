@@ -96,6 +96,22 @@ def test_what_is_not_given_follows(settings: dict[str, Any], expected: dict[str,
             {"compile": "reduce-overhead", "grad_accumulation_steps": 2},
             "--compile reduce-overhead uses CUDA graphs.*--grad-accumulation-steps 1 instead of 2",
         ),
+        ({"model": "gpt", "dataset": "glyphs"}, "--model gpt does not learn --dataset glyphs: gpt learns sums"),
+        ({"model": "mlp", "dataset": "sums"}, "--model mlp does not learn --dataset sums"),
+        ({"width": 64}, "--width is for --model gpt, not for fashion-cnn"),
+        ({"layers": 2, "model": "mlp"}, "--layers is for --model gpt, not for mlp"),
+        ({"model": "gpt", "width": 100}, "--width 100 is no multiple of 64, the width of a head: use 64 or 128"),
+        ({"strategy": "zero1", "compile": "default"}, "--compile is for replicas"),
+        ({"strategy": "zero2", "async_checkpoint": True}, "--async-checkpoint is for replicas"),
+        (
+            {"strategy": "zero3", "check_replicas_every": 5},
+            "--check-replicas-every: with --strategy zero3 there are none",
+        ),
+        (
+            {"strategy": "zero3", "all_reduce": "tree"},
+            "--all-reduce tree has no reduce-scatter and all-gather for --strategy zero3: use backend",
+        ),
+        ({"strategy": "fsdp2", "all_reduce": "ring"}, "--all-reduce ring is for the strategies written by hand"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
