@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from common.data import sums
@@ -17,15 +16,13 @@ from tests.support.launch import run_ranks
 PLAIN: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.5, "clip_norm": 1.0}
 
 
-@pytest.mark.parametrize(("ranks", "grad_accumulation_steps"), [pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
-def test_a_step_is_that_of_one_process(tmp_path: Path, ranks: int, grad_accumulation_steps: int) -> None:
+def test_a_step_is_that_of_one_process(tmp_path: Path) -> None:
     """Ragged lines, gradient accumulation and clipping, with every strategy."""
     run_ranks(save_each, 1, tmp_path, ["torch"], PLAIN)
-    settings = PLAIN | {"grad_accumulation_steps": grad_accumulation_steps}
-    run_ranks(save_each, ranks, tmp_path, list(STRATEGIES), settings)
+    run_ranks(save_each, 3, tmp_path, list(STRATEGIES), PLAIN | {"grad_accumulation_steps": 2})
     expected = contents(tmp_path / "torch-1")
     for strategy in STRATEGIES:
-        trained = contents(tmp_path / f"{strategy}-{ranks}")
+        trained = contents(tmp_path / f"{strategy}-3")
         assert trained.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-5, atol=1e-6, msg=f"{strategy}: {name}")

@@ -190,10 +190,7 @@ def without_workers() -> Outcome:
     return run_ranks(train_epochs, 2, small(**WITH_WORKERS))[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("workers", "persistent"),
-    [(2, True), (4, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (4, True)))],
-)
+@pytest.mark.parametrize(("workers", "persistent"), [(2, True), (4, False)])
 def test_loader_workers_do_not_change_a_bit(without_workers: Outcome, workers: int, persistent: bool) -> None:
     expected = without_workers
     outcome, _ = run_ranks(train_epochs, 2, small(**WITH_WORKERS, workers=workers, persistent_workers=persistent))
