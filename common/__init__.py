@@ -1,1 +1,1 @@
-"""What the three subjects share. Imports none of them."""
+"""The parts that the three subjects share. Imports none of them."""

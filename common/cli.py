@@ -30,12 +30,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.error_line import print_error
 from common.errors import UsageError
 from common.launchers import adopt_launcher
 from common.signals import early_signals
-from common.signals.signal_redelivery import finalize_silently, keep_stops
-from common.signals.stop_request import INTERRUPTED, REQUEUE, STOPPED
+from common.signals.stop_request import INTERRUPTED, REQUEUE, STOPPED, finalize_silently, keep_stops
 from common.stdout import stdout_errors
 
 Config = TypeVar("Config")
@@ -206,6 +204,8 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 finalize_silently()
             raise
         except UsageError as error:
+            from common.error_line import print_error
+
             early_signals.leave_with(2)
             print_error(error)
             sys.exit(2)

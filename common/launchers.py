@@ -42,7 +42,7 @@ class Launcher:
         return all(name in environment for name in self.variables) and environment[world_size] != "1"
 
     def read(self, environment: Environment) -> dict[str, str]:
-        """What torchrun would have set.
+        """The variables that torchrun would have set.
 
         :raises UsageError: when the variables do not fit together
         """
@@ -79,15 +79,15 @@ LAUNCHERS = (
 
 
 def launcher_name(environment: Environment = os.environ) -> str:
-    """What started this process, for a person to read."""
+    """The name of the program that started this process, for a person to read."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun"
     if "RANK" in environment and "AZUREML_NODE_COUNT" in environment:
         return "Azure ML"
-    found = [launcher.name for launcher in LAUNCHERS if launcher.started(environment)]
+    names = [launcher.name for launcher in LAUNCHERS if launcher.started(environment)]
     return (
-        found[0]
-        if found
+        names[0]
+        if names
         else "variables set by hand"
         if "RANK" in environment
         else "no launcher: one process by itself"
@@ -114,13 +114,13 @@ def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
             "one process by itself; for a rank per task, start it with srun here too"
         )
         return
-    found = launcher.read(environment)
-    for name, value in found.items():
+    own = launcher.read(environment)
+    for name, value in own.items():
         environment.setdefault(name, value)
     for name in TORCHRUN_VARIABLES[:4]:
-        if environment[name] != found[name]:
+        if environment[name] != own[name]:
             raise UsageError(
-                f"{name} is {environment[name]}, but {launcher.name} has started this process as {name} {found[name]}: "
+                f"{name} is {environment[name]}, but {launcher.name} has started this process as {name} {own[name]}: "
                 f"unset {name}, which was set before"
             )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
@@ -197,20 +197,20 @@ def expand_hosts(hosts: str) -> list[str]:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    found = re.search(r"\[([^\]]*)\]", pattern)
-    if found is None:
+    brackets = re.search(r"\[([^\]]*)\]", pattern)
+    if brackets is None:
         yield pattern
         return
-    for numbers in found[1].split(","):
+    for numbers in brackets[1].split(","):
         first, _, last = numbers.partition("-")
         for number in range(int(first), int(last or first) + 1):
-            yield from _expand(f"{pattern[: found.start()]}{number:0{len(first)}d}{pattern[found.end() :]}")
+            yield from _expand(f"{pattern[: brackets.start()]}{number:0{len(first)}d}{pattern[brackets.end() :]}")
 
 
 def tasks_per_node(counts: str) -> list[int]:
     """SLURM's short form of the tasks on each node: ``2(x3),1`` is 2, 2, 2 and 1."""
-    found = []
+    tasks = []
     for part in counts.split(","):
         count, _, times = part.partition("(x")
-        found += [int(count)] * int(times.rstrip(")") or 1)
-    return found
+        tasks += [int(count)] * int(times.rstrip(")") or 1)
+    return tasks

@@ -1,4 +1,4 @@
-"""What torch's C++ code prints while a rank joins the job: its lines at once, its pages of stack frames into the log.
+"""The output of torch's C++ code while a rank joins the job: its lines at once, its pages of stack frames into the log.
 
 For a store that does not answer, torch 2.15 prints some twenty frames at each try, under which the one line that says so is lost.
 Python's ``sys.stderr`` knows nothing of them: they are written to file descriptor 2.

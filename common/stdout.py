@@ -47,7 +47,7 @@ def print_results(text: str) -> None:
 
 
 class _Stdout:
-    """A stream whose errors can be told from those of other files."""
+    """A stream whose errors can be distinguished from those of other files."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -21,7 +21,7 @@ from typing import Any
 from common.cli import command, option, parse
 from common.cores import usable_cores
 from common.data.datasets import keep_batch
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import files_line

@@ -37,8 +37,7 @@ from common.distributed.process_group import DistEnv, require_alone, stop_signal
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes, write_json
-from common.files.run_directory import prepare, require_lock
-from common.files.run_files import CONFIG_FILE, LOG_FOLDER, MODEL_FILE
+from common.files.run_directory import CONFIG_FILE, LOG_FOLDER, MODEL_FILE, prepare, require_lock
 from common.randomness import derive_seed, seed_torch, shuffled
 from common.reporting.machine import describe_machine
 from common.resilience.device_errors import device_errors

@@ -16,4 +16,4 @@ if _ours not in [_Path(folder).resolve() for folder in _found]:
 if _sys.argv[:1] == ["-m"]:  # python -m is importing this package, to run one of its modules as a command
     from common.signals import early_signals as _early_signals
 
-    _early_signals.hear()
+    _early_signals.handle_signals()

@@ -82,7 +82,7 @@ def open_loader(
     workers = default_workers(env) if loading.workers is None else loading.workers
     with env.fail_together():
         if loading.loader == "fast":
-            from common.data.loader_limits import require_room_for_workers
+            from common.data.loaders import require_room_for_workers
             from dataloading.dataset.batches import LFWBatches
             from dataloading.loader.fast_loader import FastLoader
 

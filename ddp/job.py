@@ -77,6 +77,7 @@ class Job:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
+        self.memory_format = self.config.memory_format
         self.autocast_dtype = LOW_DTYPES.get(self.config.precision)  # None in fp32
         self.window = Window(self.env.device, self.config.grad_accumulation_steps)
         self.watchdog = Watchdog(self.env, self.config.timeout)

@@ -200,7 +200,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
         last_micro_step = micro_step == config.grad_accumulation_steps - 1
         with contextlib.nullcontext() if last_micro_step else job.model.no_sync():
             with torch.autocast(device.type, job.autocast_dtype, enabled=job.autocast_dtype is not None):
-                logits = job.model(job.data.to_input(images, config.memory_format))
+                logits = job.model(job.data.to_input(images, job.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
             job.window.add(loss, logits, labels)  # for the log
             loss = guard.attach(loss)

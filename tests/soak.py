@@ -29,8 +29,7 @@ from common.cli import command, option, parse
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files.atomic_files import write_json
-from common.files.run_directory import prepare_output
-from common.files.run_files import CONFIG_FILE
+from common.files.run_directory import CONFIG_FILE, prepare_output
 from common.reporting.machine import describe_machine
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of

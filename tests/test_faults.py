@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.files.run_files import CONFIG_FILE, LOCK_FILE
+from common.files.run_directory import CONFIG_FILE, LOCK_FILE
 from common.signals.stop_request import REQUEUE
 from common.training.metrics import read_metrics
 from ddp.checkpoint import storage

@@ -36,7 +36,7 @@ class Augmentation:
     def draw(
         self, seed: int, epoch: int, samples: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """What happens to each sample in this epoch: where the frame lies on the image with its border, and whether it is mirrored.
+        """The draws of each sample in this epoch: where the frame lies on the image with its border, and whether it is mirrored.
 
         :param samples: int64 ``[n]``
         :returns: rows from the top and columns from the left, int64 ``[n]`` of 0 to ``2 * shift``, and bool ``[n]``

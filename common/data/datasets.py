@@ -26,7 +26,7 @@ IN_MEMORY = ("glyphs", "fashion-mnist")
 
 
 class BatchKey(NamedTuple):
-    """What a sampler asks for: these samples, as they look in this epoch.
+    """A sampler's request: these samples, as they look in this epoch.
 
     The epoch travels with the request because persistent loader workers hold a copy of the data set that never sees a
     ``set_epoch``.
@@ -154,7 +154,7 @@ class ImageData:
 
     @property
     def test_unit(self) -> str:
-        """What an evaluation says that it counts."""
+        """The name of the samples that an evaluation counts."""
         return "samples" if self.unit == "images" else self.unit
 
     def to_input(self, images: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -193,19 +193,19 @@ def load(
         from common.data import fashion_mnist
 
         source, read = fashion_mnist, lambda split, count: fashion_mnist.read(folder, split)
-    halves = {}
+    splits = {}
     for split, limit in (("train", train_samples), ("test", test_samples)):
         count = first_samples(split, limit, source.SAMPLES[split], name)
         images, labels = read(split, count)
-        halves[split] = images[:count, None], labels[:count]
+        splits[split] = images[:count, None], labels[:count]
 
-    images, labels = halves["train"]
+    images, labels = splits["train"]
     mean, std = mean_and_std(images)
-    digest = hashlib.sha256(b"".join(array.tobytes() for half in halves.values() for array in half))
+    digest = hashlib.sha256(b"".join(array.tobytes() for arrays in splits.values() for array in arrays))
     return ImageData(
         name=name,
         train=ImageDataset(images, labels, replace(augmentation, fill=source.BACKGROUND), seed),
-        test=ImageDataset(*halves["test"]),
+        test=ImageDataset(*splits["test"]),
         classes=tuple(source.CLASSES),
         mean=mean,
         std=std,
@@ -226,7 +226,7 @@ def first_samples(split: str, limit: int | None, available: int, name: str) -> i
 def mean_and_std(images: npt.NDArray[np.uint8]) -> tuple[float, float]:
     """Mean and standard deviation of all pixels, on a scale of 0 to 1.
 
-    Counting is exact, and so the same on every machine. It goes in pieces, since bincount makes an int64 copy of its input.
+    Counting is exact, and so the same on every machine. It goes in parts, since bincount makes an int64 copy of its input.
     """
     histogram = np.sum([np.bincount(part.reshape(-1), minlength=256) for part in np.array_split(images, 100)], axis=0)
     levels = np.arange(256) / 255

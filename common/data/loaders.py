@@ -1,12 +1,160 @@
-"""torch's own ``DataLoader``, with two fixes for its workers: dead ones are found, stopped ones end quietly."""
+"""torch's own ``DataLoader``: its limits are checked before workers start, its errors become one line with advice.
+
+A machine that cannot hold the workers lets them hang or be killed, so it is asked first. ``DataLoader`` reports a killed worker, a full
+``/dev/shm`` and too many open files as a ``RuntimeError`` or ``OSError`` from the place where it noticed them. Two things are fixed
+in its workers: dead ones are found, stopped ones end quietly.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
+import signal
 import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
+
+from common.errors import UsageError
+
+MORE_SHARED_MEMORY = (
+    "make it larger (in a container, --shm-size or --ipc=host), or use a smaller batch size (--batch-size), "
+    "fewer prefetched batches (--prefetch-factor), fewer workers (--workers), or a loader of threads"
+)
+# The likely reason for each signal that ends a loader process, and the advice.
+KILLED_BY = {
+    signal.SIGKILL: "the kernel does this when memory runs out (see dmesg); use fewer workers or smaller batches",
+    signal.SIGBUS: f"shared memory ran out (df /dev/shm); {MORE_SHARED_MEMORY}",
+    signal.SIGTERM: "another process asked it to end",
+    signal.SIGSEGV: "a library in it crashed; try another decoder (--decoder)",
+}
+
+
+@contextlib.contextmanager
+def loader_errors() -> Iterator[None]:
+    """Replace a loader's errors by one line that says what to do.
+
+    :raises UsageError: in place of an error that :func:`explain` knows; other errors pass unchanged
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except (RuntimeError, OSError, EOFError) as error:
+        explanation = explain(error)
+        if explanation is None:
+            raise
+        _forget_what_was_begun(error)
+        raise UsageError(explanation) from error
+
+
+def _forget_what_was_begun(error: BaseException) -> None:
+    """An iterator of torch's that could not be built to its end lives in the error's frames. When it is deleted, it looks for
+    attributes that it has not, and Python would print a traceback below our line (torch 2.15)."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = hook
+
+
+def explain(error: BaseException) -> str | None:
+    """The line for an error; None for an error of another kind."""
+    text = str(error)
+    worker = re.search(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly", text)
+    if worker:
+        return f"loader worker (pid {worker[1]}) was killed: {_reason(error)}"
+    if isinstance(error, (OSError, EOFError)) and _in_hand_over(error):
+        return f"a loader worker was killed while it handed over a batch: most often, {KILLED_BY[signal.SIGKILL]}"
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
+        return (
+            "too many open files: each prefetched batch holds some; raise the limit (ulimit -n 65536), or use fewer "
+            "workers (--workers) or fewer prefetched batches (--prefetch-factor)"
+        )
+    if "shared memory" in text or "/torch_" in text or "No space left on device" in text:
+        return f"shared memory (/dev/shm) is full: {_last_line(text)}; {MORE_SHARED_MEMORY}"
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """Why the worker ended, from its exit code in ``DataLoader``'s frame; the error itself has only the process id."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    dead = [worker for frame in frames for worker in frame.f_locals.get("failed_workers", [])]
+    known = (KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in KILLED_BY)
+    return next(known, f"most often, {KILLED_BY[signal.SIGKILL]}")
+
+
+def _in_hand_over(error: BaseException) -> bool:
+    """Whether the error comes from requesting a batch's file descriptor from a worker."""
+    from multiprocessing import resource_sharer
+
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == resource_sharer.__file__ for frame, _ in frames)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""
+
+
+WORKER_BYTES = 12 << 20  # private memory of a forked worker of torch's DataLoader, measured on the glyphs
+# Workers send descriptors through a socket in the temporary folder, /tmp/pymp-xxxxxxxx/listener-xxxxxxxx. Linux takes 107
+# bytes of its path. torch's workers would report a longer one on stderr, and never send a batch.
+LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+
+
+def require_room_for_workers(workers: int, ranks: int = 1) -> None:
+    """Check the free memory before workers are started.
+
+    :param workers: of one rank
+    :param ranks: of this node, each with as many
+    :raises UsageError: when the machine has less than so many workers take
+    """
+    import psutil  # only for workers
+
+    available = psutil.virtual_memory().available
+    if workers * ranks * WORKER_BYTES > available:
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise UsageError(
+            f"{workers} loader workers{each} take {workers * ranks * WORKER_BYTES / 1e9:.1f} GB, and {available / 1e9:.1f} GB "
+            "are free: use fewer (--workers, or --num-workers); more than the cores of the machine seldom load faster"
+        )
+
+
+def require_short_temporary_folder() -> None:
+    """:raises UsageError: when the folder's path is too long for the sockets of ``DataLoader``'s workers"""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
+        raise UsageError(
+            f"TMPDIR {folder} is too long for the sockets of loader workers: use one of at most {LONGEST_TEMPORARY_FOLDER} "
+            "bytes, or --workers 0"
+        )
+
+
+def require_shared_memory(needed: int) -> None:
+    """Check the free space of ``/dev/shm`` before batches are put there.
+
+    torch does not check it, and leaves partial files behind when the space runs out.
+
+    :param needed: bytes
+    :raises UsageError: when fewer bytes are free
+    """
+    if os.path.isdir("/dev/shm"):
+        state = os.statvfs("/dev/shm")
+        if state.f_bavail * state.f_frsize < needed:
+            raise UsageError(shared_memory_is_full(needed, state.f_bavail * state.f_frsize))
+
+
+def shared_memory_is_full(needed: int, free: int | None) -> str:
+    """The line for batches of so many bytes."""
+    left = "" if free is None else f" and {free / 1e6:.1f} MB are left"
+    return f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB{left}; {MORE_SHARED_MEMORY}"
+
 
 PREFETCH_FACTOR = 2  # DataLoader's own default
 
@@ -23,7 +171,7 @@ def stock_loader(
     :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
     if workers:
-        from common.data.loader_limits import (
+        from common.data.loaders import (
             require_room_for_workers,
             require_shared_memory,
             require_short_temporary_folder,
@@ -46,7 +194,7 @@ def poll_for_deaths() -> None:
 
 
 def start_worker(worker: int) -> None:
-    """The ``worker_init_fn``: no traceback when the rank is stopped while the worker hands over a batch.
+    """The ``worker_init_fn``: no traceback when the rank is stopped while the worker sends a batch.
 
     multiprocessing's server of file descriptors would print that of the broken connection.
 

@@ -68,7 +68,7 @@ class ImagesOnDevice:
         return Batch(images, self._labels[samples])
 
     def _gathered(self, key: BatchKey) -> npt.NDArray[np.int64]:
-        """What to gather: of each sample its index, first row, first column, and the step (-1 if mirrored) to the next column.
+        """The indices to gather: of each sample its index, first row, first column, and the step (-1 if mirrored) to the next column.
 
         :returns: int64 ``[4, n]``
         """
@@ -83,9 +83,9 @@ class ImagesOnDevice:
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """The same batches on a GPU. Each is copied on a stream of its own, while the device still computes on the one before.
 
-    The host's memory of a batch may be used again as soon as the next one is asked for: its copy is over then.
+    The host's buffer of a batch may be reused as soon as the next one is asked for: its copy is over then.
 
-    :param batches: on the CPU; a copy from page-locked memory takes no time of the host
+    :param batches: on the CPU; a copy from pinned memory takes no time of the host
     :param device: a GPU; a batch is ready for what the caller queues on its current stream
     """
     copying = torch.cuda.Stream(device)
@@ -105,5 +105,5 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device. On a GPU it is queued, and read from page-locked memory: from other memory the host would wait."""
+    """A copy on the device. On a GPU it is queued, and read from pinned memory: from other memory the host would wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -153,15 +153,16 @@ def load_own(
         return returned
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise UsageError(f"{flag} returned {_outline(returned)}: it must return (train, test, class_names); {HALF}")
-    *halves, names = returned
-    if isinstance(names, str) or not _all_strings(names) or len(names) < 2:
+    *splits, names = returned
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not named or len(names) < 2:
         raise UsageError(f"{flag} returned {names!r:.80} for class_names: it must be a list of two or more names")
     classes = tuple(names)
 
     limits = {"train": train_samples, "test": test_samples}
     train, test = (
         _half(half, f"{flag}, {split}", split, name, len(classes), limits[split], seed)
-        for split, half in zip(limits, halves, strict=True)
+        for split, half in zip(limits, splits, strict=True)
     )
     if train.shape != test.shape:
         raise UsageError(f"{flag}: training images are {list(train.shape)} and test images {list(test.shape)}")
@@ -221,12 +222,8 @@ def _as_array(value: Any) -> npt.NDArray[Any]:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def _all_strings(names: Any) -> bool:
-    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-
-
 def _outline(value: Any) -> str:
-    """What a value is, in a few words."""
+    """A value's type and shape, in a few words."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     kind = type(value).__name__

@@ -2,3 +2,4 @@
 
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+STORE_POLL_S = 0.01  # between two looks into the job's store

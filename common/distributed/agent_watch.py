@@ -17,7 +17,7 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-END_S = 8.0  # for the main thread to save and leave; one that waits in a collective is ended then
+LEAVE_S = 8.0  # for the main thread to save and leave; one that waits in a collective is ended then
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def _watch(agent: int, over: threading.Event) -> None:
             f"torchrun (process {agent}) has ended without its ranks, most likely by SIGKILL: this rank leaves too"
         )
         os.kill(os.getpid(), signal.SIGTERM)
-        if not over.wait(END_S):
+        if not over.wait(LEAVE_S):
             for child in multiprocessing.active_children():  # loader workers
                 child.kill()
             os._exit(1)

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from common.distributed import STORE_POLL_S
 from common.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.01
 OTHERS_S = 2.0  # after a difference is found, for ranks that have not come yet: they are named too
 READ_S = 3.0  # for the others to read the verdict: rank 0 may serve the store, and leaves after an error
 MOST_DIFFERENCES = 4
@@ -81,13 +81,13 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
 
 def differences(everyone: Mapping[int, Facts]) -> list[str]:
     """A text for each fact that differs between these ranks: its name, the values, and the ranks that have them."""
-    found = []
+    lines = []
     for name in dict.fromkeys(name for facts in everyone.values() for name in facts if name not in (GPU, GPU_KIND)):
         ranks_with = _ranks_by_value(everyone, name, absent="missing")
         if len(ranks_with) > 1:
             first, *others = (f"{value} on {_listed(ranks)}" for value, ranks in ranks_with.items())
-            found.append(f"{name} is {first}, but {' and '.join(others)}")
-    return found
+            lines.append(f"{name} is {first}, but {' and '.join(others)}")
+    return lines
 
 
 def shared_gpu(everyone: Mapping[int, Facts]) -> str | None:
@@ -118,11 +118,11 @@ def different_gpus(everyone: Mapping[int, Facts]) -> str | None:
 
 def describe(everyone: Mapping[int, Facts]) -> str | None:
     """All that differs between the facts of these ranks, as one line; None if nothing does."""
-    found = differences(everyone)
-    if not found:
+    lines = differences(everyone)
+    if not lines:
         return shared_gpu(everyone)
-    more = len(found) - MOST_DIFFERENCES
-    listed = "; ".join(found[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    more = len(lines) - MOST_DIFFERENCES
+    listed = "; ".join(lines[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
     return f"the ranks were started differently: {listed}: give all the same flags, versions and environment"
 
 
@@ -134,8 +134,8 @@ def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -
     everyone: dict[int, Facts] = {0: facts}
     differ = False
     while absent := sorted(set(range(world_size)) - everyone.keys()):
-        if store.check(["taken"]):
-            return everyone, store.get("taken").decode()
+        if store.check(["conflict"]):
+            return everyone, store.get("conflict").decode()
         came = {rank: _facts_of(store, rank) for rank in absent if store.check([f"facts/{rank}"])}
         everyone |= came
         if not differ and differences({0: facts, **came}):
@@ -151,7 +151,7 @@ def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -
                 "the others, and check that their hosts can reach this one"
             )
         if not came:
-            time.sleep(POLL_S)
+            time.sleep(STORE_POLL_S)
     return everyone, describe(everyone)
 
 
@@ -160,18 +160,18 @@ def _require_one_process(store: Store, rank: int) -> None:
     me = f"process {os.getpid()} on {socket.gethostname()}"
     first = store.compare_set(f"process/{rank}", "", me).decode()
     if first != me:
-        taken = f"RANK={rank} was given to two processes, {first} and {me}: give each rank to one"
-        store.set("taken", taken)
-        raise RanksDiffer(taken, seen_by_all=False)
+        conflict = f"RANK={rank} was given to two processes, {first} and {me}: give each rank to one"
+        store.set("conflict", conflict)
+        raise RanksDiffer(conflict, seen_by_all=False)
 
 
 def _ranks_by_value(everyone: Mapping[int, Facts], name: str, absent: str = UNKNOWN) -> dict[str, list[int]]:
     """The ranks with each value of a fact, but for those that cannot tell it."""
-    found: dict[str, list[int]] = {}
+    ranks_with: dict[str, list[int]] = {}
     for rank, facts in sorted(everyone.items()):
         if facts.get(name, absent) != UNKNOWN:
-            found.setdefault(facts.get(name, absent), []).append(rank)
-    return found
+            ranks_with.setdefault(facts.get(name, absent), []).append(rank)
+    return ranks_with
 
 
 def _facts_of(store: Store, rank: int) -> Facts:
@@ -184,7 +184,7 @@ def _wait_for(keys: list[str], store: Store, deadline: float) -> list[str]:
     while keys := [key for key in keys if not store.check([key])]:
         if time.monotonic() > deadline:
             return keys
-        time.sleep(POLL_S)
+        time.sleep(STORE_POLL_S)
     return []
 
 

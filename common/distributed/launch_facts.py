@@ -1,4 +1,4 @@
-"""What must be the same on all ranks of a job: its settings, its software, and the environment that changes results."""
+"""The facts that must be the same on all ranks of a job: its settings, its software, and the environment that changes results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARIABLES = (
     "MKL_CBWR",
     "TORCH_DIST_USE_NCCL2",
 )
-# Of the scheduler's job, on the ranks that know it: two jobs that were given one place to meet would be taken for one.
+# Numbers of the scheduler's job, on the ranks that know it: two jobs that were given one place to meet would be taken for one.
 JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "AZUREML_RUN_ID")
 
 
@@ -52,13 +52,13 @@ def launch_facts(env: DistEnv, settings: Any) -> dict[str, str]:
 
 
 def gpu_facts(env: DistEnv) -> dict[str, str]:
-    """What a rank has for itself. Under gloo, ranks may share a GPU."""
+    """The GPU that a rank has for itself. Under gloo, ranks may share a GPU."""
     gpu = f"{identity_of(env.device)} of {env.host}" if env.backend == "nccl" else UNKNOWN
     return {GPU: gpu, GPU_KIND: kind_of(env.device)}
 
 
 def software() -> dict[str, str]:
-    """What this rank runs."""
+    """The versions that this rank runs."""
     return {
         "the version of torch": torch.__version__,
         "the version of Python": ".".join(platform.python_version_tuple()[:2]),
@@ -68,7 +68,7 @@ def software() -> dict[str, str]:
 
 @functools.cache
 def source_digest() -> str:
-    """Of all Python files of this project's packages: two hosts may have different checkouts of one version."""
+    """The checksum of all Python files of this project's packages: two hosts may have different checkouts of one version."""
     root = Path(__file__).parent.parent.parent
     digest = hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):

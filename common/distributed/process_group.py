@@ -10,6 +10,7 @@ import datetime
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError, leaves_together
-from common.files.run_files import LOG_FOLDER
-from common.fork_safety import rest_before_forks
+from common.files.run_directory import LOG_FOLDER
 from common.launchers import TORCHRUN_VARIABLES
 from common.signals.stop_request import stop_signals, to_be_requeued
 
@@ -86,7 +86,10 @@ def clean_exit(env: DistEnv) -> Iterator[None]:
 
     Ctrl-C, SIGTERM, SIGUSR1, SIGHUP and the death of torchrun end the block as ``SystemExit``, and forks of loader workers are made safe.
     """
-    rest_before_forks()
+    if sys.version_info < (3, 11, 10):
+        from common.fork_safety import rest_before_forks  # only for Pythons with the defect
+
+        rest_before_forks()
     with stop_signals(), _ending_with_agent():
         together = False
         try:
@@ -124,7 +127,7 @@ def _ending_with_agent() -> contextlib.AbstractContextManager[None]:
 def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """The store in which the ranks find each other's addresses, at MASTER_ADDR and MASTER_PORT. There they also compare what
     they were started with. From here on, gloo and NCCL offer the interface that leads there, and "nccl" is the implementation
-    that overlaps (common/gpu/nccl.py).
+    that overlaps (common/gpu/devices.py).
 
     :param timeout_s: seconds to wait for the other ranks
     :param settings: the command's dataclass; None if it has none
@@ -144,12 +147,12 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
 def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
     """:func:`rendezvous_store`, before the ranks compare anything."""
     if env.backend == "nccl":
-        from common.gpu.nccl import choose_implementation  # only on GPUs
+        from common.gpu.devices import choose_implementation  # only on GPUs
 
         choose_implementation()
     interface = getattr(settings, "interface", None)
     if "RANK" in os.environ or interface is not None:
-        from common.distributed.interface import offer_interface
+        from common.distributed.addresses import offer_interface
 
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
@@ -163,7 +166,7 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
             from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
 
             return store_with_new_prefix(env.rank, env.world_size, timeout)
-        from common.distributed.master_address import require_master_address
+        from common.distributed.addresses import require_master_address
 
         require_master_address(env, address, port, timeout_s)
         # Rank 0 serves the store; which ranks come is checked by the caller.
@@ -229,7 +232,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _nccls_line(error: Exception) -> str:
-    """What NCCL or CUDA says of its own. NCCL's message ends with it, as "Last error", if there was one. CUDA's begins with it."""
+    """NCCL's or CUDA's own line. NCCL's message ends with it, as "Last error", if there was one. CUDA's begins with it."""
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return _first_line(error)
     message, *_ = str(error).partition("Exception raised from ")  # the rest is stack frames of C++

@@ -20,7 +20,8 @@ import uuid
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-POLL_S = 0.01
+from common.distributed import STORE_POLL_S
+
 NCCL_S_KEYS = ("exception_dump", "remote_error")  # kStoreDumpKey and kStoreErrorSignalKey of ProcessGroupNCCL.hpp
 
 
@@ -39,8 +40,8 @@ def store_with_new_prefix(rank: int, world_size: int, timeout: datetime.timedelt
 
 
 def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it. What NCCL has
-    left in the store is deleted before any rank has the prefix.
+    """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it. Keys that NCCL has
+    left in the store are deleted before any rank has the prefix.
 
     :param store: the store that outlives the ranks
     :param rank: this rank
@@ -66,5 +67,5 @@ def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.
                 absent.remove(other)
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks {sorted(absent)} did not come")
-        time.sleep(POLL_S)
+        time.sleep(STORE_POLL_S)
     return mine

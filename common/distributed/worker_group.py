@@ -35,6 +35,7 @@ from common.errors import UsageError
 from common.signals import stop_request
 
 END_S = 5.0  # for a rank to leave its group
+ENDLESS_S = 1e6  # a call may take as long as it takes
 ECHO_S = 0.5  # until the death of a rank is seen; other ranks may report their broken connections before that
 
 _context = torch.multiprocessing.get_context("forkserver")
@@ -45,6 +46,10 @@ _context.set_forkserver_preload(list(_PRELOADED))
 def preload(*modules: str) -> None:
     """Let the fork server import more, once instead of on each rank. It must come before the first group of this process."""
     _context.set_forkserver_preload([*_PRELOADED, *modules])
+
+
+class RankDied(RuntimeError):
+    """The process of a rank has ended in a call; says how."""
 
 
 class WorkerGroup:
@@ -135,15 +140,13 @@ class WorkerGroup:
 
     def finish(self) -> list[Any]:
         """Wait for the call that was started; returns the results in rank order."""
-        if not self._doing:
-            raise RuntimeError("no call was started")
-        try:
-            results = self._collect()
-        except BaseException:  # the others may wait for the failed rank, or answer too late
-            self._kill()
-            raise
-        self._doing = None
-        return results
+        results = self._results(ENDLESS_S, lambda _: False, ECHO_S)
+        errors = [result for result in results.values() if isinstance(result, Exception)]
+        if errors:
+            errors.sort(key=lambda error: not isinstance(error, RankDied))  # a death is the cause of what others report
+            results.clear()  # no frame may hold the error that is raised: the cycle would keep the caller's tensors
+            raise errors.pop(0)
+        return [results[rank] for rank in sorted(results)]
 
     def finish_within(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
         """Wait for a call that was started and may fail or hang on some ranks. Unless it went well on all, all ranks end.
@@ -154,6 +157,14 @@ class WorkerGroup:
         :returns: the results of the ranks that answered, by rank; a RuntimeError for a rank that died or raised something
         :raises UsageError: with the message of a rank's ``UsageError``
         """
+        results = self._results(timeout_s, failed, grace_s)
+        for result in results.values():
+            if isinstance(result, UsageError):
+                raise result
+        return dict(sorted(results.items()))
+
+    def _results(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
+        """The ranks' answers or exceptions, in the order in which they come. Unless the call went well on all, all ranks end."""
         if not self._doing:
             raise RuntimeError("no call was started")
         deadline = time.monotonic() + timeout_s
@@ -166,14 +177,14 @@ class WorkerGroup:
                 for pipe in ready:
                     rank = pending.pop(pipe)
                     results[rank] = self._result_or_error(rank, pipe)
-                    if isinstance(results[rank], RuntimeError) or failed(results[rank]):
+                    if isinstance(results[rank], Exception) or failed(results[rank]):
                         deadline = min(deadline, time.monotonic() + grace_s)
-            well = not pending and not any(isinstance(r, RuntimeError) or failed(r) for r in results.values())
+            well = not pending and not any(isinstance(r, Exception) or failed(r) for r in results.values())
         finally:
             if not well:
                 self._kill()
         self._doing = None
-        return dict(sorted(results.items()))
+        return results
 
     def close(self) -> None:
         """End the ranks: ask them to leave; kill those that do not, or are still in a call."""
@@ -188,40 +199,17 @@ class WorkerGroup:
         finally:
             self._kill()
 
-    def _collect(self) -> list[Any]:
-        pipes = [pipe for _, pipe in self._ranks]
-        results: dict[int, Any] = {}
-        failure: Exception | None = None
-        while len(results) < len(pipes):
-            ready = wait(pipes, ECHO_S if failure else None)
-            pipe: Any
-            for pipe in ready:
-                rank = pipes.index(pipe)
-                try:
-                    user_error, trace, results[rank] = pipe.recv()
-                except (EOFError, OSError):
-                    raise self._death(rank) from None
-                if user_error is not None:
-                    failure = failure or UsageError(user_error)
-                elif trace is not None:
-                    failure = failure or RuntimeError(f"{self._who(rank)} failed in {self._doing}:\n{trace}")
-            if not ready:
-                break
-        if failure:
-            raise failure
-        return [results[rank] for rank in range(len(pipes))]
-
     def _result_or_error(self, rank: int, pipe: Connection) -> Any:
-        """What one rank answers."""
+        """The answer of one rank; an exception if it failed."""
         try:
             user_error, trace, result = pipe.recv()
         except (EOFError, OSError):
             return self._death(rank)
         if user_error is not None:
-            raise UsageError(user_error)
-        return result if trace is None else RuntimeError(f"{self._who(rank)} failed in {self._doing}:\n{trace}")
+            return UsageError(user_error)
+        return result if trace is None else RuntimeError(f"{self._named(rank)} failed in {self._doing}:\n{trace}")
 
-    def _death(self, rank: int) -> RuntimeError:
+    def _death(self, rank: int) -> RankDied:
         process, _ = self._ranks[rank]
         process.join(END_S)
         code = process.exitcode
@@ -230,9 +218,9 @@ class WorkerGroup:
             end = f"died of {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
             end += " (the kernel does this when memory runs out: see dmesg)"
-        return RuntimeError(f"{self._who(rank)} (pid {process.pid}) {end} in {self._doing}")
+        return RankDied(f"{self._named(rank)} (pid {process.pid}) {end} in {self._doing}")
 
-    def _who(self, rank: int) -> str:
+    def _named(self, rank: int) -> str:
         return f"{self._name} {rank} of {len(self._ranks)}"
 
     def _kill(self) -> None:

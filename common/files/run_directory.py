@@ -1,6 +1,6 @@
 """A run's own directory: ``config.json``, ``metrics.jsonl``, per-rank logs, figures and checkpoints.
 
-It is overwritten only on request, and only if it is a run's directory.
+It is overwritten only on request, and only if it is a run's directory that holds nothing else. Only what a run writes is deleted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,19 +22,87 @@ from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import SCRATCH
-from common.files.run_files import (
-    CHECKPOINT,
-    CHECKPOINT_FOLDER,
-    CONFIG_FILE,
-    LAUNCH_FILE,
-    LOCK_FILE,
-    LOG_FOLDER,
-    read_regular,
-    require_only_a_run,
-    require_regular_files,
-)
 
 logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+LOG_FOLDER = "logs"
+FLIGHT_RECORDER_FOLDER = "flight-recorder"  # among the logs; see common/resilience/flight_recorder.py
+LOCK_FILE = "lock"
+LAUNCH_FILE = "launch.json"  # the torchrun agents that have started this run; see ddp/resilience/restarts.py
+REQUEUE_FILE = "requeue.json"  # exists from a preemption until the next start
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINT_FOLDER = "checkpoints"
+CHECKPOINT = r"([a-z]+-\d+-)*step-\d{8,}"  # a checkpoint's name
+RESULTS = ("curves.png", "confusion.png", "samples.png", "result.json")
+MODEL_FILE = "model.pt"  # of dataparallel.train
+FILES = (CONFIG_FILE, LOCK_FILE, LAUNCH_FILE, REQUEUE_FILE, METRICS_FILE, MODEL_FILE, *RESULTS)
+MOST_NAMED = 3
+
+# By paths relative to the run's directory. Below `checkpoints`: damaged ones that were set aside, and what a killed process
+# left while it wrote, replaced or removed one.
+_WRITTEN = re.compile(
+    "|".join(
+        (
+            *map(re.escape, FILES),
+            rf"{LOG_FOLDER}(/rank\d+\.log|/{FLIGHT_RECORDER_FOLDER}(/[\w-]+(/rank\d+)?)?)?",
+            rf"{CHECKPOINT_FOLDER}(/step-\d{{8}}\.pt)?",
+            rf"{CHECKPOINT_FOLDER}/(damaged-)?{CHECKPOINT}(-\d+)?(/[\w-]+\.pt|/manifest\.json|/SHA256SUMS)?",
+            rf"{CHECKPOINT_FOLDER}/\.(saving|replaced|removed)-[\w.-]+(/[\w.-]+)?",
+            r"tensorboard(/events\.out\.tfevents\.[\w.-]+)?",
+            r"profile(/rank\d+\.json\.gz)?",
+        )
+    )
+)
+
+
+def is_written_by_a_run(path: str) -> bool:
+    """Whether a run writes a file or folder of this name.
+
+    :param path: relative to the run's directory
+    """
+    name = path.rpartition("/")[2]
+    return _WRITTEN.fullmatch(path) is not None or SCRATCH.fullmatch(name) is not None
+
+
+def require_only_a_run(folder: Path) -> None:
+    """A link is refused too, since what it points to is elsewhere.
+
+    :raises UsageError: when the directory holds something that no run has written
+    """
+    entries = {entry.relative_to(folder).as_posix(): entry for entry in sorted(folder.rglob("*"))}
+    if foreign := [path for path, entry in entries.items() if entry.is_symlink() or not is_written_by_a_run(path)]:
+        more = f" and {len(foreign) - MOST_NAMED} more" if len(foreign) > MOST_NAMED else ""
+        raise UsageError(
+            f"--overwrite: {folder} also holds {', '.join(foreign[:MOST_NAMED])}{more}, which no run has written: move "
+            "that away, or give another --run-dir"
+        )
+
+
+def require_regular_files(folder: Path) -> None:
+    """A pipe in place of a file would make a reader wait forever, and a device would take what is written.
+
+    :raises UsageError: naming the first of a run's files that is something else. (Checkpoints are verified when they are read.)
+    """
+    for path in (*(folder / name for name in FILES), *(folder / LOG_FOLDER).glob("*")):
+        if path.is_dir() and not path.is_symlink():
+            if path.parent == folder:  # there may be folders among the logs: torchrun's --log-dir
+                raise UsageError(f"{path} is a folder: move it away, or give another --run-dir")
+        elif path.exists() and not path.is_file():
+            raise UsageError(f"{path} is no regular file: remove it, or give another --run-dir")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file.
+
+    :raises OSError: when it cannot be read, or is no regular file: a pipe would make the reader wait forever
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 class RunLock:
@@ -150,22 +219,15 @@ def require_writable(folder: Path) -> None:
 
 def holds_run(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours, or if that is missing or damaged, whether there are checkpoints."""
-    config = _read_config(folder)
-    return _is_ours(config) or (
-        not config
-        and any(
-            re.fullmatch(CHECKPOINT, file.parent.name) for file in folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
-        )
+    checkpoints = folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
+    return has_config(folder) or (
+        not _read_config(folder) and any(re.fullmatch(CHECKPOINT, file.parent.name) for file in checkpoints)
     )
 
 
 def has_config(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours; many programs write a file of that name."""
-    return _is_ours(_read_config(folder))
-
-
-def _is_ours(config: dict[str, Any]) -> bool:
-    return "dataset_fingerprint" in config
+    return "dataset_fingerprint" in _read_config(folder)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What the ranks need to know of GPUs: which one is whose, the implementation of NCCL, versions, and the cores beside a GPU."""
+"""GPUs: which one is whose, the implementation of NCCL, versions, and the cores beside a GPU."""

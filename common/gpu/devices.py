@@ -1,23 +1,31 @@
-"""The GPUs that this process can use, which one a rank takes, and why there may be none."""
+"""The GPUs that this process can use, which one a rank takes, why there may be none, and which of torch's implementations of NCCL runs.
+
+Since torch 2.15 the name "nccl" is ProcessGroupNCCL2 (pytorch#192281), with which DDP overlaps nothing. For each bucket, DDP asks the
+all-reduce for its future; there the stream of the backward pass is made to wait for the all-reduce (``WorkNCCL::getFuture`` in
+torch/csrc/distributed/c10d/nccl2/WorkNCCL.cpp). The older ProcessGroupNCCL marks its futures with events of its own stream, and DDP
+waits for them at the end of the backward pass. It is still there, and is what runs here.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
+from collections.abc import MutableMapping
 
 import torch
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
 
 def count_gpus() -> int:
     """How many GPUs this process can use. A driver that is there but cannot be used is one line, and not torch's warning."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as torchs_warnings:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # torch warns once per process, and only where there is a driver. One rank of a node says it for all.
-    if told and os.environ.get("LOCAL_RANK", "0") == "0":
+    if torchs_warnings and os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(why_no_gpu())
     return count
 
@@ -59,3 +67,20 @@ def identity_of(device: torch.device) -> str:
     """A GPU's own name, which no other has, whatever its number in this process."""
     properties = torch.cuda.get_device_properties(device)
     return f"{properties.name} GPU-{properties.uuid}"
+
+
+NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
+WITHOUT_OVERLAP = "ProcessGroupNCCL2"
+
+
+def choose_implementation(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch build the older implementation, unless the user has chosen. To be called before the first group of this process:
+    torch reads the variable then (``_register_builtin_nccl_backend``), and not again. Versions with only one ignore it."""
+    environment.setdefault(NCCL2_VARIABLE, "0")
+
+
+def implementation(device: torch.device) -> str:
+    """The class that carries out the default group's collectives for tensors of this device, as ``ProcessGroupGloo``."""
+    group = dist.group.WORLD
+    assert group is not None
+    return type(group._get_backend(device)).__name__

@@ -1,4 +1,4 @@
-"""What benchmarks do around a measurement: check the launch, prepare the output folder, write the results."""
+"""The frame of a measurement: check the launch, prepare the output folder, write the results."""
 
 from __future__ import annotations
 

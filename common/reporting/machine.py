@@ -19,9 +19,10 @@ def describe_machine() -> dict[str, object]:
     import torch
 
     from common.gpu.devices import count_gpus, kind_of
-    from common.gpu.software import gpu_software
 
     gpus = [kind_of(torch.device("cuda", number)) for number in range(count_gpus())]
+    if gpus:
+        from common.gpu.report import gpu_software
     return {
         "host": platform.node(),
         "system": platform.platform(),

@@ -1,4 +1,4 @@
-"""What a run reports at its end: the figures and the summary."""
+"""The end of a run: its figures and its summary."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from common.data.datasets import Batch, ImageData
 from common.files.atomic_files import write_json
-from common.files.run_directory import files_line
-from common.files.run_files import METRICS_FILE, RESULTS
+from common.files.run_directory import METRICS_FILE, RESULTS, files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
+
+if TYPE_CHECKING:
+    pass
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -39,15 +41,15 @@ def of_gpus(records: Sequence[Record]) -> dict[str, float]:
         return {}
     from common.training.device_meter import DeviceTotals
 
-    totals = {}
+    medians = {}
     for name in (field.name for field in dataclasses.fields(DeviceTotals)):
         values = [record[name] for record in records if type(record.get(name)) in (int, float)]
         if values:
-            totals[name] = max(values) if name == "gpu_memory" else statistics.median(values)
-    return totals
+            medians[name] = max(values) if name == "gpu_memory" else statistics.median(values)
+    return medians
 
 
-def gpu_line(found: dict[str, float]) -> str:
+def gpu_line(medians: dict[str, float]) -> str:
     """:func:`of_gpus` as a line of the summary, or nothing."""
     words = {
         "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
@@ -55,8 +57,8 @@ def gpu_line(found: dict[str, float]) -> str:
         "mfu": ("{:.0f} % MFU", 100.0),
         "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
     }
-    told = [text.format(unit * found[name]) for name, (text, unit) in words.items() if name in found]
-    return f"GPU: {', '.join(told)}\n" if told else ""
+    parts = [text.format(unit * medians[name]) for name, (text, unit) in words.items() if name in medians]
+    return f"GPU: {', '.join(parts)}\n" if parts else ""
 
 
 def finish(

@@ -1,6 +1,6 @@
 """Errors of a device as one line with advice: memory that ran out, and operations that have no deterministic algorithm.
 
-torch says how many bytes it could not have. What it does not say is what had taken the others, and which flags take less.
+torch says how many bytes it could not have. It does not say what uses the others, and which flags need less.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def explain(error: Exception, device: torch.device, less_memory: Sequence[str]) 
         return None
     named = text if text.startswith("out of memory: ") else f"out of memory{_place(error)}{_asked(text)}"
     of_host = isinstance(error, MemoryError) or "CPUAllocator" in text
-    taken = [] if of_host or device.type == "cpu" else _taken(device)
-    return f"{one_line('; '.join([named, *taken]))}: try {' or '.join(less_memory)}"
+    usage = [] if of_host or device.type == "cpu" else _memory_usage(device)
+    return f"{one_line('; '.join([named, *usage]))}: try {' or '.join(less_memory)}"
 
 
 def _place(error: Exception) -> str:
@@ -70,11 +70,11 @@ def _asked(text: str) -> str:
     return f", which asked for {asked[1]}" if asked else ""
 
 
-def _taken(device: torch.device) -> list[str]:
-    """What has taken the memory of a GPU. The tensors of the call that failed are still there: the error refers to them."""
+def _memory_usage(device: torch.device) -> list[str]:
+    """The uses of a GPU's memory. The tensors of the call that failed are still there: the error refers to them."""
     free, total = torch.cuda.mem_get_info(device)
     tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    parameters = [found for found in gc.get_objects() if type(found) is nn.Parameter and found.device == device]
+    parameters = [p for p in gc.get_objects() if type(p) is nn.Parameter and p.device == device]
     of_model = sum(part.nbytes for p in parameters for part in (p, p.grad) if part is not None)
     facts = [
         f"{torch.cuda.get_device_name(device)} has {_gb(total)}, of which tensors took {_gb(tensors)}, {_gb(of_model)} of "

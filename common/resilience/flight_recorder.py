@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 def write_collectives(folder: Path, rank: int, device: torch.device) -> None:
     """Write this process's collectives as ``rank<r>``, a pickle, in a folder that is for these files alone.
 
-    ProcessGroupNCCL has a recorder of its own. Of torch's generic recorder every other backend has an instance, by its name
+    ProcessGroupNCCL has a recorder of its own. Every other backend has an instance of torch's generic recorder, by its name
     (torch/csrc/distributed/c10d/init.cpp); gloo's is the default, and the only one before torch 2.15.
 
     :param device: of the rank; its backend is the one whose collectives are written

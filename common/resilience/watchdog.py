@@ -40,9 +40,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.distributed.dist_env import DistEnv
 from common.errors import leaves_together, one_line
-from common.files.run_files import FLIGHT_RECORDER_FOLDER
-from common.resilience.flight_recorder import write_collectives
-from common.resilience.heartbeats import (
+from common.files.run_directory import FLIGHT_RECORDER_FOLDER
+from common.resilience.failure_detector import (
     STORE_S,
     Beat,
     Heartbeats,
@@ -263,6 +262,8 @@ class Watchdog:
         os._exit(1)
 
     def _write_collectives(self, folder: Path) -> None:
+        from common.resilience.flight_recorder import write_collectives
+
         try:
             write_collectives(folder, self._env.rank, self._env.device)
         except Exception as error:  # torch's functions are internal, and the disk may be full: the process has to end

@@ -2,6 +2,10 @@
 
 Schedulers announce a preemption by SIGTERM or SIGUSR1. A terminal sends SIGINT, and SIGHUP when it is closed. Torchrun passes
 on the signals that it gets, so that one Ctrl-C may come twice. A later second signal ends the process at once.
+
+A stop signal that arrives inside a ``__del__`` is sent again: Python prints and drops an exception that is raised while an object is
+finalized. ``DataLoader`` ends its workers there, which takes so long that Ctrl-C or a scheduler's SIGTERM may arrive during it. The
+program would then go on.
 """
 
 from __future__ import annotations
@@ -18,9 +22,38 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from common.signals.signal_redelivery import keep_stops
+PAUSE_S = 0.01  # until the finalizer is over
+
+
+@contextlib.contextmanager
+def keep_stops(signal_of: Callable[[BaseException], int | None]) -> Iterator[None]:
+    """If Python drops the exception of a stop signal within this block, send the signal again.
+
+    :param signal_of: returns the signal that raised an exception; None for any other exception
+    """
+    others = sys.unraisablehook
+
+    def dropped(unraisable: Any) -> None:
+        number = signal_of(unraisable.exc_value) if unraisable.exc_value is not None else None
+        if number is None:
+            others(unraisable)
+        else:
+            threading.Timer(PAUSE_S, os.kill, (os.getpid(), number)).start()
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = others
+
+
+def finalize_silently() -> None:
+    """From here on, Python prints no exception of a ``__del__``. For a process that a stop signal ends: what the signal met
+    half built cannot always be finalized, as an iterator of ``DataLoader`` that had no workers yet (torch 2.15)."""
+    sys.unraisablehook = lambda unraisable: None
+
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +95,7 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Within this block, signals are requests; a second one ends the process at once."""
-        with _hearing_at_once(self._note), _handled_by(lambda *_: None):
+        with _noticed_at_once(self._note), _handled_by(lambda *_: None):
             yield self
 
     def _note(self, number: int) -> None:
@@ -74,8 +107,8 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
-    """Within this block, a thread calls ``hear`` with the number of each of :data:`SIGNALS` that comes.
+def _noticed_at_once(notice: Callable[[int], None]) -> Iterator[None]:
+    """Within this block, a thread calls ``notice`` with the number of each of :data:`SIGNALS` that comes.
 
     Python runs signal handlers in the main thread, but not while that waits for another rank inside C++. The number of
     each signal is also written to a descriptor at once (``signal.set_wakeup_fd``), from which the thread reads it.
@@ -86,7 +119,7 @@ def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
     def read() -> None:
         while numbers := reader.recv(1):
             if numbers[0] in SIGNALS:
-                hear(numbers[0])
+                notice(numbers[0])
 
     thread = threading.Thread(target=read, name="stop requests", daemon=True)
     thread.start()
@@ -107,7 +140,7 @@ def _hearing_at_once(hear: Callable[[int], None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, types.FrameType | None], None]) -> Iterator[None]:
     """Within this block, Python calls this handler for the signals that are heard."""
-    before = {number: signal.signal(number, handler) for number in signals_to_hear()}
+    before = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
         yield
     finally:
@@ -136,7 +169,7 @@ def is_requeued() -> bool:
     return any(name in sys.orig_argv for name in REQUEUED_COMMANDS)
 
 
-def signals_to_hear() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """:data:`SIGNALS`, but not SIGHUP for a process that was started by ``nohup``."""
     return [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
@@ -205,7 +238,7 @@ def stop_signals() -> Iterator[None]:
             _end_at_once(exit_status([number]) if is_requeued() else 128 + number)
 
     with (
-        _hearing_at_once(end_if_stuck),
+        _noticed_at_once(end_if_stuck),
         contextlib.ExitStack() as at_the_end,
         _handled_by(stop),
         keep_stops(stopped_by),

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes
-from common.files.run_directory import CONTINUE, writing
-from common.files.run_files import METRICS_FILE, read_regular
+from common.files.run_directory import CONTINUE, METRICS_FILE, read_regular, writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

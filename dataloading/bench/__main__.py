@@ -26,7 +26,7 @@ import torch
 
 from common.cli import command, option, parse
 from common.cores import usable_cores
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.loader_limits import require_shared_memory, shared_memory_is_full
-from common.data.page_locked import lock_pages, page_locked
+from common.data.loaders import require_shared_memory, shared_memory_is_full
+from common.data.pinned import pin_shared, pinned_memory
 from common.errors import UsageError
 from dataloading.dataset.decoders import Pixels
 
@@ -81,10 +81,10 @@ def allocator(in_processes: bool, device: torch.device | None) -> Allocate:
 
     def shared_and_locked(shape: tuple[int, ...]) -> Tensor:
         memory = shared(shape)
-        lock_pages(memory, device, "load with --workers 0, or with threads")
+        pin_shared(memory, device, "load with --workers 0, or with threads")
         return memory
 
-    return shared_and_locked if in_processes else page_locked
+    return shared_and_locked if in_processes else pinned_memory
 
 
 def private(shape: tuple[int, ...]) -> Pixels:

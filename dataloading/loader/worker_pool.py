@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from common.data.datasets import BatchKey
-from common.data.loader_errors import KILLED_BY
+from common.data.loaders import KILLED_BY
 from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches
 from dataloading.loader.buffers import BufferHandle

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option, parse
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.benchmark import run_alone, write_results

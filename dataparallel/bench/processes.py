@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data.page_locked import lock_pages
+from common.data.pinned import pin_shared
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
 from common.training.models import build_model
@@ -99,7 +99,7 @@ class ReplicaWorker:
         self._env, self._images, self._labels, self._logits = env, images, labels, logits
         if env.device.type == "cuda":
             for shared in (images, labels):
-                lock_pages(shared, env.device, "use smaller --batch-sizes")
+                pin_shared(shared, env.device, "use smaller --batch-sizes")
         self._network = build_model(model, shape, classes).to(env.device)
         self._model = DistributedDataParallel(
             self._network,

@@ -1,7 +1,7 @@
 """Point-to-point messages between the ranks of a group; if one does not arrive, all ranks name the rank that was lost.
 
 Gloo's own errors name no rank, or the wrong one: when rank 0 ends, rank 1 gives up and leaves, and rank 2 sees the connection
-of rank 1 close. So ranks report which rank they suspect (:mod:`common.resilience.suspicions`) and agree on the lost one.
+of rank 1 close. So ranks report which rank they suspect (:mod:`common.resilience.failure_detector`) and agree on the lost one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from common.resilience.suspicions import RankLost, Suspicions
+from common.resilience.failure_detector import RankLost, Suspicions
 
 
 class P2P:
@@ -118,7 +118,7 @@ class P2P:
             raise self.lost(suspect, error) from error
 
     def lost(self, suspect: int | None, cause: Exception) -> RankLost:
-        """The error to raise, the same on every rank: see :meth:`common.resilience.suspicions.Suspicions.report`.
+        """The error to raise, the same on every rank: see :meth:`common.resilience.failure_detector.Suspicions.report`.
 
         :param suspect: the rank that should have answered; None if it might be any
         :param cause: what this rank saw

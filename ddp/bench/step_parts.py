@@ -11,7 +11,7 @@ while gradients were still computed do not appear: that is DDP's overlap. (On th
 run on the same cores, and their time appears in *compute*.)
 
 What holds up the backward pass before ``ready`` is no *compute* either. One implementation of NCCL makes it wait for each bucket
-(common/gpu/nccl.py). Data parallelism in one process communicates by copying: scatter, replicate, gather and reduce. Both count as
+(common/gpu/devices.py). Data parallelism in one process communicates by copying: scatter, replicate, gather and reduce. Both count as
 *communication*, the second on CPU devices alone: on GPUs it cannot be separated from *compute* without a synchronization between the steps
 (dataparallel.bench does that).
 """

@@ -26,11 +26,12 @@ from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.benchmark import CPU, run_alone, write_results
-from common.reporting.benchmark_figures import plot_stacked, plot_strategies
+from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import Spread, interleave, paired_ratio
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
+from ddp.bench.figures import plot_strategies
 from ddp.bench.step_parts import PARTS, Runner, StepParts
 from ddp.config import TrainConfig, require_samples
 

@@ -65,7 +65,7 @@ class Reducer:
         # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
         self._receivers = None if parameters and (static_graph or find_unused) else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
-        # Of the running backward pass: whether it began from an output that depends on any parameter, how often each gradient will
+        # The running backward pass: whether it began from an output that depends on any parameter, how often each gradient will
         # still become ready, the sent all-reduces, its number, and a reference to its end that dies with it in an exception.
         self._running = self._depends = False
         self._remaining, self.sent = list[int](), list[Pending]()

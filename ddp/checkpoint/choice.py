@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import UsageError
-from common.files.run_files import CONFIG_FILE
+from common.files.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import Manifest
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.files.run_files import CHECKPOINT
+from common.files.run_directory import CHECKPOINT
 from common.training.optimization import STATE_OF
 from common.training.window import WindowState, WindowTotals
 

@@ -24,8 +24,7 @@ from typing import Any
 from torch import nn
 
 from common.errors import UsageError
-from common.files.run_directory import writing
-from common.files.run_files import CHECKPOINT_FOLDER
+from common.files.run_directory import CHECKPOINT_FOLDER, writing
 from ddp.checkpoint import directory, folder
 from ddp.checkpoint.folder import FORMATS, MANIFEST, Checkpoint, Damaged, wrong_field
 from ddp.checkpoint.pieces import is_sharded, shard_files

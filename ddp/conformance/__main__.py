@@ -4,6 +4,7 @@
     python -m ddp.conformance                                # torch's own DistributedDataParallel
     python -m ddp.conformance ddp.by_hand:NaiveDistributedDataParallel --ranks 2,3,4 --only hooks,averages
     python -m ddp.conformance --list                         # the names of all checks, and what each proves
+    python -m ddp.conformance --compare runs/torch,runs/ours # a table and a picture of runs with --output runs/torch, ...
 
 The wrapper is called as torch's is: with a module, and with options by their names. A check is `wrong` if a value is, `refused` if
 the wrapper raises an error, and `hung` if a rank does not answer within the time limit; its ranks are then killed. The exit
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 from common.cli import command, option, parse
 from common.distributed.dist_env import require_alone
 from common.errors import UsageError
-from common.files.run_directory import prepare_output, results_in
+from common.files.run_directory import files_line, prepare_output, results_in
 from common.stdout import print_results
 
 if TYPE_CHECKING:
@@ -42,29 +43,39 @@ class ConformanceConfig:
     )
     time_limit: float = option(20.0, "seconds until a check counts as hung", above=0, maximum=3600)
     list: bool = option(False, "list the checks instead of running them")
+    compare: tuple[str, ...] | None = option(
+        None, "write a table and a picture of the runs in these folders, instead of running checks"
+    )
     output: Path = option(Path("runs/conformance"), "folder of the JSON and of the ranks' logs")
 
 
 @command
 def main() -> None:
-    named = sys.argv[1:2] if not sys.argv[1:2] or not sys.argv[1].startswith("-") else []
+    named = [argument for argument in sys.argv[1:2] if not argument.startswith("-")]
     wrapper = named[0] if named else TORCH
     config = parse(ConformanceConfig, "ddp.conformance [MODULE:CLASS]", __doc__, sys.argv[1 + len(named) :])
     require_alone("ddp.conformance")
-    from ddp.conformance.report import files, listing, summary, table, write_json  # only now: they import torch
+    from ddp.conformance import report  # only now: it imports torch
     from ddp.conformance.runner import PASS, load, selected
 
+    if config.compare:
+        prepare_output(config.output)
+        with results_in(config.output):
+            report.compare(config.compare, config.output)
+        print(files_line(config.output, (report.TABLE_FILE, report.PICTURE_FILE)))
+        return
     checks = selected(config.only or ())
     if config.list:
-        print(listing(checks))
+        print(report.listing(checks))
         return
     load(wrapper)  # here first: what cannot be imported is said before ranks start
     results = run(wrapper, checks, config)
     with results_in(config.output):
-        write_json(config.output, {"wrapper": wrapper, **asdict(config)}, results)
+        report.write_json(config.output, {"wrapper": wrapper, **asdict(config)}, results)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000  # a file gets whole messages
-    text = f"{table(results, columns)}\n\n{wrapper}: {summary(results)}\n{files(config.output)}"
-    print_results(text)
+    counts = report.summary(report.worst(results).values())
+    files = files_line(config.output, (report.RESULTS_FILE, "rank*.log"))
+    print_results(f"{report.table(results, columns)}\n\n{wrapper}: {counts}\n{files}")
     if any(result.status != PASS for result in results):
         sys.exit(1)
 
@@ -75,14 +86,14 @@ def run(wrapper: str, checks: Sequence[Check], config: ConformanceConfig) -> lis
 
     from common.distributed.process_group import DistEnv
     from common.distributed.rank_logging import Progress, rank_logging
-    from ddp.conformance.report import clear_logs
     from ddp.conformance.runner import Runner
 
     env = DistEnv.alone(torch.device("cpu"))
     results = []
     with rank_logging(env):
         prepare_output(config.output)
-        clear_logs(config.output)
+        for log in config.output.glob("rank*-of-*.log"):  # of an earlier run
+            log.unlink()
         chosen = {ranks: [check for check in checks if check.at_least <= ranks] for ranks in config.ranks}
         if not any(chosen.values()):
             least = min(check.at_least for check in checks)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from ddp.conformance.tools import inputs, loss_of
+from ddp.conformance.tools import expect
 
 
 class Branches(nn.Module):
@@ -38,11 +36,6 @@ class Counter(nn.Module):
         output: Tensor = self.layer(x) + self.count
         return output
 
-
-def one_pass(number: int = 0, *used: int) -> Callable[[nn.Module], None]:
-    """Forward and backward with this rank's ``number``-th batch, through those branches."""
-
-    def forward_and_backward(network: nn.Module) -> None:
-        loss_of(network(inputs(number), *used)).backward()
-
-    return forward_and_backward
+    def expect(self, count: float, when: str) -> None:
+        """:raises Wrong: if the buffer has another value"""
+        expect(self.count.item() == count, f"the buffer is {self.count.item():g} instead of {count:g} {when}")

@@ -1,7 +1,8 @@
 """Runs checks on real ranks, one after another, and survives those that fail, crash or hang.
 
 A group of ranks runs all checks. After a check that did not pass, its ranks may still wait in a collective, or answer it too
-late, which would disturb the next check: they are killed, and the next check gets new ones.
+late, which would disturb the next check: they are killed, and the next check gets new ones. Ranks that have all come to the end,
+or to an option that the wrapper does not have, go on to the next check.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ddp.conformance.check import CHECKS, Check, Wrap, Wrong
 ECHO_S = 1.0  # for the ranks that wait for one that has failed
 START_S = 60.0  # a collective's time limit is longer than a check's: the check's must end it
 PASS, WRONG, REFUSED, HUNG = STATUSES = ("pass", "wrong", "refused", "hung")
+NOT_OFFERED = ("no option", "no attribute", "not offered")  # how the message begins when the wrapper lacks something
 
 preload("torch._dynamo", "torch.distributed.optim", checks.__name__, __name__)
 
@@ -73,7 +75,7 @@ class Result:
 
 
 class Runner:
-    """The ranks on which checks run; to be closed. They start with the first check, and again after each that failed.
+    """The ranks on which checks run; to be closed. They start with the first check, and again after those that have spoiled them.
 
     :param ranks: how many
     :param time_limit_s: seconds for each check
@@ -96,21 +98,25 @@ class Runner:
         began = time.monotonic()
         self._group.start("run", check.name, wrapper)
         answers = self._finish()
-        if set(answers) == set(range(self._ranks)) and all(a.status == PASS for a in answers.values()):
+        if self._group is not None:
             self._group.start("settle", check.name)
-            answers = self._finish()
+            settled = self._finish()
+            if self._group is None:
+                answers = settled
         status, message = verdict(answers, self._ranks, self._time_limit_s)
-        if status != PASS:  # its ranks have been killed
-            self._group = None
         return Result(check.name, check.topic, self._ranks, status, message, time.monotonic() - began, answers)
 
     def _finish(self) -> dict[int, Answer]:
+        """The answers; without a group afterwards, if its ranks have been killed."""
         assert self._group is not None
-        results = self._group.finish_within(self._time_limit_s, lambda answer: answer.status != PASS, ECHO_S)
-        return {
+        results = self._group.finish_within(self._time_limit_s, _spoils_the_ranks, ECHO_S)
+        answers = {
             rank: Answer(REFUSED, one_line(str(result)), str(result)) if isinstance(result, RuntimeError) else result
             for rank, result in results.items()
         }
+        if len(answers) < self._ranks or any(map(_spoils_the_ranks, answers.values())):
+            self._group = None
+        return answers
 
     def close(self) -> None:
         """End the ranks."""
@@ -172,6 +178,11 @@ class ChecksOnOneRank:
                 answer[0] = Answer(REFUSED, reason(error), traceback.format_exc())
 
 
+def _spoils_the_ranks(answer: Answer) -> bool:
+    """Whether other ranks may wait for the one that answers. A missing option or method is missing on all of them."""
+    return answer.status != PASS and not answer.message.startswith(NOT_OFFERED)
+
+
 def verdict(answers: dict[int, Answer], ranks: int, time_limit_s: float) -> tuple[str, str]:
     """The status of a check and its message, from the ranks' answers. A wrong value comes before an error: when a rank
     leaves a collective because of it, others see an error."""
@@ -206,7 +217,8 @@ def reason(error: BaseException) -> str:
         return f"no option {missing[1]}"
     if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", str(error))):
         return f"no attribute {missing[1]}"
-    return one_line(f"{type(error).__name__}: {error}")
+    kind = "not offered" if isinstance(error, NotImplementedError) else type(error).__name__
+    return one_line(f"{kind}: {error}")
 
 
 def one_line(text: str) -> str:

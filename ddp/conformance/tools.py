@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.conformance.check import Wrong
+from ddp.conformance.check import Wrap, Wrong
 
 Gradients = list[Tensor | None]
+Step = Callable[[nn.Module], Any]
 EACH_ALONE = 1e-6  # MiB: as bucket_cap_mb, it gives every parameter a bucket of its own
 
 
@@ -35,9 +37,28 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def one_pass(number: int = 0, *arguments: Any) -> Step:
+    """Forward and backward with this rank's ``number``-th batch, and with other arguments of the module after it."""
+
+    def forward_and_backward(model: nn.Module) -> None:
+        loss_of(model(inputs(number), *arguments)).backward()
+
+    return forward_and_backward
+
+
 def backward(model: nn.Module, number: int = 0) -> None:
     """Forward and backward with this rank's ``number``-th batch."""
-    loss_of(model(inputs(number))).backward()
+    one_pass(number)(model)
+
+
+def passes(*numbers: int) -> Step:
+    """Forward and backward with each of these batches, one after another: gradients add up."""
+
+    def one_after_another(model: nn.Module) -> None:
+        for number in numbers:
+            backward(model, number)
+
+    return one_after_another
 
 
 def gradients(module: nn.Module) -> Gradients:
@@ -45,32 +66,70 @@ def gradients(module: nn.Module) -> Gradients:
     return [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
 
 
-def alone(network: nn.Module, backward: Callable[[nn.Module], Any] | None = None) -> list[Tensor]:
-    """What a backward pass leaves in the gradients of a copy without any wrapper, on this rank alone; zeros for nothing.
-
-    :param backward: forward and backward; of ``loss_of(network(inputs()))`` when None
-    """
+def alone(network: nn.Module, step: Step = backward) -> list[Any]:
+    """The gradients that forward and backward leave in a copy without any wrapper, on this rank alone; None where there is none."""
     network = copy.deepcopy(network)
     network.zero_grad()
-    if backward is None:
-        loss_of(network(inputs())).backward()
-    else:
-        backward(network)
-    return [torch.zeros_like(p) if p.grad is None else p.grad for p in network.parameters()]
+    step(network)
+    return gradients(network)
 
 
-def average(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """The averages over the ranks of a group, which is what a DDP's gradients must be."""
-    averages = [tensor.detach().clone() for tensor in tensors]
-    for tensor in averages:
-        dist.all_reduce(tensor, group=group)
-    return [tensor / dist.get_world_size(group) for tensor in averages]
+def average(tensors: Sequence[Tensor | None], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The averages over the ranks of a group, which is what a DDP's gradients must be.
+
+    None counts as zeros, and the average is None where all ranks have None.
+    """
+    by_parameter = [[t for t in column if t is not None] for column in zip(*of_all_ranks(tensors, group), strict=True)]
+    return [torch.stack(some).sum(0) / dist.get_world_size(group) if some else None for some in by_parameter]
 
 
-def of_all_ranks(value: Any) -> list[Any]:
-    """Every rank's value, in rank order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def expect_averages(
+    wrap: Wrap, network: nn.Module, steps: Sequence[Step] = (backward, one_pass(1)), **options: Any
+) -> Any:
+    """Wrap a network: each step must leave the averages over the ranks of what it gives without any wrapper.
+
+    :param steps: functions that run forward and backward of what they are given
+    :param options: of the wrapper
+    :returns: the wrapped network
+    :raises Wrong: for another gradient
+    """
+    expected = [average(alone(network, step)) for step in steps]
+    model = wrap(network, **options)
+    for number, (step, averages) in enumerate(zip(steps, expected, strict=True)):
+        model.zero_grad()
+        step(model)
+        expect_same(gradients(network), averages, f"step {number}'s gradient")
+    return model
+
+
+def expect_training_of_one_process(wrap: Wrap, steps: Sequence[Sequence[int]], **options: Any) -> None:
+    """Optimizer steps with momentum must end with the weights of one process that sees all ranks' samples.
+
+    :param steps: for each, the numbers of its batches; all but the last one are accumulated under ``no_sync``
+    :param options: of the wrapper
+    :raises Wrong: for another weight
+    """
+    network, single = (
+        layers(3, 3, 3, 2) for _ in range(2)
+    )  # of equal shapes, so that none may take another's gradient
+    model = wrap(network, **options)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (model, single)]
+    for numbers in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number in numbers:
+            with contextlib.nullcontext() if number == numbers[-1] else model.no_sync():
+                backward(model, number)
+            loss_of(single(torch.cat(of_all_ranks(inputs(number))))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    expect_same(list(network.parameters()), list(single.parameters()), "weight")
+
+
+def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank of a group, in rank order."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
@@ -99,10 +158,10 @@ def expect_refused(action: Callable[[], Any], what: str) -> Exception:
     return error
 
 
-def expect_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None], what: str = "gradient") -> None:
+def expect_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], what: str = "gradient") -> None:
     """:raises Wrong: naming the first tensor that differs by more than rounding, with the largest difference"""
-    expect(len(found) == len(expected), f"{len(found)} {what}s instead of {len(expected)}")
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+    expect(len(actual) == len(expected), f"{len(actual)} {what}s instead of {len(expected)}")
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if one is None or other is None:
             expect(one is other, f"{what} {index} is {_shown(one)} instead of {_shown(other)}")
         elif one.shape != other.shape or one.dtype != other.dtype:
@@ -116,3 +175,18 @@ def expect_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
 
 def _shown(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def rank_group(firsts: Sequence[int]) -> Iterator[Any]:
+    """A block with this rank's process group, when the ranks are divided into groups.
+
+    :param firsts: the first rank of each group, in order
+    """
+    ends = [*firsts[1:], dist.get_world_size()]
+    groups = [dist.new_group(list(range(first, end))) for first, end in zip(firsts, ends, strict=True)]
+    mine: Any = groups[sum(dist.get_rank() >= first for first in firsts) - 1]
+    try:
+        yield mine
+    finally:
+        dist.destroy_process_group(mine)

@@ -31,8 +31,7 @@ from common.cli import command, option, parse
 from common.distributed import DEVICES
 from common.distributed.dist_env import require_alone
 from common.errors import UsageError
-from common.files.run_directory import prepare_output, results_in
-from common.files.run_files import CHECKPOINT_FOLDER
+from common.files.run_directory import CHECKPOINT_FOLDER, prepare_output, results_in
 from common.gpu.devices import count_gpus, why_no_gpu
 from common.reporting.machine import describe_machine
 from common.signals.stop_request import stop_signals

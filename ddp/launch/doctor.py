@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
+from common.distributed.addresses import addresses_by_interface, interface_towards
 from common.distributed.agreement import differences, different_gpus, shared_gpu
-from common.distributed.interface import addresses_by_interface, interface_towards
 from common.distributed.launch_facts import gpu_facts, software
 from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
 from common.distributed.rank_logging import rank_logging

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.data.datasets import Batch
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
 from common.training.optimization import local

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
 from common.files.atomic_files import write_json
-from common.files.run_files import LAUNCH_FILE, read_regular
+from common.files.run_directory import LAUNCH_FILE, read_regular
 
 if TYPE_CHECKING:
     import psutil

@@ -22,9 +22,17 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
 from common.files.atomic_files import write_json
-from common.files.run_directory import has_config, holds_run, prepare, require_writable
-from common.files.run_files import CONFIG_FILE, LOG_FOLDER, METRICS_FILE, REQUEUE_FILE
-from common.gpu.nccl import implementation
+from common.files.run_directory import (
+    CONFIG_FILE,
+    LOG_FOLDER,
+    METRICS_FILE,
+    REQUEUE_FILE,
+    has_config,
+    holds_run,
+    prepare,
+    require_writable,
+)
+from common.gpu.devices import implementation
 from common.reporting.machine import describe_machine
 from common.resilience.device_errors import device_errors
 from common.signals.stop_request import REQUEUE, SIGNALS

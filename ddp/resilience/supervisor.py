@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from common.data.datasets import Batch
-from common.data.loader_errors import loader_errors
+from common.data.loaders import loader_errors
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import require_lock
-from common.gpu.report import log_gpu
 from common.signals import early_signals
 from common.signals.stop_request import StopRequest, StopTogether, exit_status, signal_name
 from common.stdout import print_results
@@ -61,6 +60,8 @@ class Supervisor:
             f"{job.sampler.micro_batch_size} samples, {arithmetic}, {env.backend}, --workers {job.loader.num_workers}"
         )
         if env.device.type == "cuda":
+            from common.gpu.report import log_gpu
+
             log_gpu(env.device)
         job.measure_mfu()
         with env.fail_together():

@@ -61,20 +61,8 @@ def test_every_kind_of_flag_is_read_as_its_type() -> None:
     assert isinstance(parse_line("--run-dir", "b").run_dir, Path)
 
 
-@pytest.mark.parametrize(
-    "arguments, augment, resume",
-    [([], True, False), (["--augment"], True, False), (["--no-augment"], False, False), (["--resume"], True, True)],
-)
-def test_a_switch_that_is_on_can_be_put_off_and_one_that_is_off_on(
-    arguments: list[str], augment: bool, resume: bool
-) -> None:
-    config = parse_line(*arguments)
-    assert (config.augment, config.resume) == (augment, resume)
-
-
-@pytest.mark.parametrize("value", ["1", "1000"])
-def test_inclusive_limits_are_in_the_range(value: str) -> None:
-    assert parse_line("--batch-size", value).batch_size == int(value)
+def test_inclusive_limits_are_in_the_range() -> None:
+    assert [parse_line("--batch-size", value).batch_size for value in ("1", "1000")] == [1, 1000]
 
 
 @pytest.mark.parametrize(
@@ -85,17 +73,15 @@ def test_inclusive_limits_are_in_the_range(value: str) -> None:
         ("--limit", "-1", "at least 1"),
         ("--lr", "0", "above 0"),
         ("--lr", "nan", "finite and above 0"),
-        ("--lr", "inf", "finite and above 0"),
         ("--lr", "1e999", "finite and above 0"),
         ("--dropout", "1", "at least 0 and below 1"),
         ("--dropout", "-0.1", "at least 0 and below 1"),
-        ("--dropout", "nan", "finite and at least 0 and below 1"),
-        ("--dropout=-inf", "", "finite and at least 0 and below 1"),
+        ("--batch-size", "9" * 400, "at least 1 and at most 1000"),  # beyond every float
     ],
 )
 def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: str, allowed: str) -> None:
-    message = user_error(*filter(None, (flag, value)))
-    assert message.startswith(f"{flag.split('=')[0]} ")
+    message = user_error(flag, value)
+    assert message.startswith(f"{flag} ")
     assert message.endswith(f" is out of range: it must be {allowed}")
 
 
@@ -104,25 +90,18 @@ def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: st
     [
         (["--epochs", "3"], ["unrecognized arguments: --epochs 3"]),
         (["--batch", "3"], ["unrecognized arguments: --batch 3"]),  # an abbreviation
-        (["--no-resume"], ["unrecognized arguments: --no-resume"]),
         (["stray"], ["unrecognized arguments: stray"]),
         (["--seed"], ["--seed: expected one argument"]),
         (["--seed", "many"], ["--seed: invalid int value: 'many'"]),
-        (["--seed", "1.5"], ["--seed: invalid int value: '1.5'"]),
         (["--lr", "fast"], ["--lr: invalid float value: 'fast'"]),
         (["--model", "vgg"], ["--model: invalid choice: 'vgg'", "cnn", "mlp"]),
         (["--run-dir="], ["--run-dir: the value is empty: give one, or leave the flag out"]),
-        (["--title", " "], ["--title: the value is empty"]),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line_that_names_it(arguments: list[str], fragments: list[str]) -> None:
     message = user_error(*arguments)
     assert all(fragment in message for fragment in fragments)
     assert message.endswith(" (python -m ddp.train --help lists what there is)")
-
-
-def test_a_whole_number_beyond_every_float_is_out_of_range_too() -> None:
-    assert user_error("--batch-size", "9" * 400).endswith("it must be at least 1 and at most 1000")
 
 
 def test_the_help_says_what_each_option_is_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,17 +175,12 @@ def test_a_list_has_its_default_and_is_typed_with_commas() -> None:
     "flag, text, message",
     [
         ("--num-workers", "", "--num-workers: invalid int value: ''"),
-        ("--num-workers", ",", "--num-workers: invalid int value: ''"),
         ("--num-workers", "1,,2", "--num-workers: invalid int value: ''"),
         ("--num-workers", "1,many", "--num-workers: invalid int value: 'many'"),
-        ("--num-workers", "1;2", "--num-workers: invalid int value: '1;2'"),
         ("--num-workers", "1,2,1", "--num-workers: 1,2,1 names a value twice"),
         ("--num-workers", "1,9", "--num-workers 9 is out of range: it must be at least 0 and at most 8"),
-        ("--num-workers", "-1", "--num-workers -1 is out of range: it must be at least 0 and at most 8"),
         ("--rates", "1,nan", "--rates nan is out of range: it must be finite and above 0"),
-        ("--rates", "0", "--rates 0.0 is out of range: it must be above 0"),
         ("--loaders", "fast,slow", "--loaders: invalid choice: 'slow' (choose from stock, fast)"),
-        ("--loaders", "fast,fast", "--loaders: fast,fast names a value twice"),
     ],
 )
 def test_a_list_with_a_wrong_value_is_refused_in_a_line_that_names_it(flag: str, text: str, message: str) -> None:
@@ -227,16 +201,11 @@ def test_the_help_shows_lists_as_they_are_typed(capsys: pytest.CaptureFixture[st
         assert line in help_text
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["-num_workers", "1,3", "-verbose"],
-        ["-num_workers=1,3", "--verbose"],
-        ["--num-workers", "1,3", "-verbose"],
-    ],
-)
-def test_flags_are_taken_in_the_style_of_courses_too_where_that_is_wanted(arguments: list[str]) -> None:
-    assert parse_lists(*arguments, underscores=True) == Lists(num_workers=(1, 3), verbose=True)
+def test_flags_are_taken_in_the_style_of_courses_too_where_that_is_wanted() -> None:
+    for arguments in (["-num_workers", "1,3", "--verbose"], ["--num-workers", "1,3", "-verbose"]):
+        assert parse_lists(*arguments, underscores=True) == Lists(num_workers=(1, 3), verbose=True)
+    with pytest.raises(UsageError, match="unrecognized arguments: -num_workers 1"):
+        parse_lists("-num_workers", "1")
 
 
 @command

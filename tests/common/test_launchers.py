@@ -136,7 +136,6 @@ VIRTUAL = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVIC
     [
         # RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE
         (("0", "4", "2", "0", "2"), "0"),
-        (("1", "4", "2", "0", "2"), "1"),
         (("2", "4", "2", "1", "2"), "0"),
         (("3", "4", "2", "1", "2"), "1"),
         (("3", "5", "2", "1", "2"), "0"),  # nodes with three ranks and two: torchrun's own number
@@ -160,7 +159,6 @@ def test_ranks_with_a_virtual_local_rank_keep_their_numbers(environment: tuple[s
             1,
             [0, 0],
         ),  # by a wrapper
-        (FOURTH_OF_FOUR | {"SLURM_GPUS_ON_NODE": "2"}, 1, [0, 0]),  # srun --gpus-per-task=1
         (
             FOURTH_OF_FOUR | {"SLURM_GPUS_ON_NODE": "4"},
             2,

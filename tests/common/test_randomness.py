@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.randomness import derive_seed, hash64, integers, seed_torch, uniform
+from common.randomness import derive_seed, hash64, seed_torch, uniform
 
 GAMMA = 0x9E3779B97F4A7C15
 # The first outputs of the authors' splitmix64.c for this seed, as Rosetta Code publishes them.
@@ -54,13 +54,6 @@ def test_keys_hash_as_in_plain_integer_arithmetic(keys: list[int | str]) -> None
     assert int(hash64(*keys)) == reference_hash(*keys)
 
 
-@given(st.lists(int64s, min_size=1, max_size=20), int64s)
-def test_a_batch_hashes_as_its_elements_one_by_one(samples: list[int], seed: int) -> None:
-    batch = hash64(seed, "stream", np.array(samples, np.int64), 7)
-    assert batch.dtype == np.uint64
-    assert batch.tolist() == [int(hash64(seed, "stream", sample, 7)) for sample in samples]
-
-
 @given(st.integers(0, 9), st.lists(int64s, max_size=6), st.integers(0, 2**32))
 def test_a_draw_depends_on_its_keys_and_index_alone(count: int, samples: list[int], seed: int) -> None:
     more = uniform(count + 3, seed, np.array(samples, np.int64))
@@ -97,13 +90,6 @@ def test_draws_are_uniform_along_every_coordinate(keys: tuple[int | str | npt.ND
 def test_distinct_streams_are_uncorrelated(one: tuple[int | str, ...], other: tuple[int | str, ...]) -> None:
     count = 20_000
     assert abs(np.corrcoef(uniform(count, *one), uniform(count, *other))[0, 1]) < 4 / count**0.5
-
-
-def test_integers_take_every_value_including_both_ends_equally_often() -> None:
-    draws = integers(1, -3, 3, 0, np.arange(14_000))[:, 0]
-    statistic, limit = chi_square(np.bincount(draws + 3, minlength=7))
-    assert (draws.min(), draws.max()) == (-3, 3)
-    assert statistic < limit
 
 
 @given(st.lists(int64s, max_size=4))

@@ -26,13 +26,14 @@ MOST_FILES_OF_A_STEP = 5
 # To understand one step of ddp/train.py on the CPU, a reader opens these.
 FILES_OF_A_STEP = {
     "ddp/train.py": "the step",
-    "ddp/job.py": "what a rank trains with, and the weight of a micro-batch of text",
     "ddp/sampler.py": "the samples of this rank in each micro-batch",
     "common/data/datasets.py": "from uint8 images to the input of the model",
+    "common/randomness.py": "the seed of dropout",
     "common/training/optimization.py": "the optimizer, and the learning rate of a step",
 }
 # A step also enters these, which its mechanism does not depend on.
 NOT_THE_MECHANISM = {
+    "common/training/window.py": "the sums for the log",
     "common/training/models.py": "the network, any other trains alike",
     "common/data/augmentation.py": "how the training images are shifted",
 }

@@ -7,11 +7,11 @@ from dataclasses import asdict
 
 from common.files.run_directory import files_line
 from common.reporting.benchmark import write_results
-from common.reporting.benchmark_figures import plot_all_reduce
 from common.reporting.timing import Spread
 from ddp.bench.allreduce.alpha_beta import bus_bandwidth, least_shared_memory_seconds
 from ddp.bench.allreduce.config import KI, MI, SHARED, AllReduceConfig, size_name
 from ddp.bench.allreduce.measuring import MEMORY_BYTES, AllReduceMeasurement, MemoryBandwidth
+from ddp.bench.figures import plot_all_reduce
 
 QUOTED = (4 * KI, 25 * MI)  # a small tensor, and DDP's default bucket
 

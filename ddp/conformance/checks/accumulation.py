@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from ddp.conformance.check import Wrap, check
 from ddp.conformance.recorder import Recorder
@@ -16,11 +14,12 @@ from ddp.conformance.tools import (
     backward,
     expect,
     expect_same,
+    expect_training_of_one_process,
     gradients,
     inputs,
     layers,
     loss_of,
-    of_all_ranks,
+    passes,
 )
 
 
@@ -39,28 +38,20 @@ def within_no_sync_gradients_stay_local(wrap: Wrap) -> None:
 def within_no_sync_nothing_is_sent(wrap: Wrap) -> None:
     """The point of no_sync is the communication that it saves, in forward and in backward."""
     model = wrap(layers(3, 5, 2))
-    backward(model)
-    backward(model)
+    passes(0, 1)(model)
     with Recorder() as record, model.no_sync():
-        backward(model, 1)
-        backward(model, 2)
+        passes(1, 2)(model)
     expect(not record.messages, f"within no_sync, {[message.operator for message in record.messages]} are sent")
-
-
-def _sum_of_steps(model: nn.Module, steps: int) -> None:
-    """Forward and backward with each of the first batches, without any synchronization."""
-    for number in range(steps):
-        backward(model, number)
 
 
 @check
 def local_gradients_are_averaged_by_the_next_synchronized_pass(wrap: Wrap) -> None:
     """Two micro-steps under no_sync and one outside: .grad is the average over the ranks of the sum of all three."""
     network = layers(3, 5, 2)
-    expected = average(alone(network, lambda plain: _sum_of_steps(plain, 3)))
+    expected = average(alone(network, passes(0, 1, 2)))
     model = wrap(network)
     with model.no_sync():
-        _sum_of_steps(model, 2)
+        passes(0, 1)(model)
     backward(model, 2)
     expect_same(gradients(network), expected)
 
@@ -68,32 +59,19 @@ def local_gradients_are_averaged_by_the_next_synchronized_pass(wrap: Wrap) -> No
 @check
 def accumulation_works_step_after_step(wrap: Wrap) -> None:
     """Three optimizer steps of two micro-steps each come to the weights of one process with the whole batch."""
-    network, single = layers(3, 5, 2), layers(3, 5, 2)
-    model = wrap(network)
-    optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, single))
-    for number in range(0, 6, 2):
-        optimizer.zero_grad()
-        with model.no_sync():
-            backward(model, number)
-        backward(model, number + 1)
-        optimizer.step()
-        reference.zero_grad()
-        loss_of(single(torch.cat(of_all_ranks(inputs(number))))).backward()
-        loss_of(single(torch.cat(of_all_ranks(inputs(number + 1))))).backward()
-        reference.step()
-    expect_same(list(network.parameters()), list(single.parameters()), "weight")
+    expect_training_of_one_process(wrap, [[0, 1], [2, 3], [4, 5]])
 
 
 @check
 def accumulation_works_with_gradients_as_views(wrap: Wrap) -> None:
     """With gradient_as_bucket_view and gradients zeroed in place, .grad is a bucket's memory while local sums grow in it."""
     network = layers(3, 5, 2)
-    expected = average(alone(network, lambda plain: _sum_of_steps(plain, 3)))
+    expected = average(alone(network, passes(0, 1, 2)))
     model = wrap(network, gradient_as_bucket_view=True)
     for step in range(3):
         model.zero_grad(set_to_none=False)
         with model.no_sync():
-            _sum_of_steps(model, 2)
+            passes(0, 1)(model)
         backward(model, 2)
         expect_same(gradients(network), expected, f"step {step}'s gradient")
 
@@ -163,11 +141,11 @@ def a_forward_pass_outside_no_sync_is_synchronized_wherever_its_backward_is(wrap
 @check
 def ranks_may_take_different_numbers_of_local_steps(wrap: Wrap) -> None:
     """Rank 1 accumulates one micro-step more under no_sync; the averages come from all of them."""
-    steps = 2 + (dist.get_rank() == 1)
+    local = range(1 + (dist.get_rank() == 1))
     network = layers(3, 5, 2)
-    expected = average(alone(network, lambda plain: _sum_of_steps(plain, steps)))
+    expected = average(alone(network, passes(*local, 9)))
     model = wrap(network)
     with model.no_sync():
-        _sum_of_steps(model, steps - 1)
-    backward(model, steps - 1)
+        passes(*local)(model)
+    backward(model, 9)
     expect_same(gradients(network), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -17,18 +16,17 @@ from ddp.conformance.tools import (
     average,
     backward,
     expect,
+    expect_averages,
     expect_same,
+    expect_training_of_one_process,
     gradients,
     inputs,
     layers,
     loss_of,
     of_all_ranks,
+    one_pass,
+    passes,
 )
-
-
-def _alone_with(network: nn.Module, number: int) -> list[Tensor]:
-    """This rank's own gradients of its ``number``-th batch."""
-    return alone(network, lambda plain: backward(plain, number))
 
 
 @check
@@ -44,41 +42,20 @@ def gradients_are_the_average_of_the_ranks(wrap: Wrap) -> None:
 @check
 def every_step_averages(wrap: Wrap) -> None:
     """The fifth step averages as the first does: buckets are rebuilt and reused in between."""
-    network = layers(3, 5, 2)
-    model = wrap(network)
-    for number in range(5):
-        expected = average(_alone_with(network, number))
-        model.zero_grad()
-        backward(model, number)
-        expect_same(gradients(network), expected, f"step {number}'s gradient")
+    expect_averages(wrap, layers(3, 5, 2), steps=list(map(one_pass, range(5))))
 
 
 @check
 def training_equals_one_process_with_the_whole_batch(wrap: Wrap) -> None:
     """Five steps with momentum come to the weights of one process that sees all ranks' samples."""
-    network, batches = layers(3, 5, 2), [torch.cat(of_all_ranks(inputs(number))) for number in range(5)]
-    single = copy.deepcopy(network)
-    model = wrap(network)
-    optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, single))
-    for number in range(5):
-        optimizer.zero_grad()
-        backward(model, number)
-        optimizer.step()
-        reference.zero_grad()
-        loss_of(single(batches[number])).backward()
-        reference.step()
-    expect_same(list(network.parameters()), list(single.parameters()), "weight")
+    expect_training_of_one_process(wrap, [[number] for number in range(5)])
 
 
 @check
 def every_rank_counts_the_same_whatever_its_batch_size(wrap: Wrap) -> None:
     """A rank with more samples has no more weight: the average is over ranks, not over samples."""
-    network = layers(3, 5, 2)
     batch = inputs(samples=1 + 3 * dist.get_rank())
-    expected = average(alone(network, lambda plain: loss_of(plain(batch)).backward()))
-    model = wrap(network)
-    loss_of(model(batch)).backward()
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, layers(3, 5, 2), steps=[lambda model: loss_of(model(batch)).backward()])
 
 
 @check
@@ -91,8 +68,8 @@ def a_nan_on_one_rank_reaches_all(wrap: Wrap) -> None:
         batch[0, 0] = math.nan
     loss_of(model(batch)).backward()
     for parameter in network.parameters():
-        found = 0 if parameter.grad is None else int(parameter.grad.isnan().sum())
-        expect(found == parameter.numel(), f"{found} of {parameter.numel()} elements of the gradient are nan")
+        nans = 0 if parameter.grad is None else int(parameter.grad.isnan().sum())
+        expect(nans == parameter.numel(), f"{nans} of {parameter.numel()} elements of the gradient are nan")
 
 
 @check
@@ -110,9 +87,9 @@ def double_precision_is_kept(wrap: Wrap) -> None:
     network = nn.Linear(3, 2, bias=False).double()
     model = wrap(network)
     model(torch.full((1, 3), 1 + 1e-12 * (1 + dist.get_rank()), dtype=torch.float64)).sum().backward()
-    found = network.weight.grad
+    gradient = network.weight.grad
     expected = 1 + 1e-12 * (1 + dist.get_world_size()) / 2
-    error = math.inf if found is None else (found - expected).abs().max().item()
+    error = math.inf if gradient is None else (gradient - expected).abs().max().item()
     expect(error < 1e-14, f"the average is off by {error:.3g}")
 
 
@@ -125,8 +102,8 @@ def parameters_of_several_dtypes_are_all_averaged(wrap: Wrap) -> None:
     model(torch.full((1, 3), 1.0 + dist.get_rank())).backward()
     expected = 1 + sum(range(dist.get_world_size())) / dist.get_world_size()
     for dtype, gradient in zip(dtypes, gradients(network), strict=True):
-        found = math.nan if gradient is None or gradient.dtype != dtype else gradient.double().mean().item()
-        expect(abs(found - expected) < 0.01, f"the gradient in {dtype} is {found} instead of {expected}")
+        mean = math.nan if gradient is None or gradient.dtype != dtype else gradient.double().mean().item()
+        expect(abs(mean - expected) < 0.01, f"the gradient in {dtype} is {mean} instead of {expected}")
 
 
 class _Each(nn.Module):
@@ -157,11 +134,7 @@ class _Odd(nn.Module):
 @check
 def scalar_and_empty_parameters_are_averaged_too(wrap: Wrap) -> None:
     """A parameter may have no dimensions (a temperature), or no elements."""
-    network = _Odd()
-    expected = average(alone(network))
-    model = wrap(network)
-    backward(model)
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, _Odd())
 
 
 @check
@@ -170,10 +143,7 @@ def channels_last_weights_are_averaged(wrap: Wrap) -> None:
     torch.manual_seed(0)
     network = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     images = inputs(width=27).view(4, 3, 3, 3).to(memory_format=torch.channels_last)
-    expected = average(alone(network, lambda plain: loss_of(plain(images)).backward()))
-    model = wrap(network)
-    loss_of(model(images)).backward()
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, network, steps=[lambda model: loss_of(model(images)).backward()])
 
 
 @check
@@ -185,8 +155,8 @@ def gradients_have_the_strides_of_their_parameters(wrap: Wrap) -> None:
     for _ in range(2):
         loss_of(model(inputs(width=27).view(4, 3, 3, 3))).backward()
         for name, parameter in network.named_parameters():
-            found = None if parameter.grad is None else parameter.grad.stride()
-            expect(found == parameter.stride(), f"{name} has strides {parameter.stride()}, its gradient {found}")
+            strides = None if parameter.grad is None else parameter.grad.stride()
+            expect(strides == parameter.stride(), f"{name} has strides {parameter.stride()}, its gradient {strides}")
 
 
 @check
@@ -195,7 +165,7 @@ def gradients_zeroed_in_place_are_averaged_afresh(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     model = wrap(network)
     for number in range(3):
-        expected = average(_alone_with(network, number))
+        expected = average(alone(network, one_pass(number)))
         model.zero_grad(set_to_none=False)
         backward(model, number)
         expect_same(gradients(network), expected, f"step {number}'s gradient")
@@ -204,19 +174,14 @@ def gradients_zeroed_in_place_are_averaged_afresh(wrap: Wrap) -> None:
 @check
 def gradients_add_up_over_synchronized_steps(wrap: Wrap) -> None:
     """Without zero_grad, a second average is added to the first."""
-    network = layers(3, 5, 2)
-    first, second = (average(_alone_with(network, number)) for number in range(2))
-    model = wrap(network)
-    backward(model, 0)
-    backward(model, 1)
-    expect_same(gradients(network), [one + other for one, other in zip(first, second, strict=True)])
+    expect_averages(wrap, layers(3, 5, 2), steps=[passes(0, 1)])
 
 
 @check
 def gradients_may_be_changed_in_place_between_steps(wrap: Wrap) -> None:
     """What clipping leaves in .grad is what the next backward adds to."""
     network = layers(3, 5, 2)
-    first, second = (average(_alone_with(network, number)) for number in range(2))
+    first, second = (average(alone(network, one_pass(number))) for number in range(2))
     model = wrap(network)
     backward(model, 0)
     for parameter in network.parameters():
@@ -232,7 +197,7 @@ def gradients_may_be_replaced_between_steps(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     model = wrap(network, gradient_as_bucket_view=True)
     backward(model, 0)
-    second = average(alone(network, lambda plain: backward(plain, 1)))
+    second = average(alone(network, one_pass(1)))
     for parameter in network.parameters():
         parameter.grad = torch.full_like(parameter, 7)
     backward(model, 1)
@@ -243,12 +208,7 @@ def gradients_may_be_replaced_between_steps(wrap: Wrap) -> None:
 def gradients_may_be_views_of_the_buckets(wrap: Wrap) -> None:
     """gradient_as_bucket_view=True saves the memory of one copy: small gradients lie side by side in one storage."""
     network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network, gradient_as_bucket_view=True)
-    for _ in range(3):
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    expect_averages(wrap, network, gradient_as_bucket_view=True)
     storages = {p.grad.untyped_storage().data_ptr() for p in network.parameters() if p.grad is not None}
     expect(len(storages) == 1, f"4 small gradients lie in {len(storages)} storages")
 
@@ -259,7 +219,6 @@ def averages_are_the_same_bits_on_every_rank(wrap: Wrap) -> None:
     network = layers(3, 64, 64, 2)
     model = wrap(network, bucket_cap_mb=EACH_ALONE)
     backward(model)
-    mine = [None if gradient is None else gradient.tolist() for gradient in gradients(network)]
-    others = of_all_ranks(mine)
-    different = [rank for rank, theirs in enumerate(others) if theirs != others[0]]
+    everyone = of_all_ranks([None if gradient is None else gradient.tolist() for gradient in gradients(network)])
+    different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
     expect(not different, f"ranks {different} have other bits than rank 0")

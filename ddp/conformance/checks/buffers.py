@@ -12,19 +12,25 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ddp.conformance.check import Wrap, check
 from ddp.conformance.networks import Counter
-from ddp.conformance.tools import expect, expect_same, gradients, inputs, layers, loss_of, of_all_ranks
-
-
-def _expect_count(network: Counter, expected: float, when: str) -> None:
-    expect(network.count.item() == expected, f"the buffer is {network.count.item():g} instead of {expected:g} {when}")
+from ddp.conformance.tools import (
+    backward,
+    expect,
+    expect_averages,
+    expect_same,
+    inputs,
+    layers,
+    loss_of,
+    of_all_ranks,
+    passes,
+)
 
 
 @check
 def buffers_are_rank_zeros_after_wrapping(wrap: Wrap) -> None:
     """All ranks begin with the same state, also if forward_sync_buffers=False keeps it apart later."""
     network = Counter(start=10.0 + dist.get_rank())
-    model = wrap(network, forward_sync_buffers=False)
-    _expect_count(model.module, 10.0, "after wrapping")
+    wrap(network, forward_sync_buffers=False)
+    network.expect(10.0, "after wrapping")
 
 
 @check
@@ -34,20 +40,25 @@ def buffers_may_be_each_ranks_own_from_the_start(wrap: Wrap) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = wrap(network, broadcast_buffers=False)
-    _expect_count(network, 10.0 + dist.get_rank(), "after wrapping")
-    loss_of(model(inputs())).backward()
+    network.expect(10.0 + dist.get_rank(), "after wrapping")
+    backward(model)
     model(inputs(1))
-    _expect_count(network, 12.0 + dist.get_rank(), "after two forward passes")
+    network.expect(12.0 + dist.get_rank(), "after two forward passes")
+
+
+def _expect_rank_zeros(wrap: Wrap, kind: type[Counter]) -> None:
+    """Three forward passes, each of which increases rank 0's buffer by 1, and the others' by more."""
+    network = kind(step=1.0 + dist.get_rank())
+    model = wrap(network)
+    for before in (0.0, 1.0, 2.0):
+        backward(model)
+        network.expect(before + 1.0 + dist.get_rank(), "after a forward pass")
 
 
 @check
 def rank_zeros_buffers_are_sent_before_each_forward_pass(wrap: Wrap) -> None:
     """A pass begins with rank 0's state on all ranks; what it changes is each rank's own until the next one."""
-    network = Counter(step=1.0 + dist.get_rank())
-    model = wrap(network)
-    for before in (0.0, 1.0, 2.0):
-        loss_of(model(inputs())).backward()
-        _expect_count(network, before + 1.0 + dist.get_rank(), "after a forward pass")
+    _expect_rank_zeros(wrap, Counter)
 
 
 @check
@@ -56,8 +67,8 @@ def buffers_may_go_their_own_ways(wrap: Wrap) -> None:
     network = Counter(step=1.0 + dist.get_rank())
     model = wrap(network, forward_sync_buffers=False)
     for step in (1, 2, 3):
-        loss_of(model(inputs())).backward()
-        _expect_count(network, step * (1.0 + dist.get_rank()), "after a forward pass")
+        backward(model)
+        network.expect(step * (1.0 + dist.get_rank()), "after a forward pass")
 
 
 @check
@@ -65,7 +76,7 @@ def batchnorm_goes_on_from_the_statistics_of_rank_zero(wrap: Wrap) -> None:
     """Running statistics are those of rank 0, moved by each rank's own last batch; they are not averaged over the ranks."""
     network, alike = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     loss_of(model(inputs(1))).backward()
     alike(of_all_ranks(inputs())[0])
     alike(inputs(1))
@@ -85,7 +96,7 @@ def buffers_of_integers_and_flags_are_sent(wrap: Wrap) -> None:
         expect(values == (large, [True, False]), f"the buffers are {values} {when}")
         network.steps += rank
         network.mask ^= rank != 0
-        loss_of(model(inputs())).backward()
+        backward(model)
 
 
 @check
@@ -95,8 +106,8 @@ def buffers_that_are_not_saved_are_sent_too(wrap: Wrap) -> None:
     network.register_buffer("count", network.count, persistent=False)
     model = wrap(network)
     network.count += dist.get_rank()
-    loss_of(model(inputs())).backward()
-    _expect_count(network, 11.0, "after a forward pass")
+    backward(model)
+    network.expect(11.0, "after a forward pass")
 
 
 class _Reassigning(Counter):
@@ -109,11 +120,7 @@ class _Reassigning(Counter):
 @check
 def a_buffer_that_the_module_replaces_is_sent(wrap: Wrap) -> None:
     """Many modules write ``self.mean = ...``: the tensor of the construction is not the buffer any more (pytorch#63916)."""
-    network = _Reassigning(step=1.0 + dist.get_rank())
-    model = wrap(network)
-    for before in (0.0, 1.0, 2.0):
-        loss_of(model(inputs())).backward()
-        _expect_count(network, before + 1.0 + dist.get_rank(), "after a forward pass")
+    _expect_rank_zeros(wrap, _Reassigning)
 
 
 class _Scaled(nn.Module):
@@ -132,11 +139,11 @@ class _Scaled(nn.Module):
 @check
 def a_buffer_may_be_sent_while_an_earlier_pass_needs_it(wrap: Wrap) -> None:
     """Two forward passes, then backward: autograd must not complain that sending has changed a saved buffer in place."""
-    network = _Scaled()
-    model = wrap(network)
-    first, second = model(inputs()), model(inputs(1))
-    (loss_of(first) + loss_of(second)).backward()
-    expect(all(gradient is not None for gradient in gradients(network)), "a gradient is missing")
+
+    def both(model: nn.Module) -> None:
+        (loss_of(model(inputs())) + loss_of(model(inputs(1)))).backward()
+
+    expect_averages(wrap, _Scaled(), steps=[both])
 
 
 @check
@@ -145,8 +152,8 @@ def buffers_to_ignore_are_each_ranks_own(wrap: Wrap) -> None:
     network = Counter(start=10.0 + dist.get_rank())
     network._ddp_params_and_buffers_to_ignore = ["count"]  # type: ignore[assignment]
     model = wrap(network)
-    loss_of(model(inputs())).backward()
-    _expect_count(network, 11.0 + dist.get_rank(), "after a forward pass")
+    backward(model)
+    network.expect(11.0 + dist.get_rank(), "after a forward pass")
 
 
 @check
@@ -154,7 +161,7 @@ def evaluation_begins_with_the_buffers_of_rank_zero(wrap: Wrap) -> None:
     """The first pass without gradients after a training step sends them, so that all ranks evaluate the same model."""
     network = nn.BatchNorm1d(3)
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     model.eval()
     with torch.no_grad():
         outputs = of_all_ranks(model(torch.ones(1, 3)))
@@ -170,7 +177,7 @@ def later_passes_of_an_evaluation_send_nothing(wrap: Wrap) -> None:
         model(inputs())
         for _ in range(dist.get_rank()):
             model(inputs())
-    _expect_count(network, 1.0 + dist.get_rank(), "after as many passes")
+    network.expect(1.0 + dist.get_rank(), "after as many passes")
 
 
 @check
@@ -180,8 +187,8 @@ def buffers_are_not_sent_between_micro_steps(wrap: Wrap) -> None:
     model = wrap(network)
     with model.no_sync():
         for _ in range(3):
-            loss_of(model(inputs())).backward()
-    _expect_count(network, 3 * (1.0 + dist.get_rank()), "after three micro-steps")
+            backward(model)
+    network.expect(3 * (1.0 + dist.get_rank()), "after three micro-steps")
 
 
 def _largest(seen: list[float], buffers: dict[str, Tensor]) -> None:
@@ -196,10 +203,9 @@ def a_hook_may_synchronize_the_buffers_before_forward(wrap: Wrap) -> None:
     network, size, seen = Counter(step=1.0 + dist.get_rank()), dist.get_world_size(), list[float]()
     model = wrap(network)
     model._register_buffer_comm_hook(seen, _largest, _BufferCommHookLocation.PRE_FORWARD)
-    for _ in range(2):
-        loss_of(model(inputs())).backward()
+    passes(0, 1)(model)
     expect(seen == [0, 1 + dist.get_rank()], f"the hook saw {seen} instead of {[0, 1 + dist.get_rank()]}")
-    _expect_count(network, size + 1.0 + dist.get_rank(), "after two forward passes")
+    network.expect(size + 1.0 + dist.get_rank(), "after two forward passes")
 
 
 @check
@@ -208,6 +214,6 @@ def a_hook_may_synchronize_the_buffers_after_forward(wrap: Wrap) -> None:
     network, size, seen = Counter(step=1.0 + dist.get_rank()), dist.get_world_size(), list[float]()
     model = wrap(network)
     model._register_buffer_comm_hook(seen, _largest, _BufferCommHookLocation.POST_FORWARD)
-    loss_of(model(inputs())).backward()
+    backward(model)
     expect(seen == [1 + dist.get_rank()], f"the hook saw {seen} instead of {[1 + dist.get_rank()]}")
-    _expect_count(network, size, "after a forward pass")
+    network.expect(size, "after a forward pass")

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim.swa_utils import AveragedModel
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.tools import alone, average, backward, expect, expect_same, gradients, inputs, layers, loss_of
 
 
 def _expect_averages(model: nn.Module, expected: list[torch.Tensor]) -> None:
     for _ in range(2):
         model.zero_grad()
-        loss_of(model(inputs())).backward()
+        backward(model)
         expect_same(gradients(model), expected)
 
 
@@ -31,7 +31,7 @@ def a_deep_copy_trains_on(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     expected = average(alone(network))
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     copied = copy.deepcopy(model)
     model.zero_grad()
     _expect_averages(copied, expected)
@@ -78,8 +78,8 @@ def distributed_checkpoints_have_the_modules_own_names(wrap: Wrap) -> None:
     """get_model_state_dict leaves out "module.", so that a checkpoint fits a model that is not wrapped. (torch knows its own
     class: a wrapper that does not derive from it fails this.)"""
     network = layers(3, 5, 2)
-    found = list(get_model_state_dict(wrap(network)))
-    expect(found == list(network.state_dict()), f"the keys are {found} instead of {list(network.state_dict())}")
+    names = list(get_model_state_dict(wrap(network)))
+    expect(names == list(network.state_dict()), f"the keys are {names} instead of {list(network.state_dict())}")
 
 
 @check
@@ -88,11 +88,11 @@ def optimizer_checkpoints_have_the_modules_own_names(wrap: Wrap) -> None:
     network = layers(3, 2)
     model = wrap(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loss_of(model(inputs())).backward()
+    backward(model)
     optimizer.step()
-    found: Any = get_optimizer_state_dict(model, optimizer)
+    state: Any = get_optimizer_state_dict(model, optimizer)
     names = [name for name, _ in network.named_parameters()]
-    expect(list(found["state"]) == names, f"the keys are {list(found['state'])} instead of {names}")
+    expect(list(state["state"]) == names, f"the keys are {list(state['state'])} instead of {names}")
 
 
 @check
@@ -100,7 +100,7 @@ def a_dropped_wrapper_is_freed(wrap: Wrap) -> None:
     """Hooks on parameters must not keep the wrapper, and with it the buckets, alive as long as the module."""
     network = layers(3, 5, 2)
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     reference = weakref.ref(model)
     del model
     gc.collect()
@@ -112,7 +112,7 @@ def a_dropped_wrapper_averages_no_more(wrap: Wrap) -> None:
     """Its hooks are gone from the parameters: the module trains alone, here on rank 0 only."""
     network = layers(3, 5, 2)
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     del model
     gc.collect()
     network.zero_grad()

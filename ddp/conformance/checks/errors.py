@@ -16,12 +16,14 @@ from ddp.conformance.tools import (
     backward,
     error_of,
     expect,
+    expect_averages,
     expect_refused,
     expect_same,
     gradients,
     inputs,
     layers,
     loss_of,
+    passes,
 )
 
 
@@ -36,24 +38,19 @@ class _Unused(nn.Module):
         return self.used(inputs)
 
 
-def _two_steps(model: nn.Module) -> None:
-    """torch finds an unused parameter when the next forward pass begins."""
-    backward(model)
-    backward(model)
-
-
 @check
 def an_unused_parameter_is_an_error(wrap: Wrap) -> None:
     """Without find_unused_parameters, a layer without gradients is refused in backward or in the next forward pass."""
     model = wrap(_Unused())
-    expect_refused(lambda: _two_steps(model), "a layer that is never used, without find_unused_parameters,")
+    # torch finds an unused parameter when the next forward pass begins.
+    expect_refused(lambda: passes(0, 1)(model), "a layer that is never used, without find_unused_parameters,")
 
 
 @check
 def the_error_of_an_unused_parameter_names_it(wrap: Wrap) -> None:
     """Its name, or its number among the parameters, is in the message: here 2 and 3."""
     model = wrap(_Unused())
-    text = str(error_of(lambda: _two_steps(model)))
+    text = str(error_of(lambda: passes(0, 1)(model)))
     named = "forgotten" in text or ("2" in text and "3" in text)
     expect(named, f"the error names neither forgotten.0.weight nor its number: {text[:300]}")
 
@@ -109,64 +106,51 @@ class _FailsOnce(nn.Module):
         raise _Fails
 
 
-def _fail(model: nn.Module) -> None:
-    """A step that is expected to fail."""
-    error = error_of(lambda: backward(model, 9))
-    if error is not None and not isinstance(error, _Fails):
-        raise error
+def _expect_recovery(wrap: Wrap, where: str, **options: Any) -> None:
+    """A step that fails, then one that must be averaged; twice."""
+    network = _FailsOnce("")
+    expected = average(alone(network))
+    model = wrap(network, **options)
+    for _ in range(2):
+        network.where = where
+        error = error_of(lambda: backward(model, 9))
+        if error is not None and not isinstance(error, _Fails):
+            raise error
+        network.where = ""
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), expected)
 
 
 @check
 def a_module_s_error_comes_out_as_it_is(wrap: Wrap) -> None:
     """The loop may want to catch it: the wrapper neither hides it nor turns it into another."""
     model = wrap(_FailsOnce("forward"))
-    found = type(error_of(lambda: model(inputs()))).__name__
-    expect(found == "_Fails", f"the module raises _Fails, and the wrapper {found}")
+    kind = type(error_of(lambda: model(inputs()))).__name__
+    expect(kind == "_Fails", f"the module raises _Fails, and the wrapper {kind}")
 
 
 @check
 def training_goes_on_after_an_error_in_forward(wrap: Wrap) -> None:
     """A batch that fails on all ranks is skipped, and the next one is averaged."""
-    network = _FailsOnce("")
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        network.where = "forward"
-        _fail(model)
-        network.where = ""
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    _expect_recovery(wrap, "forward")
 
 
 @check
 def training_goes_on_after_an_error_in_the_middle_of_backward(wrap: Wrap) -> None:
     """Half of the gradients have been sent when backward fails on all ranks: the next step averages all of them."""
-    network = _FailsOnce("")
-    expected = average(alone(network))
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    for _ in range(2):
-        network.where = "backward"
-        _fail(model)
-        network.where = ""
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    _expect_recovery(wrap, "backward", bucket_cap_mb=EACH_ALONE)
 
 
 @check
 def a_forward_pass_that_is_never_followed_by_backward_does_no_harm(wrap: Wrap) -> None:
     """A loss that is not finite is thrown away, for example, and the next batch is averaged as ever."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        loss = loss_of(model(inputs(1)))
-        expect(math.isfinite(loss.item()), "the output is not finite")
-        del loss
-        model.zero_grad()
+
+    def step(model: nn.Module) -> None:
+        expect(math.isfinite(loss_of(model(inputs(1))).item()), "the output is not finite")
         backward(model)
-        expect_same(gradients(network), expected)
+
+    expect_averages(wrap, layers(3, 5, 2), steps=[step, step])
 
 
 @check

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import alone, average, backward, expect, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    expect,
+    expect_averages,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+)
 
 
 @dataclasses.dataclass
@@ -35,44 +46,35 @@ class _Returns(nn.Module):
 @check
 def outputs_may_be_nested_dicts_and_lists(wrap: Wrap) -> None:
     """The tensors that a loss is made of may stand anywhere in what forward returns."""
-    network = _Returns(lambda first, second: {"all": [first, {"other": (second,)}], "name": "text"})
 
     def step(model: nn.Module) -> None:
         outputs = model(inputs())
         (outputs["all"][0] * outputs["all"][1]["other"][0]).sum().backward()
 
-    expected = average(alone(network, step))
-    model = wrap(network, find_unused_parameters=True)
-    step(model)
-    expect_same(gradients(network), expected)
+    network = _Returns(lambda first, second: {"all": [first, {"other": (second,)}], "name": "text"})
+    expect_averages(wrap, network, steps=[step], find_unused_parameters=True)
 
 
 @check
 def outputs_may_be_dataclasses(wrap: Wrap) -> None:
     """A dataclass is as good as a tuple, and comes back as what it was."""
-    network = _Returns(_Outputs)
 
     def step(model: nn.Module) -> None:
         outputs = model(inputs())
         expect(isinstance(outputs, _Outputs), f"forward returns {type(outputs).__name__} instead of the dataclass")
         (outputs.first * outputs.second).sum().backward()
 
-    expected = average(alone(network, step))
-    model = wrap(network, find_unused_parameters=True)
-    step(model)
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, _Returns(_Outputs), steps=[step], find_unused_parameters=True)
 
 
 @check
 def a_loss_may_use_one_output_of_several(wrap: Wrap) -> None:
     """An output that is only logged takes no part in backward, and nothing waits for it."""
-    network = _Returns(_Outputs)
-    expected = average(alone(network, lambda plain: plain(inputs()).first.square().sum().backward()))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
+
+    def step(model: nn.Module) -> None:
         model(inputs()).first.square().sum().backward()
-        expect_same(gradients(network), expected)
+
+    expect_averages(wrap, _Returns(_Outputs), steps=[step, step])
 
 
 class _Named(nn.Module):
@@ -89,26 +91,24 @@ class _Named(nn.Module):
 @check
 def inputs_may_be_given_by_name(wrap: Wrap) -> None:
     """forward passes on positional and named arguments, tensors or not."""
-    network = _Named()
-    expected = average(alone(network, lambda plain: loss_of(plain(inputs(), factor=3.0, offset=inputs(1))).backward()))
-    model = wrap(network)
-    loss_of(model(inputs(), factor=3.0, offset=inputs(1))).backward()
-    expect_same(gradients(network), expected)
+
+    def step(model: nn.Module) -> None:
+        loss_of(model(inputs(), factor=3.0, offset=inputs(1))).backward()
+
+    expect_averages(wrap, _Named(), steps=[step])
 
 
 @check
 def an_evaluation_may_stand_between_forward_and_backward(wrap: Wrap) -> None:
     """A forward pass under no_grad does not undo what the pass before it has prepared."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
+
+    def step(model: nn.Module) -> None:
         loss = loss_of(model(inputs()))
         with torch.no_grad():
             model(inputs(1))
         loss.backward()
-        expect_same(gradients(network), expected)
+
+    expect_averages(wrap, layers(3, 5, 2), steps=[step, step])
 
 
 @check
@@ -132,3 +132,21 @@ def inference_mode_gives_the_module_s_own_output(wrap: Wrap) -> None:
         expect_same([model(inputs()).clone()], [network(inputs()).clone()], "output")
     backward(model)
     expect_same(gradients(network), expected)
+
+
+class _NamedOutput(NamedTuple):
+    first: Tensor
+    second: Tensor
+    name: str
+
+
+@check
+def outputs_keep_their_types(wrap: Wrap) -> None:
+    """A NamedTuple in a dict comes back as such, with what is no tensor, also when outputs are searched for tensors."""
+    network = _Returns(lambda *columns: {"named": _NamedOutput(*columns, "digits"), "none": None})
+    model = wrap(network, find_unused_parameters=True)
+    output = model(inputs())
+    expect(set(output) == {"named", "none"} and output["none"] is None, f"the output is {output}")
+    expect(isinstance(output["named"], _NamedOutput), f"the NamedTuple is a {type(output['named']).__name__}")
+    expect(output["named"].name == "digits", f"the name is {output['named'].name!r}")
+    loss_of(output["named"].first).backward()

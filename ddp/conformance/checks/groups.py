@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -12,36 +11,42 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp.conformance.check import Wrap, check
 from ddp.conformance.networks import Counter
-from ddp.conformance.tools import EACH_ALONE, alone, average, expect, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.tools import (
+    EACH_ALONE,
+    alone,
+    average,
+    backward,
+    expect,
+    expect_averages,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    rank_group,
+)
 
 
-@contextmanager
-def _halves() -> Iterator[Any]:
+def _middle() -> int:
+    return (dist.get_world_size() + 1) // 2
+
+
+def _halves() -> AbstractContextManager[Any]:
     """This rank's group: the first half of the ranks, which is the larger one, or the others."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    middle = (size + 1) // 2
-    groups = [dist.new_group(list(range(middle))), dist.new_group(list(range(middle, size)))]
-    mine = groups[rank >= middle]
-    try:
-        yield mine
-    finally:
-        dist.destroy_process_group(mine)
+    return rank_group([0, _middle()])
 
 
 @check
 def a_group_has_the_buffers_of_its_own_first_rank(wrap: Wrap) -> None:
     """The rank to copy from is rank 0 of the group, whichever it is in the world; before each forward pass, too."""
-    middle = (dist.get_world_size() + 1) // 2
-    first = middle if dist.get_rank() >= middle else 0
+    first = _middle() if dist.get_rank() >= _middle() else 0
     network = Counter(start=10.0 * dist.get_rank(), step=1.0 + dist.get_rank())
     with _halves() as group:
         model = wrap(network, process_group=group)
-        found, expected = network.count.item(), 10.0 * first
-        expect(found == expected, f"the buffer is {found:g} instead of {expected:g} after wrapping")
+        network.expect(10.0 * first, "after wrapping")
         for _ in range(2):
-            loss_of(model(inputs())).backward()
-        found, expected = network.count.item(), 10.0 * first + 2.0 + first + dist.get_rank()
-        expect(found == expected, f"the buffer is {found:g} instead of {expected:g} after two passes")
+            backward(model)
+        network.expect(10.0 * first + 2.0 + first + dist.get_rank(), "after two passes")
         del model
 
 
@@ -51,10 +56,8 @@ def a_device_mesh_is_a_group(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     with _halves() as group:
         expected = average(alone(network), group)
-        model = wrap(network, device_mesh=DeviceMesh.from_group(group, "cpu"))
-        loss_of(model(inputs())).backward()
+        backward(wrap(network, device_mesh=DeviceMesh.from_group(group, "cpu")))
         expect_same(gradients(network), expected)
-        del model
 
 
 @check
@@ -62,13 +65,9 @@ def one_rank_is_a_group_too(wrap: Wrap) -> None:
     """The same script must run on one rank: its gradients are its own, divided by the size of its group, which is 1."""
     network = layers(3, 5, 2)
     own = alone(network)
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    mine: Any = groups[dist.get_rank()]
-    model = wrap(network, process_group=mine)
-    loss_of(model(inputs())).backward()
-    expect_same(gradients(network), own)
-    del model
-    dist.destroy_process_group(mine)
+    with rank_group(range(dist.get_world_size())) as mine:
+        backward(wrap(network, process_group=mine))
+        expect_same(gradients(network), own)
 
 
 @check
@@ -81,7 +80,7 @@ def two_groups_may_share_a_backward_pass(wrap: Wrap) -> None:
         model = nn.Sequential(wrap(encoder), wrap(head, process_group=group))
         for _ in range(2):
             model.zero_grad()
-            loss_of(model(inputs())).backward()
+            backward(model)
             expect_same(gradients(model), expected)
         del model
 
@@ -108,17 +107,14 @@ def logged_numbers_are_true(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     model = wrap(network, bucket_cap_mb=EACH_ALONE)
     for _ in range(4):  # the buckets are built anew after the first pass, and logged at the beginning of a later one
-        loss_of(model(inputs())).backward()
+        backward(model)
     sizes = [4 * parameter.numel() for parameter in network.parameters()]
-    expected: dict[str, Any] = {
-        "world_size": dist.get_world_size(),
-        "rank": dist.get_rank(),
-        "num_parameter_tensors": len(sizes),
-    }
-    expected |= {"total_parameter_size_bytes": sum(sizes), "module_name": "Sequential", "backend_name": "gloo"}
+    expected: dict[str, Any] = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
+    expected |= {"num_parameter_tensors": len(sizes), "total_parameter_size_bytes": sum(sizes)}
+    expected |= {"module_name": "Sequential", "backend_name": "gloo"}
     data = model._get_ddp_logging_data()
-    found = {name: data.get(name) for name in expected}
-    expect(found == expected, f"{found} instead of {expected}")
+    logged = {name: data.get(name) for name in expected}
+    expect(logged == expected, f"{logged} instead of {expected}")
     buckets = sorted(int(size) for size in data["rebuilt_bucket_sizes"].split(","))
     expect(sum(buckets) == sum(sizes) and len(buckets) > 1, f"the buckets have {buckets} bytes")
 
@@ -126,8 +122,4 @@ def logged_numbers_are_true(wrap: Wrap) -> None:
 @check
 def an_empty_list_of_devices_is_accepted(wrap: Wrap) -> None:
     """Scripts pass device_ids=[] or None on the CPU, and output_device=None; inputs then stay where they are."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network, device_ids=[], output_device=None)
-    loss_of(model(inputs())).backward()
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, layers(3, 5, 2), device_ids=[], output_device=None)

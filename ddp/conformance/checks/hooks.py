@@ -17,6 +17,7 @@ from ddp.conformance.tools import (
     average,
     backward,
     expect,
+    expect_averages,
     expect_refused,
     expect_same,
     gradients,
@@ -43,36 +44,31 @@ def _clamp(parameter: Tensor) -> None:
     parameter.grad.clamp_(-0.01 * (1 + dist.get_rank()), 0.02)
 
 
-def _clamped(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.01 * (1 + dist.get_rank()), 0.02)
+def _expect_averages_of_clamped(wrap: Wrap, before_wrapping: bool) -> None:
+    """Two steps with the hook, which is registered before or after wrapping."""
+    network = layers(3, 5, 2)
+    expected = average([gradient.clamp(-0.01 * (1 + dist.get_rank()), 0.02) for gradient in alone(network)])
+    model = None if before_wrapping else wrap(network, bucket_cap_mb=EACH_ALONE)
+    for parameter in network.parameters():
+        parameter.register_post_accumulate_grad_hook(_clamp)
+    if model is None:
+        model = wrap(network, bucket_cap_mb=EACH_ALONE)
+    for _ in range(2):
+        model.zero_grad()
+        backward(model)
+        expect_same(gradients(network), expected)
 
 
 @check
 def accumulation_hooks_from_before_wrapping_run_before_the_average(wrap: Wrap) -> None:
     """A post-accumulate hook that clamps .grad in place clamps this rank's gradient, and the result is averaged."""
-    network = layers(3, 5, 2)
-    expected = average([_clamped(gradient) for gradient in alone(network)])
-    for parameter in network.parameters():
-        parameter.register_post_accumulate_grad_hook(_clamp)
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    _expect_averages_of_clamped(wrap, before_wrapping=True)
 
 
 @check
 def accumulation_hooks_from_after_wrapping_run_before_the_average(wrap: Wrap) -> None:
     """The same hook may be registered when the module is wrapped already: gradients leave after all such hooks."""
-    network = layers(3, 5, 2)
-    expected = average([_clamped(gradient) for gradient in alone(network)])
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    for parameter in network.parameters():
-        parameter.register_post_accumulate_grad_hook(_clamp)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    _expect_averages_of_clamped(wrap, before_wrapping=False)
 
 
 @check
@@ -83,12 +79,10 @@ def backward_hooks_of_modules_see_local_gradients(wrap: Wrap) -> None:
     def keep(_: nn.Module, __: Any, gradients: tuple[Tensor, ...]) -> None:
         seen.append(gradients[0].clone())
 
-    handle = network[0].register_full_backward_hook(keep)
+    network[0].register_full_backward_hook(keep)
     backward(network)
     network.zero_grad()
-    model = wrap(network)
-    backward(model)
-    handle.remove()
+    backward(wrap(network))
     expect_same(seen[1:], seen[:1], "gradient in the hook")
 
 
@@ -115,6 +109,17 @@ def _done(tensor: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
+def _with_hook(wrap: Wrap, state: object, hook: Callable[[Any, Any], Any]) -> Wrap:
+    """The wrapper, with a communication hook."""
+
+    def wrapped(module: nn.Module, **options: Any) -> Any:
+        model = wrap(module, **options)
+        model.register_comm_hook(state, hook)
+        return model
+
+    return wrapped
+
+
 def _seen(wrap: Wrap, see: Callable[[Any], Any], **options: Any) -> tuple[nn.Module, list[list[Any]]]:
     """What ``see(bucket)`` returns in a communication hook: for each of three steps, the list over the buckets."""
     network = layers(3, 5, 2)
@@ -124,8 +129,7 @@ def _seen(wrap: Wrap, see: Callable[[Any], Any], **options: Any) -> tuple[nn.Mod
         steps[-1].append(see(bucket))
         return _done(bucket.buffer())
 
-    model = wrap(network, **options)
-    model.register_comm_hook(None, _hook(hook))
+    model = _with_hook(wrap, None, _hook(hook))(network, **options)
     for _ in range(3):
         model.zero_grad()
         steps.append([])
@@ -155,9 +159,7 @@ def a_comm_hook_is_given_what_this_rank_computed(wrap: Wrap) -> None:
 def a_comm_hook_s_result_becomes_the_gradient(wrap: Wrap) -> None:
     """The hook decides: what its future holds is in .grad, and is neither divided nor averaged again."""
     network = layers(3, 5, 2)
-    model = wrap(network)
-    model.register_comm_hook(None, lambda _, bucket: _done(torch.full_like(bucket.buffer(), 3.0)))
-    backward(model)
+    backward(_with_hook(wrap, None, lambda _, bucket: _done(torch.full_like(bucket.buffer(), 3.0)))(network))
     expect_same(gradients(network), [torch.full_like(p, 3.0) for p in network.parameters()])
 
 
@@ -171,12 +173,8 @@ def a_comm_hook_s_future_may_be_late(wrap: Wrap) -> None:
         future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return future.then(lambda one: one.value()[0] * 3 / dist.get_world_size())
 
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    model.register_comm_hook(None, _hook(tripled))
-    for _ in range(2):
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    backward(_with_hook(wrap, None, _hook(tripled))(network, bucket_cap_mb=EACH_ALONE))
+    expect_same(gradients(network), expected)
 
 
 @check
@@ -188,9 +186,7 @@ def a_comm_hook_is_given_its_state(wrap: Wrap) -> None:
         seen.append(state)
         return _done(bucket.buffer())
 
-    model = wrap(layers(3, 5, 2))
-    model.register_comm_hook(state, _hook(hook))
-    backward(model)
+    backward(_with_hook(wrap, state, _hook(hook))(layers(3, 5, 2)))
     expect(seen and all(one is state for one in seen), f"the hook is given {seen} as its state")
 
 
@@ -199,9 +195,7 @@ def torch_s_own_fp16_hook_works(wrap: Wrap) -> None:
     """default_hooks.fp16_compress_hook halves what is sent; the average is right to half precision."""
     network = layers(3, 5, 2)
     expected = average(alone(network))
-    model = wrap(network)
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    backward(model)
+    backward(_with_hook(wrap, None, default_hooks.fp16_compress_hook)(network))
     for gradient, correct in zip(gradients(network), expected, strict=True):
         error = float("inf") if gradient is None else (gradient - correct).abs().max().item()
         expect(error < 2e-3, f"a gradient is off by {error:.3g}, in units of up to {correct.abs().max():.3g}")
@@ -210,14 +204,8 @@ def torch_s_own_fp16_hook_works(wrap: Wrap) -> None:
 @check
 def the_built_in_comm_hook_averages(wrap: Wrap) -> None:
     """The hook for a plain all-reduce gives what no hook gives."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    model.register_comm_hook(dist.group.WORLD, default_hooks.allreduce_hook)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
+    hooked = _with_hook(wrap, dist.group.WORLD, default_hooks.allreduce_hook)
+    expect_averages(hooked, layers(3, 5, 2), bucket_cap_mb=EACH_ALONE)
 
 
 @check
@@ -234,9 +222,9 @@ def buckets_are_numbered_and_the_last_one_says_so(wrap: Wrap) -> None:
 def buckets_name_their_parameters(wrap: Wrap) -> None:
     """parameters() are the module's own, each in one bucket, with gradients() in their shapes."""
     network, steps = _seen(wrap, lambda bucket: (bucket.parameters(), [g.shape for g in bucket.gradients()]))
-    for found in steps:
-        parameters = [parameter for some, _ in found for parameter in some]
-        shapes = [shape for _, some in found for shape in some]
+    for buckets in steps:
+        parameters = [parameter for some, _ in buckets for parameter in some]
+        shapes = [shape for _, some in buckets for shape in some]
         expect({*map(id, parameters)} == {*map(id, network.parameters())}, "parameters() are not the module's own")
         expect(len(parameters) == 4, f"4 parameters are {len(parameters)} times in a bucket")
         expected = [parameter.shape for parameter in parameters]
@@ -259,21 +247,19 @@ def gradients_of_a_bucket_are_views_of_its_buffer(wrap: Wrap) -> None:
 def set_buffer_replaces_the_buffer(wrap: Wrap) -> None:
     """After set_buffer(t), buffer() is t: a hook may hand the bucket on to another hook that way."""
 
-    def replace(bucket: Any) -> Tensor:
+    def replace(bucket: Any) -> Any:
         bucket.set_buffer(torch.full_like(bucket.buffer(), 5.0))
-        found: Tensor = bucket.buffer()
-        return found.clone()
+        return bucket.buffer().clone()
 
     _, steps = _seen(wrap, replace)
-    found = torch.cat(steps[-1])
-    expect_same([found], [torch.full_like(found, 5.0)], "buffer after set_buffer")
+    buffer = torch.cat(steps[-1])
+    expect_same([buffer], [torch.full_like(buffer, 5.0)], "buffer after set_buffer")
 
 
 @check
 def a_second_comm_hook_is_refused(wrap: Wrap) -> None:
     """Only one hook can average; a second would silently replace the first, or be ignored."""
-    model = wrap(layers(3, 2))
-    model.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))
+    model = _with_hook(wrap, None, lambda _, bucket: _done(bucket.buffer()))(layers(3, 2))
     expect_refused(
         lambda: model.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer())), "a second communication hook"
     )

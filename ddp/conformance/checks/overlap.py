@@ -17,6 +17,7 @@ from ddp.conformance.tools import (
     average,
     backward,
     expect,
+    expect_averages,
     expect_same,
     gradients,
     inputs,
@@ -27,56 +28,67 @@ from ddp.conformance.tools import (
 MIB = 2**20
 
 
-def _recorded(model: nn.Module) -> Recorder:
+def _recorded(model: nn.Module, batch: Tensor | None = None) -> Recorder:
     """What happens in the third backward pass; the buckets are rebuilt after the first."""
-    for number in range(3):
+    batch = inputs() if batch is None else batch
+    for _ in range(3):
         model.zero_grad()
-        loss, record = loss_of(model(inputs(number))), Recorder()
+        loss, record = loss_of(model(batch)), Recorder()
         with record:
             loss.backward()
     return record
 
 
 def _bytes(network: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in network.parameters())
+    return sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
+
+
+def _expect_sent_once(wrap: Wrap, network: nn.Module, batch: Tensor | None = None) -> None:
+    """A step must send as many bytes as its gradients have, or half more for a reduce-scatter and an all-gather."""
+    model, needed = wrap(network), _bytes(network)
+    sent = sum(message.bytes for message in _recorded(model, batch).gradients)
+    expect(needed <= sent <= 1.55 * needed, f"a step sends {sent} bytes for gradients of {needed} bytes")
 
 
 @check
 def every_gradient_is_sent_once(wrap: Wrap) -> None:
     """A step contributes as many bytes as the gradients have (half more for a reduce-scatter and an all-gather)."""
+    _expect_sent_once(wrap, layers(3, 64, 64, 2))
+
+
+@check
+def frozen_parameters_are_not_sent(wrap: Wrap) -> None:
+    """Buckets hold trained parameters only: a frozen backbone must cost neither memory nor time."""
     network = layers(3, 64, 64, 2)
-    model = wrap(network)
-    sent, needed = sum(message.bytes for message in _recorded(model).gradients), _bytes(network)
-    expect(needed <= sent <= 1.55 * needed, f"a step sends {sent} bytes for gradients of {needed} bytes")
+    network[2].requires_grad_(False)
+    _expect_sent_once(wrap, network)
+
+
+@check
+def gradients_travel_in_their_own_dtype(wrap: Wrap) -> None:
+    """bfloat16 gradients take two bytes per element on the wire, too."""
+    _expect_sent_once(wrap, layers(3, 64, 64, 2).bfloat16(), inputs().bfloat16())
 
 
 @check
 def small_gradients_travel_together(wrap: Wrap) -> None:
     """Eight small gradients take one message: each message costs a latency, which is why there are buckets."""
-    network = layers(3, 5, 5, 5, 2)
-    model = wrap(network)
-    found = len(_recorded(model).gradients)
-    expect(1 <= found <= 2, f"8 small gradients are sent in {found} messages")
+    number = len(_recorded(wrap(layers(3, 5, 5, 5, 2))).gradients)
+    expect(1 <= number <= 2, f"8 small gradients are sent in {number} messages")
 
 
 @check
 def a_small_bucket_cap_gives_every_gradient_its_own_message(wrap: Wrap) -> None:
     """bucket_cap_mb below the smallest gradient means one message for each, so that the first can leave early."""
-    network = layers(3, 64, 64, 2)
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    found = len(_recorded(model).gradients)
-    expect(6 <= found <= 12, f"6 gradients are sent in {found} messages")
+    number = len(_recorded(wrap(layers(3, 64, 64, 2), bucket_cap_mb=EACH_ALONE)).gradients)
+    expect(6 <= number <= 12, f"6 gradients are sent in {number} messages")
 
 
 @check
 def buckets_keep_to_their_cap(wrap: Wrap) -> None:
     """bucket_cap_mb is in MiB: a bucket is closed when it has reached that, so it is larger by one gradient at most."""
     network = layers(64, *[64] * 8)
-    model = wrap(network, bucket_cap_mb=0.05)
-    for number in range(2):
-        model.zero_grad()
-        with Recorder() as record:
-            loss_of(model(inputs(number, width=64))).backward()
+    record = _recorded(wrap(network, bucket_cap_mb=0.05), inputs(width=64))
     largest, allowed = max(message.bytes for message in record.gradients), 0.05 * MIB + 64 * 64 * 4
     expect(
         largest <= allowed, f"a message has {largest} bytes, with buckets of {0.05 * MIB:.0f} and gradients of 16384"
@@ -88,13 +100,8 @@ def buckets_keep_to_their_cap(wrap: Wrap) -> None:
 @check
 def a_list_gives_each_bucket_its_cap(wrap: Wrap) -> None:
     """bucket_cap_mb_list=[small, large] makes the first bucket small, so that sending begins early, and the next large."""
-    network = layers(64, *[64] * 6)
-    model = wrap(network, bucket_cap_mb_list=[EACH_ALONE, 1])
-    for number in range(2):
-        model.zero_grad()
-        with Recorder() as record:
-            loss_of(model(inputs(number, width=64))).backward()
-    sizes = sorted(message.bytes for message in record.gradients)
+    model = wrap(layers(64, *[64] * 6), bucket_cap_mb_list=[EACH_ALONE, 1])
+    sizes = sorted(message.bytes for message in _recorded(model, inputs(width=64)).gradients)
     expect(len(sizes) == 2, f"there are {len(sizes)} messages instead of 2: {sizes}")
     expect(sizes[0] <= 64 * 64 * 4, f"the messages have {sizes} bytes: the first bucket's cap is below one gradient")
 
@@ -157,14 +164,11 @@ class _TwoWays(nn.Module):
 @check
 def ranks_may_compute_in_different_orders(wrap: Wrap) -> None:
     """Collectives are matched by their order: a gradient that is ready early on one rank waits for its turn."""
-    network = _TwoWays(reverse=dist.get_rank() == 1)
-    batch = inputs(width=4)
-    expected = average(alone(network, lambda plain: loss_of(plain(batch)).backward()))
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    for step in range(3):
-        model.zero_grad()
-        loss_of(model(batch)).backward()
-        expect_same(gradients(network), expected, f"step {step}'s gradient")
+
+    def step(model: nn.Module) -> None:
+        loss_of(model(inputs(width=4))).backward()
+
+    expect_averages(wrap, _TwoWays(reverse=dist.get_rank() == 1), steps=[step] * 3, bucket_cap_mb=EACH_ALONE)
 
 
 @check
@@ -194,24 +198,10 @@ def ranks_may_evaluate_different_numbers_of_batches(wrap: Wrap) -> None:
 
 
 @check
-def gradients_travel_in_their_own_dtype(wrap: Wrap) -> None:
-    """bfloat16 gradients take two bytes per element on the wire, too."""
-    network = layers(3, 64, 64, 2).bfloat16()
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        with Recorder() as record:
-            loss_of(model(inputs().bfloat16())).backward()
-    sent, needed = sum(message.bytes for message in record.gradients), _bytes(network)
-    expect(sent <= 1.55 * needed, f"a step sends {sent} bytes for bfloat16 gradients of {needed} bytes")
-
-
-@check
 def averages_are_there_when_backward_returns(wrap: Wrap) -> None:
     """The loop may clip and step at once, also when the gradients are large and take their time."""
     network = nn.Linear(1024, 512, bias=False)
     model = wrap(network, bucket_cap_mb=0.5)
     model(torch.full((1, 1024), 1.0 + dist.get_rank())).sum().backward()
-    found = gradients(network)
     expected = 1 + sum(range(dist.get_world_size())) / dist.get_world_size()
-    expect_same(found, [torch.full((512, 1024), expected)])
+    expect_same(gradients(network), [torch.full((512, 1024), expected)])

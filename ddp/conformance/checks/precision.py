@@ -7,7 +7,19 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, layers, loss_of, of_all_ranks
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    expect,
+    expect_averages,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    of_all_ranks,
+)
 
 
 def _autocast(model: nn.Module) -> None:
@@ -20,11 +32,7 @@ def _autocast(model: nn.Module) -> None:
 @check
 def autocast_leaves_the_averages_in_float32(wrap: Wrap) -> None:
     """Under autocast layers compute in bfloat16, but weights and gradients stay float32 and are averaged as such."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network, _autocast))
-    model = wrap(network)
-    _autocast(model)
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, layers(3, 5, 2), steps=[_autocast])
 
 
 @check
@@ -52,8 +60,7 @@ def clipping_after_unscaling_is_that_of_one_process(wrap: Wrap) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(loss_of(model(inputs()))).backward()
     scaler.unscale_(optimizer)
-    found = nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)
-    expect_same([found], [norm], "norm")
+    expect_same([nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)], [norm], "norm")
     expect_same(gradients(network), [gradient / 2 for gradient in expected])
 
 
@@ -62,7 +69,7 @@ def clipping_gives_all_ranks_the_same(wrap: Wrap) -> None:
     """clip_grad_norm_ right after backward sees the averages on every rank, so all clip alike, bit for bit."""
     network = layers(3, 5, 2)
     model = wrap(network)
-    loss_of(model(inputs())).backward()
+    backward(model)
     norms = of_all_ranks(nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
     expect(len(set(norms)) == 1, f"the norms are {norms}")
     everyone = of_all_ranks(gradients(network))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from ddp.conformance.tools import (
     backward,
     error_of,
     expect,
+    expect_averages,
     expect_refused,
     expect_same,
     gradients,
@@ -24,6 +23,7 @@ from ddp.conformance.tools import (
     layers,
     loss_of,
     of_all_ranks,
+    rank_group,
 )
 
 
@@ -101,8 +101,8 @@ def the_module_is_at_module(wrap: Wrap) -> None:
 def names_in_the_state_dict_begin_with_module(wrap: Wrap) -> None:
     """A checkpoint of one wrapper can be read by the other: the names are the module's, after ``module.``"""
     network = layers(3, 5, 2)
-    found, expected = list(wrap(network).state_dict()), [f"module.{name}" for name in network.state_dict()]
-    expect(found == expected, f"the state dict has {found} instead of {expected}")
+    names, expected = list(wrap(network).state_dict()), [f"module.{name}" for name in network.state_dict()]
+    expect(names == expected, f"the state dict has {names} instead of {expected}")
 
 
 @check
@@ -139,12 +139,11 @@ def _ignoring(network: nn.Module, *names: str) -> Any:
 def ignored_tensors_are_not_sent(wrap: Wrap) -> None:
     """What _ddp_params_and_buffers_to_ignore names keeps this rank's values: a sharded embedding, for example."""
     rank = dist.get_rank()
-    network = _ignoring(_WithBuffers(seed=rank), "mean", "layer.0.bias")
+    network, mine = _ignoring(_WithBuffers(seed=rank), "mean", "layer.0.bias"), _WithBuffers(seed=rank)
     model = wrap(network)
-    mine = _WithBuffers(seed=rank)
-    found, expected = dict(network.layer.named_parameters()), dict(mine.layer.named_parameters())
-    expect_same([network.mean, found["0.bias"]], [mine.mean, expected["0.bias"]], "ignored tensor")
-    expect_same([found["0.weight"]], [next(_WithBuffers(seed=0).layer.parameters())], "weight")
+    weight, bias = network.layer.parameters()
+    expect_same([network.mean, bias], [mine.mean, mine.layer[0].bias], "ignored tensor")
+    expect_same([weight], [next(_WithBuffers(seed=0).layer.parameters())], "weight")
     del model
 
 
@@ -215,33 +214,20 @@ def equal_shapes_under_other_names_are_refused(wrap: Wrap) -> None:
     expect_refused(lambda: wrap(network), "two equal shapes whose names are swapped on rank 0")
 
 
-@contextmanager
-def _group_of(first: int) -> Iterator[dist.ProcessGroup]:
-    """A block with this rank's group: the ranks before ``first``, or those from it on."""
-    everyone = range(dist.get_world_size())
-    parts: list[Any] = [dist.new_group(list(part)) for part in (everyone[:first], everyone[first:])]
-    try:
-        yield parts[dist.get_rank() >= first]
-    finally:
-        dist.destroy_process_group(parts[dist.get_rank() >= first])
-
-
 @check
 def averages_are_over_the_given_group(wrap: Wrap) -> None:
     """process_group says who averages: rank 0 alone, and all others together."""
-    with _group_of(1) as group:
+    with rank_group([0, 1]) as group:
         network = layers(3, 5, 2)
         expected = average(alone(network), group)
-        model = wrap(network, process_group=group)
-        backward(model)
+        backward(wrap(network, process_group=group))
         expect_same(gradients(network), expected)
-        del model
 
 
 @check(at_least=3)
 def weights_are_those_of_the_group_s_first_rank(wrap: Wrap) -> None:
     """In a group that rank 0 is not in, its own first rank is the one that is copied."""
-    with _group_of(1) as group:
+    with rank_group([0, 1]) as group:
         network = layers(3, 5, 2, seed=dist.get_rank())
         model = wrap(network, process_group=group)
         expected = layers(3, 5, 2, seed=min(1, dist.get_rank()))
@@ -252,13 +238,8 @@ def weights_are_those_of_the_group_s_first_rank(wrap: Wrap) -> None:
 @check
 def the_default_group_is_the_default(wrap: Wrap) -> None:
     """Without process_group, all ranks average, also when smaller groups exist."""
-    with _group_of(1):
-        network = layers(3, 5, 2)
-        expected = average(alone(network))
-        model = wrap(network)
-        backward(model)
-        expect_same(gradients(network), expected)
-        del model
+    with rank_group([0, 1]):
+        expect_averages(wrap, layers(3, 5, 2))
 
 
 @check

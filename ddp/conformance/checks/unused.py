@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +10,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Branches, one_pass
-from ddp.conformance.tools import alone, average, expect, expect_same, gradients, inputs, loss_of
+from ddp.conformance.networks import Branches
+from ddp.conformance.tools import (
+    Step,
+    alone,
+    average,
+    expect,
+    expect_averages,
+    expect_same,
+    gradients,
+    inputs,
+    loss_of,
+    one_pass,
+)
 
 
 @check
 def a_parameter_that_one_rank_leaves_out_counts_as_zeros_there(wrap: Wrap) -> None:
     """The sum is divided by all ranks, not by those that used the parameter: the average must be that of the global batch."""
-    network = Branches(2)
     used = (0,) if dist.get_rank() == 0 else (0, 1)
-    expected = average(alone(network, one_pass(0, *used)))
-    model = wrap(network, find_unused_parameters=True)
-    one_pass(0, *used)(model)
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, Branches(2), steps=[one_pass(0, *used)], find_unused_parameters=True)
 
 
 @check
@@ -33,32 +39,23 @@ def a_parameter_that_no_rank_uses_stays_without_gradient(wrap: Wrap) -> None:
     model = wrap(network, find_unused_parameters=True)
     for _ in range(3):
         one_pass(0, 0, 1)(model)
-        found = [parameter.grad for parameter in network.branches[2].parameters()]
-        expect_same(found, [None, None], "gradient of the unused branch")
+        expect_same(gradients(network.branches[2]), [None, None], "gradient of the unused branch")
         model.zero_grad()
 
 
 @check
 def each_rank_may_use_other_parameters(wrap: Wrap) -> None:
     """What is used anywhere gets its average everywhere, also where rank 0 does not use it."""
-    network = Branches()
-    used = 1 + dist.get_rank() % 2
-    expected: list[Tensor | None] = [*average(alone(network, one_pass(0, used)))]
-    model = wrap(network, find_unused_parameters=True)
-    one_pass(0, used)(model)
-    expect_same(gradients(network), [None, None, *expected[2:]])
+    step = one_pass(0, 1 + dist.get_rank() % 2)
+    expect_averages(wrap, Branches(), steps=[step, step], find_unused_parameters=True)
 
 
 @check
 def the_used_parameters_may_change_from_step_to_step(wrap: Wrap) -> None:
     """Which parameters are used is found out again in every forward pass."""
-    network = Branches()
-    model = wrap(network, find_unused_parameters=True)
-    for step, used in enumerate([(0,), (1, 2), (0, 2), (1,)]):
-        model.zero_grad()
-        expected = average(alone(network, one_pass(step, *used)))
-        one_pass(step, *used)(model)
-        expect_same(gradients(network), [e if i // 2 in used else None for i, e in enumerate(expected)])
+    used = [(0,), (1, 2), (0, 2), (1,)]
+    steps = [one_pass(number, *branches) for number, branches in enumerate(used)]
+    expect_averages(wrap, Branches(), steps=steps, find_unused_parameters=True)
 
 
 @check
@@ -76,7 +73,6 @@ def an_old_gradient_stays_as_it_is_where_no_rank_uses_the_parameter(wrap: Wrap) 
 def a_parameter_that_was_used_only_under_no_sync_is_averaged_too(wrap: Wrap) -> None:
     """Its gradient on each rank is its own until the pass that synchronizes, which must send it although it does not use it."""
     network = Branches(2)
-
     expected = average([*alone(network, one_pass(1, 0))[:2], *alone(network, one_pass(0, 1))[2:]])
     model = wrap(network, find_unused_parameters=True)
     with model.no_sync():
@@ -95,20 +91,11 @@ class _TwoOutputs(nn.Module):
         return self.first(x), self.second(x)
 
 
-def _use_one_output(model: nn.Module, step: int) -> None:
-    loss_of(model(inputs(step))[step % 2]).backward()
-
-
 @check
 def an_output_may_be_left_out_of_the_loss(wrap: Wrap) -> None:
     """Its parameters are in the graph of the output, but backward never comes to them. The others must not wait for them."""
-    network = _TwoOutputs()
-    model = wrap(network, find_unused_parameters=True)
-    for step in range(3):
-        model.zero_grad()
-        expected = average(alone(network, functools.partial(_use_one_output, step=step)))
-        _use_one_output(model, step)
-        expect_same(gradients(network), [e if i // 2 == step % 2 else None for i, e in enumerate(expected)])
+    steps: list[Step] = [lambda model, one=one: loss_of(model(inputs())[one]).backward() for one in (0, 1, 0)]  # type: ignore[misc]
+    expect_averages(wrap, _TwoOutputs(), steps=steps, find_unused_parameters=True)
 
 
 @dataclass
@@ -124,22 +111,17 @@ class _InContainers(Branches):
 @check
 def used_parameters_are_found_behind_outputs_in_containers(wrap: Wrap) -> None:
     """The output is a list in a dict in a dataclass; a wrapper that does not look there takes all parameters for unused."""
-    network = _InContainers(2)
-    expected = average(alone(network, lambda n: loss_of(n(inputs(), 0).scores["scores"][0]).backward()))
-    model = wrap(network, find_unused_parameters=True)
-    output = model(inputs(), 0)
-    expect(isinstance(output, _Output), f"the output is a {type(output).__name__} instead of a dataclass")
-    loss_of(output.scores["scores"][0]).backward()
-    expect_same(gradients(network), [*expected[:2], None, None])
+
+    def step(model: nn.Module) -> None:
+        output = model(inputs(), 0)
+        expect(isinstance(output, _Output), f"the output is a {type(output).__name__} instead of a dataclass")
+        loss_of(output.scores["scores"][0]).backward()
+
+    expect_averages(wrap, _InContainers(2), steps=[step], find_unused_parameters=True)
 
 
 @check
 def unused_parameters_that_are_the_same_everywhere_need_not_be_sent(wrap: Wrap) -> None:
     """With skip_all_reduce_unused_params, averages are right and an unused parameter keeps no gradient, step after step."""
-    network = Branches()
-    model = wrap(network, find_unused_parameters=True, skip_all_reduce_unused_params=True)
-    for step in range(3):
-        model.zero_grad()
-        expected = average(alone(network, one_pass(step, 0, 2)))
-        one_pass(step, 0, 2)(model)
-        expect_same(gradients(network), [*expected[:2], None, None, *expected[4:]])
+    steps = [one_pass(number, 0, 2) for number in range(3)]
+    expect_averages(wrap, Branches(), steps=steps, find_unused_parameters=True, skip_all_reduce_unused_params=True)

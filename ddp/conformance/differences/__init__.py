@@ -3,7 +3,7 @@
 Each case is a program of a few lines. It runs on two ranks, with torch's DDP and then with ours
 (`ddp.by_hand.DistributedDataParallel`), and prints what each comes to:
 
-    torchrun --nproc_per_node=2 -m ddp.conformance.differences.gradients.two_backwards
+    torchrun --nproc_per_node=2 -m ddp.conformance.differences two_backwards
 
 Rank 0's input is 1 and rank 1's is 3, and a network is `y = weight * x` with a weight of 1. So a gradient is 1 on rank 0 and 3 on
 rank 1 where it is not averaged, and 2 on both where it is.

@@ -5,27 +5,24 @@ torchrun --nproc_per_node=2 -m ddp.conformance.differences  (runs all cases, and
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import re
+import textwrap
 from collections.abc import Mapping
-from types import ModuleType
 
 from ddp.conformance import differences
+from ddp.conformance.differences import gradients, late, modules, refused, static_graph
+from ddp.conformance.differences.program import Case
 
-SECTIONS = ("gradients", "static_graph", "modules", "refused", "late")
+SECTIONS = (gradients, static_graph, modules, refused, late)
 
 
-def cases() -> dict[str, ModuleType]:
-    """The cases' modules by their names (``gradients.two_backwards``), in the page's order."""
-    found = {}
-    for section in SECTIONS:
-        package = importlib.import_module(f"{differences.__name__}.{section}")
-        for module in pkgutil.iter_modules(package.__path__):
-            name = f"{section}.{module.name}"
-            found[name] = importlib.import_module(f"{differences.__name__}.{name}")
-    return found
+def cases() -> dict[str, Case]:
+    """The cases by their names, in the page's order."""
+    functions = [
+        value for section in SECTIONS for value in vars(section).values() if inspect.isgeneratorfunction(value)
+    ]
+    return {function.__name__: function for function in functions}
 
 
 def page(outputs: Mapping[str, list[str]]) -> str:
@@ -33,24 +30,23 @@ def page(outputs: Mapping[str, list[str]]) -> str:
 
     :param outputs: what each case prints, by the case's name
     """
-    modules, parts = cases(), [f"# {inspect.getdoc(differences)}"]
+    parts = [f"# {inspect.getdoc(differences)}"]
     for section in SECTIONS:
-        parts.append(f"## {inspect.getdoc(importlib.import_module(f'{differences.__name__}.{section}'))}")
-        parts += [entry(name, modules[name], outputs[name]) for name in modules if name.startswith(f"{section}.")]
+        parts.append(f"## {inspect.getdoc(section)}")
+        parts += [entry(c, outputs[name]) for name, c in cases().items() if c.__module__ == section.__name__]
     return "\n\n".join(parts) + "\n"
 
 
-def entry(name: str, module: ModuleType, output: list[str]) -> str:
+def entry(case: Case, output: list[str]) -> str:
     """One case."""
-    title, _, text = (inspect.getdoc(module) or "").partition("\n")
-    path = f"{name.replace('.', '/')}.py"
-    shown = "\n".join(["```python", program(module), "```", "", "```text", *output, "```"])
-    return f"### {title}\n\n[{path}]({path})\n{text}\n\n{shown}"
+    title, _, text = (inspect.getdoc(case) or "").partition("\n")
+    file = f"{case.__module__.rpartition('.')[2]}.py"
+    shown = "\n".join(["```python", program(case), "```", "", "```text", *output, "```"])
+    return f"### {title}\n\n`{case.__name__}` in [{file}]({file})\n{text}\n\n{shown}"
 
 
-def program(module: ModuleType) -> str:
-    """A case's code without its imports."""
-    source = inspect.getsource(module)
-    start = re.search(r"^(@|class |def )", source, re.MULTILINE)
-    assert start is not None
-    return re.sub(r"  # type: ignore.*", "", source[start.start() :].partition("\n\n\nif __name__")[0])
+def program(case: Case) -> str:
+    """A case's code without its docstring."""
+    head, _, rest = textwrap.dedent(inspect.getsource(case)).partition('    """')
+    body = rest.partition('"""\n')[2].lstrip("\n")
+    return re.sub(r"  # type: ignore.*", "", head + body).rstrip("\n")

@@ -1,4 +1,4 @@
-"""What the programs share: numbers that are easy to follow, and a run with torch's DDP, then with ours.
+"""What the cases share: numbers that are easy to follow, and a run with torch's DDP, then with ours.
 
 Each run has a process group of its own, so that nothing is left of one that failed in the middle of a collective.
 """
@@ -21,7 +21,6 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp.by_hand
-from common.cli import command
 from common.errors import UsageError
 
 Wrapper = Callable[..., Any]
@@ -30,25 +29,25 @@ WRAPPERS: dict[str, Any] = {"torch": DistributedDataParallel, "ours": ddp.by_han
 SETUP = timedelta(seconds=60)
 
 
-def line() -> nn.Linear:
+def linear() -> nn.Linear:
     """``y = weight * x`` with a weight of 1."""
     network = nn.Linear(1, 1, bias=False)
     nn.init.ones_(network.weight)
     return network
 
 
-class TwoLines(nn.Module):
+class TwoLayers(nn.Module):
     """``a`` and ``b``: the sum of those that a forward pass is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = line(), line()
+        self.a, self.b = linear(), linear()
 
     def forward(self, x: Tensor, which: str = "ab") -> Tensor:
         return torch.stack([getattr(self, name)(x) for name in which]).sum(0)
 
 
-def x() -> Tensor:
+def inputs() -> Tensor:
     """``[1, 1]``: 1 on rank 0, 3 on rank 1."""
     return torch.tensor([[1.0 + 2.0 * dist.get_rank()]])
 
@@ -65,20 +64,7 @@ def hang_for_two_seconds() -> None:
     set_timeout(timedelta(seconds=2))
 
 
-def main(case: Case) -> None:
-    """Run a case on this rank with both wrappers, and print on rank 0 what the ranks have told."""
-
-    @command
-    def run() -> None:
-        store, rank = meet()
-        lines = compare(case, store, rank)
-        if rank == 0:
-            print(*lines, sep="\n")
-
-    run()
-
-
-def meet() -> tuple[Store, int]:
+def shared_store() -> tuple[Store, int]:
     """The store of the two ranks, and the number of this one.
 
     :raises UsageError: unless torchrun has started two
@@ -92,33 +78,33 @@ def meet() -> tuple[Store, int]:
 
 
 def compare(case: Case, store: Store, rank: int) -> list[str]:
-    """What a case tells with each wrapper, on all ranks."""
-    told = []
+    """The lines that a case yields with each wrapper, on all ranks."""
+    lines = []
     for name, wrap in WRAPPERS.items():
-        mine = PrefixStore(f"{case.__module__}/{name}", store)
+        mine = PrefixStore(f"{case.__name__}/{name}", store)
         mine.set(str(rank), json.dumps(run(case, wrap, mine, rank)))
         ranks = [json.loads(mine.get(str(other))) for other in range(2)]
         if ranks[0] == ranks[1]:
-            told += [f"{name:5}  {line}" for line in ranks[0]]
+            lines += [f"{name:5}  {line}" for line in ranks[0]]
         else:
-            told += [f"{name:5}  rank {other}: {line}" for other in range(2) for line in ranks[other]]
-    return told
+            lines += [f"{name:5}  rank {other}: {line}" for other in range(2) for line in ranks[other]]
+    return lines
 
 
 def run(case: Case, wrap: Wrapper, store: Store, rank: int) -> list[str]:
-    """What a case tells on this rank, and the error with which it ends, if any."""
-    told: list[str] = []
+    """The lines that a case yields on this rank, and the error with which it ends, if any."""
+    lines: list[str] = []
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=SETUP)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for told_now in case(wrap):  # one by one: what was told before an error counts
-                told.append(told_now)  # noqa: PERF402
+            for line in case(wrap):  # one by one: those before an error count
+                lines.append(line)  # noqa: PERF402
     except Exception as error:
-        told.append(shown(error))
+        lines.append(shown(error))
     finally:
         dist.destroy_process_group()
-    return told
+    return lines
 
 
 def shown(error: Exception) -> str:

@@ -219,15 +219,6 @@ def test_what_was_downloaded_reads_as_the_original(
     assert read(tmp_path, "test")[0].tobytes() == original[IMAGES][16:]
 
 
-def test_what_is_there_is_not_downloaded_again(
-    use_mirrors: Callable[[list[str], Path], None], tiny: Path, tmp_path: Path
-) -> None:
-    for name in NAMES:
-        write(tmp_path / "FashionMNIST/raw" / name, gzip.decompress((tiny / f"{name}.gz").read_bytes()))
-    use_mirrors([UNREACHABLE], tiny)
-    download(tmp_path)
-
-
 def download_refusal(folder: Path) -> str:
     """The one line in which a download fails."""
     with pytest.raises(UsageError) as error:

@@ -1,11 +1,126 @@
-"""A loader worker that dies is found, and the process that meets its end goes on."""
+"""common/data/loaders.py: what a machine cannot hold, what loaders die of, and how their workers end."""
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from multiprocessing.resource_sharer import DupFd
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
+import pytest
+
+from common.data.loaders import (
+    LONGEST_TEMPORARY_FOLDER,
+    loader_errors,
+    require_room_for_workers,
+    require_short_temporary_folder,
+    stock_loader,
+)
+from common.errors import UsageError
+from ddp.train import main
 from tests.support.launch import REPOSITORY, clean_environment
+from tests.support.user_errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            RuntimeError("DataLoader worker (pid(s) 42, 43) exited unexpectedly"),
+            "loader worker (pid 42, 43) was killed: most often, the kernel does this",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), "too many open files: "),
+        (RuntimeError("unable to open shared memory object </torch_1_2_3> in read-write mode: Too many open files (24)"),
+         "too many open files: "),
+        (
+            RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"),
+            "shared memory (/dev/shm) is full: ",
+        ),
+    ],
+)  # fmt: skip
+def test_a_death_says_what_to_do(error: Exception, words: str) -> None:
+    with pytest.raises(UsageError) as explanation, loader_errors():
+        raise error
+    assert str(explanation.value).startswith(words)
+    assert explanation.value.__cause__ is error
+
+
+class _Deadly:
+    """A data set whose samples end the process that fetches them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)  # DataLoader's handler would report it too
+        os.kill(os.getpid(), signal.SIGBUS)
+        return index
+
+
+def test_the_signal_that_ended_a_worker_is_explained() -> None:
+    with pytest.raises(UsageError, match="was killed: shared memory ran out"), loader_errors():
+        list(stock_loader(_Deadly(), 1))
+
+
+def test_a_worker_that_dies_while_it_hands_over_is_explained(tmp_path: Path) -> None:
+    batch = DupFd(0)
+    batch._id = (str(tmp_path / "its-socket"), 1)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="a loader worker was killed while it handed over a batch"), loader_errors():
+        batch.detach()
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match=r"^something else$"), loader_errors():
+        raise RuntimeError("something else")
+    with pytest.raises(UsageError, match=r"^mine$"), loader_errors():
+        raise UsageError("mine")
+
+
+def test_more_workers_than_memory_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
+    require_room_for_workers(0)
+    require_room_for_workers(50, ranks=3)
+    message = r"^100 loader workers on each of 3 ranks take 3\.8 GB, and 2\.0 GB are free: use fewer \(--workers,"
+    with pytest.raises(UsageError, match=message):
+        require_room_for_workers(100, ranks=3)
+
+
+def test_a_small_dev_shm_is_named_before_a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's loader would hang until the job's timeout."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
+    stock_loader([1], 0, batch_bytes=10**9)
+    stock_loader([1], 2, batch_bytes=1024)
+    with pytest.raises(
+        UsageError, match=r"^shared memory \(/dev/shm\) is full: its batches need 0\.2 MB and 0\.0 MB are"
+    ):
+        stock_loader([1], 2, batch_bytes=1 << 14, ranks=3)
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch's workers would report it on stderr, and never hand over a batch."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (LONGEST_TEMPORARY_FOLDER - 1))
+    require_short_temporary_folder()
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * LONGEST_TEMPORARY_FOLDER)
+    stock_loader([1], 0)
+    with pytest.raises(
+        UsageError, match=r"^TMPDIR /x+ is too long for the sockets of loader workers: use one of at most 75"
+    ):
+        stock_loader([1], 1)
+
+
+def test_a_command_says_so(tmp_path: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
+    small = ("--train-samples", "144", "--test-samples", "10", "--device", "cpu", "--run-dir", tmp_path / "run")
+    assert "error: 5000 loader workers take 62.9 GB" in user_error(main, *small, "--workers", "5000")
+
 
 ONE_DIES = """
 import os, signal

@@ -16,7 +16,7 @@ from common.data import on_device
 from common.data.augmentation import Augmentation
 from common.data.datasets import Batch, BatchKey, ImageDataset, load
 from common.data.on_device import ImagesOnDevice, copied_ahead, kept_on_device
-from common.data.page_locked import page_locked
+from common.data.pinned import pinned_memory
 from tests.support.fake_gpu import CUDA, FakeGpu
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_it_is_kept_where_a_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_batch_is_copied_on_its_own_stream_and_its_memory_is_free_after_that(fake_gpu: FakeGpu) -> None:
     def made() -> Iterator[Batch]:
-        memory = page_locked((2,))
+        memory = pinned_memory((2,))
         for number in range(3):
             fake_gpu.log.append(f"batch {number} is made")
             memory.fill_(number)  # where the one before was

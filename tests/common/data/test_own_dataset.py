@@ -129,14 +129,11 @@ def pairs(image: Any, label: Any) -> tuple[Any, Any, list[str]]:
     ("returned", "message"),
     [
         (None, "returned a NoneType: it must return (train, test, class_names)"),
-        (ARRAYS[:2], "returned a tuple of 2: it must return (train, test, class_names)"),
         ((*ARRAYS[:2], "abc"), "returned 'abc' for class_names: it must be a list of two or more names"),
-        ((*ARRAYS[:2], ["a"]), "for class_names"),
         ((*ARRAYS[:2], ["a", "b"]), ", train: labels must be integers from 0 to 1"),
         ((iter([]), *ARRAYS[1:]), ", train: a list_iterator is no half of a data set: each half is "),
         (([], *ARRAYS[1:]), ", train: there are no samples"),
         (((IMAGES / 255, LABELS), *ARRAYS[1:]), ", train: float64 [30, 3, 9, 8] and int64 [30] are not uint8 images"),
-        (((IMAGES, LABELS[:3]), *ARRAYS[1:]), "uint8 [30, 3, 9, 8] and int64 [3] are not"),
         (
             (ARRAYS[0], (IMAGES.transpose(0, 2, 3, 1), LABELS), ["a", "b", "c"]),
             ", test: images [30, 9, 8, 3] have their",
@@ -146,7 +143,6 @@ def pairs(image: Any, label: Any) -> tuple[Any, Any, list[str]]:
             "training images are [3, 9, 8] and test images [1, 9, 8]",
         ),
         (pairs(IMAGES[0], 2), ", train: sample 0 has 2 for a label, which is not an integer from 0 to 1"),
-        (pairs(IMAGES[0], 0.5), "sample 0 has 0.5 for a label"),
         (pairs(IMAGES[0] / 255, 0), "sample 0 has float64 [3, 9, 8] for an image: give a Pillow image, or uint8"),
         (([IMAGES[0]], *ARRAYS[1:]), "sample 0 is uint8 [3, 9, 8] and not a pair of an image and its label"),
         (

@@ -22,10 +22,9 @@ from common.distributed.process_group import (
     find_dist_env,
     process_group,
     rendezvous_errors,
-    stop_signals,
 )
 from common.errors import UsageError
-from common.signals.stop_request import REQUEUE, StopTogether, exit_status
+from common.signals.stop_request import exit_status
 from tests.support.launch import free_port, run_command, run_ranks, start_command
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
@@ -48,9 +47,7 @@ def test_half_of_the_variables_are_refused(missing: str) -> None:
     ("change", "message"),
     [
         ({"RANK": "one"}, "RANK='one' is not a whole number"),
-        ({"WORLD_SIZE": "-4"}, "WORLD_SIZE='-4' is not a whole number"),
         ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5, the ranks of this node, is more than all ranks, WORLD_SIZE=4"),
     ],
 )
@@ -211,10 +208,8 @@ def of_all_ranks() -> UsageError:
     [
         (NCCL, None, ["destroy"]),
         (NCCL, of_all_ranks(), ["destroy"]),
-        (NCCL, StopTogether(REQUEUE), ["destroy"]),
         (NCCL, UsageError("on this rank"), ["abort"]),
         (NCCL, SystemExit(128 + signal.SIGTERM), ["abort"]),
-        (NCCL, RuntimeError("a defect"), ["abort"]),
         (GLOO, RuntimeError("a defect"), ["destroy"]),
     ],
 )
@@ -277,14 +272,7 @@ Last error:
             RuntimeError("NCCL Init failed: system error \nNCCL Last Error: no socket interface found"),
             "no socket interface found",
         ),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."),
-            "CUDA out of memory. Tried to allocate 2.00 MiB.",
-        ),
-        (
-            torch.AcceleratorError("CUDA error: device is busy\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"),
-            "CUDA error: device is busy",
-        ),
+        (torch.AcceleratorError("CUDA error: device is busy\nFor debugging consider"), "CUDA error: device is busy"),
     ],
 )
 def test_nccl_s_own_line_is_the_report_when_it_cannot_start(error: RuntimeError, line: str) -> None:
@@ -363,14 +351,6 @@ def stopped_in_a_finalizer() -> int | str | None:
 
 def test_a_signal_in_a_finalizer_is_not_lost() -> None:
     assert run_ranks(stopped_in_a_finalizer, 1) == [128 + signal.SIGTERM]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_without_a_group_unwinds_too(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(SystemExit, match=str(128 + number)), stop_signals():
-        signal.raise_signal(number)
-    assert signal.getsignal(number) == before
 
 
 def threads_after_leaving() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -56,14 +55,13 @@ def test_a_call_with_a_time_limit_tells_which_ranks_answered() -> None:
 
 
 def test_after_a_failure_the_others_are_not_waited_for() -> None:
-    for how, words in (("error", "rank 1 of 2 failed in fail:(.|\n)*on purpose"), ("exit", "ended with exit status 7")):
-        with WorkerGroup(2, Service, threads=1) as ranks:
-            ranks.start("fail", 1, how)
-            began = time.monotonic()
-            answers = ranks.finish_within(60, lambda _: False, 0.1)
-            assert time.monotonic() - began < 30
-            assert re.search(words, str(answers[1]))
-            assert ranks.pids == []
+    with WorkerGroup(2, Service, threads=1) as ranks:
+        ranks.start("fail", 1, "exit")
+        began = time.monotonic()
+        answers = ranks.finish_within(60, lambda _: False, 0.1)
+        assert time.monotonic() - began < 30
+        assert "ended with exit status 7" in str(answers[1])
+        assert ranks.pids == []
     with WorkerGroup(2, Service, threads=1) as ranks:
         ranks.start("where")
         assert (
@@ -151,14 +149,12 @@ def test_a_rank_that_is_killed_is_named(two: WorkerGroup, when: str) -> None:
         two.finish()
 
 
-@pytest.mark.parametrize("end", ["close", "an exception", "a death"])
+@pytest.mark.parametrize("end", ["close", "a death"])
 def test_nothing_is_left_in_this_process(end: str) -> None:
     def job() -> None:
         passed = torch.ones(2)
         with WorkerGroup(2, Service, torch.ones(2), threads=1) as ranks:
             ranks.call("add_rank", passed)
-            if end == "an exception":
-                raise ZeroDivisionError("on purpose")
             if end == "a death":
                 os.kill(ranks.pids[0], signal.SIGKILL)
                 ranks.call("add_rank", passed)
@@ -168,16 +164,15 @@ def test_nothing_is_left_in_this_process(end: str) -> None:
         shared = sum("torch_" in mapping.path for mapping in process.memory_maps(grouped=False))
         return shared, process.num_fds(), process.num_threads(), process.children(recursive=True)
 
-    with contextlib.suppress(ZeroDivisionError, RuntimeError):
+    with contextlib.suppress(RuntimeError):
         job()  # which starts what multiprocessing keeps
     before = traces()
-    with contextlib.suppress(ZeroDivisionError, RuntimeError):
+    with contextlib.suppress(RuntimeError):
         job()
     assert traces() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_process_outlives_ctrl_c_or_the_main_process(number: signal.Signals) -> None:
+def test_no_process_outlives_ctrl_c_or_the_main_process() -> None:
     with start_command("tests.common.distributed.worker_group_functions") as process:
 
         def wait_for_sleep() -> list[int]:
@@ -191,10 +186,10 @@ def test_no_process_outlives_ctrl_c_or_the_main_process(number: signal.Signals) 
         after = wait_for_sleep()
         assert len(after) == len(before) == 2 + 3  # the fork server, the resource tracker, and three ranks
         assert len(set(before) & set(after)) == 2
-        process.send_signal(number)
+        process.kill()
         out, err = process.communicate(timeout=60)
         _wait_until_gone(before + after)
-    assert (process.returncode, out, err) == (-number, "", "")
+    assert (process.returncode, out, err) == (-signal.SIGKILL, "", "")
 
 
 def _wait_until_gone(pids: list[int]) -> None:

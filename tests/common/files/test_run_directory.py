@@ -11,8 +11,7 @@ import pytest
 
 from common.errors import UsageError
 from common.files.atomic_files import write_json
-from common.files.run_directory import prepare, require_lock
-from common.files.run_files import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER
+from common.files.run_directory import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER, prepare, require_lock
 from ddp.checkpoint.directory import NAME
 
 
@@ -99,12 +98,10 @@ NO_RUN = "--resume: {} holds no run; start it without --resume, or name its --ru
         (run, True, True, "--resume continues the run in its directory and --overwrite deletes it: give one of them"),
         (absent, True, False, NO_RUN),
         (empty, True, False, NO_RUN),
-        (other, True, False, NO_RUN),
         (other, False, False, NOT_A_RUN),
         (other, False, True, NOT_A_RUN),
         (other_with_a_config, False, True, NOT_A_RUN),
         (other_with_a_config_and_checkpoints, False, True, NOT_A_RUN),
-        (other_with_a_config_and_checkpoints, True, False, NO_RUN),
     ],
 )
 def test_a_refusal_names_the_folder_and_what_to_do_and_changes_nothing(
@@ -117,18 +114,6 @@ def test_a_refusal_names_the_folder_and_what_to_do_and_changes_nothing(
         prepare(folder, resume=resume, overwrite=overwrite)
     assert str(error.value) == message.format(folder)
     assert content(tmp_path) == before
-
-
-def test_a_run_behind_a_link_is_overwritten_or_refused_with_a_reason(tmp_path: Path) -> None:
-    run(tmp_path / "scratch")
-    (tmp_path / "run").symlink_to(tmp_path / "scratch")
-    message = ""
-    try:
-        prepare(tmp_path / "run", resume=False, overwrite=True).close()
-    except UsageError as error:
-        message = str(error)
-    assert "None" not in message
-    assert message or content(tmp_path / "scratch").keys() == {LOCK_FILE}
 
 
 WRITTEN = (

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from common.errors import UsageError
-from common.files.run_directory import RunLock
-from common.files.run_files import LOCK_FILE
+from common.files.run_directory import LOCK_FILE, RunLock
 from tests.support.launch import FORK_SERVER, kill, kill_tree
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from common.reporting.benchmark_figures import plot_ratios
-from common.reporting.run_figures import plot_confusion, plot_curves, plot_grid, plot_samples
+from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 
 Pixels = npt.NDArray[np.int64]
 CLASSES = ("T-shirt", "Ankle boot", "Bag")
@@ -95,6 +95,5 @@ def test_names_that_are_no_text_or_look_like_formulas_are_drawn(tmp_path: Path) 
     plot_confusion(tmp_path / "confusion.png", np.eye(3, dtype=np.int64), names, r"data in /tmp/$a$\udce9")
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 12, 12), np.uint8)
     plot_samples(tmp_path / "samples.png", images, [0, 1, 2], [0, 1, 1], names, "a run")
-    plot_grid(tmp_path / "grid.png", images[0].transpose(1, 2, 0), names[:1], 1, r"$\frac$")
     for name in ("confusion.png", "samples.png"):
         pixels_of(tmp_path / name)

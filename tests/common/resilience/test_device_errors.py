@@ -65,12 +65,6 @@ def test_a_gpu_says_what_took_its_memory(error: Exception, begins: str) -> None:
     assert message.endswith(": try less or fewer")
 
 
-@pytest.mark.usefixtures("gpu")
-def test_what_is_done_already_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert "in pieces" not in line_for(torch.OutOfMemoryError(OF_CUDA), GPU)
-
-
 def test_a_host_s_memory_is_not_the_gpu_s() -> None:
     text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes. Error code 12"
     expected = "out of memory, which asked for 4000 bytes: try less or fewer"

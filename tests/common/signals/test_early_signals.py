@@ -53,7 +53,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signal.SIGHUP not in stop_request.signals_to_hear()
+        assert signal.SIGHUP not in stop_request.handled_signals()
         with start_command("ddp.train", env={"PYTHONPATH": str(tmp_path)}) as process:
             assert process.stdout is not None
             process.stdout.readline()

@@ -172,25 +172,6 @@ def test_a_worker_keeps_its_signals_to_itself_and_its_rank_may_leave_before_it()
         assert process.exitcode == 0
 
 
-def listens_again_and_again(pipe: Connection) -> None:
-    """Each time within another block."""
-    before = len(os.listdir("/proc/self/fd"))
-    with StopRequest().listening() as outer:
-        for number in SIGNALS:
-            with StopRequest().listening() as inner:
-                os.kill(os.getpid(), number)
-                wait_until(lambda stop=inner: bool(stop))  # type: ignore[misc]
-            assert inner.number == number and not outer
-        os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: bool(outer))
-    pipe.send(len(os.listdir("/proc/self/fd")) - before)
-
-
-def test_blocks_leave_no_descriptors_and_give_the_signals_back_to_the_block_around_them() -> None:
-    with running(listens_again_and_again) as (_, pipe):
-        assert heard(pipe) == 0
-
-
 def test_items_end_with_the_request() -> None:
     stop = StopRequest()
     seen = []

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from common.distributed.process_group import process_group
-from common.resilience.suspicions import RankLost
+from common.resilience.failure_detector import RankLost
 from ddp.all_reduce.p2p import P2P
 from tests.support.launch import free_port, run_ranks, run_with_victim
 
 
 def talk() -> tuple[list[str], float, list[list[float]]]:
-    """What each rank received from the one before it: among all ranks, and among three."""
+    """The messages that each rank received from the one before it: among all ranks, and among three."""
     with process_group(timeout_s=50) as env:
         all_ranks = P2P()
         received = []

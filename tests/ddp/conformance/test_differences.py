@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from ddp.conformance import differences
-from ddp.conformance.differences.modules import another_shape
+from ddp.conformance.differences.__main__ import main
 from ddp.conformance.differences.page import cases, page
-from ddp.conformance.differences.program import compare, main
+from ddp.conformance.differences.program import compare
 from tests.support.launch import run_ranks, run_torchrun
 from tests.support.user_errors import UserError
 
@@ -22,23 +21,23 @@ pytestmark = pytest.mark.examples
 PAGE = Path(differences.__file__).with_name("README.md").read_text()
 # What the page says that each case prints.
 QUOTED = {
-    path.replace("/", "."): block.splitlines()
-    for path, block in re.findall(r"^\[(\S+)\.py\]\(.*?^```text\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+    name: block.splitlines()
+    for name, block in re.findall(r"^`(\w+)` in \[.*?^```text\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
 }
-OF_BUILDS_FOR_CUDA = ("refused.mixed_precision", "refused.optimizer_in_backward")
+OF_BUILDS_FOR_CUDA = ("mixed_precision", "optimizer_in_backward")
 
 
 def run_all() -> dict[str, list[str]]:
     torch.set_num_threads(1)
     store, rank, _ = next(rendezvous("env://"))
-    return {name: compare(module.case, store, rank) for name, module in cases().items()}
+    return {name: compare(case, store, rank) for name, case in cases().items()}
 
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, list[str]]:
     """What all cases print now; by fresh ranks, as torch's errors leave things behind."""
-    found: dict[str, list[str]] = run_ranks(run_all, 2, fresh=True)[0]
-    return found
+    lines: dict[str, list[str]] = run_ranks(run_all, 2, fresh=True)[0]
+    return lines
 
 
 @pytest.mark.parametrize("name", cases())
@@ -58,17 +57,20 @@ def test_the_page_shows_the_code_that_runs() -> None:
     assert page(QUOTED) == PAGE  # else: torchrun --nproc_per_node=2 -m ddp.conformance.differences
 
 
+@pytest.mark.parametrize("world_size", ["1", "3"])
 def test_a_case_without_its_two_ranks_says_how_to_start_it(
-    user_error: UserError, monkeypatch: pytest.MonkeyPatch
+    user_error: UserError, monkeypatch: pytest.MonkeyPatch, world_size: str
 ) -> None:
-    for world_size in ("1", "3"):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        message = user_error(functools.partial(main, another_shape.case))
-        assert "start it with 'torchrun --nproc_per_node=2' in the place of 'python'" in message
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert "start it with 'torchrun --nproc_per_node=2' in the place of 'python'" in user_error(main, "another_shape")
+
+
+def test_a_case_that_does_not_exist_is_refused(user_error: UserError) -> None:
+    assert "no_such_case: there is no such case; the cases are" in user_error(main, "no_such_case")
 
 
 def test_a_case_runs_as_the_page_says() -> None:
-    command = "ddp.conformance.differences.gradients.two_backwards"
-    assert command in PAGE
-    found = run_torchrun(2, command)
-    assert found.stdout.splitlines() == QUOTED["gradients.two_backwards"], found.stderr
+    arguments = "ddp.conformance.differences two_backwards"
+    assert arguments in PAGE
+    run = run_torchrun(2, *arguments.split())
+    assert run.stdout.splitlines() == QUOTED["two_backwards"], run.stderr

@@ -28,7 +28,7 @@ class RefusesOnRank1(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
-            raise NotImplementedError("not on\nthis rank")
+            raise ValueError("not on\nthis rank")
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
 

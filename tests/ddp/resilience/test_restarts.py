@@ -11,7 +11,7 @@ import pytest
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.files.run_files import LAUNCH_FILE
+from common.files.run_directory import LAUNCH_FILE
 from ddp.data import load_data
 from ddp.resilience.restarts import agents_of, is_restart, record
 from ddp.resilience.resume import open_run

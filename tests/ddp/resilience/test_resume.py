@@ -14,7 +14,7 @@ import pytest
 from common.cli import flag_of
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.files.run_files import CONFIG_FILE, REQUEUE_FILE
+from common.files.run_directory import CONFIG_FILE, REQUEUE_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.directory import SAVING
 from ddp.checkpoint.storage import FOLDER

@@ -1,1 +1,0 @@
-"""Gradients that are wrong, without a word"""

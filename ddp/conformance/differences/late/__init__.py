@@ -1,1 +1,0 @@
-"""Said too late"""

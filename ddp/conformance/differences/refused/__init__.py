@@ -1,1 +1,0 @@
-"""Refused, though it can be done"""
