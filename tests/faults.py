@@ -75,23 +75,23 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """All that live."""
-        found = []
+        alive = []
         for entry in filter(str.isdecimal, os.listdir("/proc")):
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 if self._mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    found.append(psutil.Process(int(entry)))
-        self.pids.update(process.pid for process in found)
-        return found
+                    alive.append(psutil.Process(int(entry)))
+        self.pids.update(process.pid for process in alive)
+        return alive
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The process of each rank, which leads a session; its loader workers do not."""
-        found = {}
+        by_rank = {}
         for process in self.processes():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 rank = process.environ().get("RANK")
                 if rank is not None and os.getsid(process.pid) == process.pid:
-                    found[int(rank)] = process
-        return found
+                    by_rank[int(rank)] = process
+        return by_rank
 
     def workers(self, rank: int) -> list[psutil.Process]:
         """The loader workers of a rank."""
@@ -299,9 +299,9 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
     :raises common.cli.UsageError: when no checkpoint is whole
     """
-    found = storage.newest(run_dir)
-    assert found is not None, f"{run_dir} has no checkpoint"
-    path, manifest = found
+    newest = storage.newest(run_dir)
+    assert newest is not None, f"{run_dir} has no checkpoint"
+    path, manifest = newest
     contents = {kind: storage.read(path, kind) for kind in KINDS}
     for rank in contents["ranks"]:
         rank["window"] = rank["window"][:3]  # then come its seconds

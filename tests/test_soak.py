@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import SMALL
-from tests.soak import WAYS, Way, main
 from tests.support.launch import run_command
-from tests.support.user_errors import UserError
 
 ONE_WAY = "fp16,2 workers,2 micro-steps,handwritten"
 
@@ -43,15 +40,3 @@ def test_two_kills_of_a_sharded_run(tmp_path: Path) -> None:
 def test_fifty_kills(tmp_path: Path) -> None:
     said = soak(tmp_path, "--kills", "50", timeout_s=5300)
     assert said.splitlines()[-1] == "50 of 50 runs ended with the right bits"
-
-
-def test_there_are_all_ways_to_train() -> None:
-    assert len(set(WAYS)) == 16 + 8  # with replicas, and sharded
-    assert str(Way("fp16", 2, 1, "torch")) == "fp16, 2 workers, 1 micro-steps, torch"
-    flags = ("--precision", "fp16", "--workers", "2", "--grad-accumulation-steps", "1", "--strategy", "torch")
-    assert Way("fp16", 2, 1, "torch").flags == (*SMALL, *flags)
-
-
-def test_only_of_what_there_is_not(user_error: UserError, tmp_path: Path) -> None:
-    line = user_error(main, "--output", str(tmp_path), "--only", "fp32,fp8")
-    assert line.startswith("error: --only fp32,fp8: no way to train has all of these words")

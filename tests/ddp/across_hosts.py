@@ -23,15 +23,15 @@ STRATEGIES = {"torch": {}, "naive": {"strategy": "naive"}} | {
 
 
 def digests() -> dict[str, str]:
-    """By strategy, of all parameters and buffers after five steps."""
-    found = {}
+    """The SHA-256 of all parameters and buffers after five steps, by strategy."""
+    digest_of = {}
     for name, settings in STRATEGIES.items():
         outcome = train_epochs(small(**SETTINGS, **settings))
         digest = hashlib.sha256()
         for key, value in sorted(outcome.parameters.items()):
             digest.update(key.encode() + value.tobytes())
-        found[name] = digest.hexdigest()
-    return found
+        digest_of[name] = digest.hexdigest()
+    return digest_of
 
 
 def digests_as_if(ranks_per_host: int) -> dict[str, str]:

@@ -83,9 +83,9 @@ def without_figures() -> Iterator[None]:
 
 def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """A finished run's tensors (weights, optimizer, scaler), flat, and its metrics without the timings."""
-    found = storage.newest(run_dir)
-    assert found is not None
-    path, manifest = found
+    newest = storage.newest(run_dir)
+    assert newest is not None
+    path, manifest = newest
     tensors = {f"model.{name}": value for name, value in storage.read(path, "model").items()}
     for index, state in storage.read(path, "optimizer")["state"].items():
         tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}

@@ -87,27 +87,10 @@ def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
     ("arguments", "words"),
     [
         (["--batch-size", "100", "--grad-accumulation-steps", "3"], ["--batch-size 100", "1 ranks x 3 micro-steps", "use 99 or 102"]),
-        (["--batch-size", "2", "--grad-accumulation-steps", "3"], ["--batch-size 2", "use 3"]),
-        (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
-        (["--batch-size", "0"], ["--batch-size 0", "at least 1"]),
-        (["--epochs", "0"], ["--epochs 0", "at least 1"]),
         (["--epochs", "some"], ["--epochs", "some"]),
-        (["--lr", "-1"], ["--lr -1.0", "above 0"]),
-        (["--lr", "nan"], ["--lr nan"]),
-        (["--momentum", "1"], ["--momentum 1.0", "below 1"]),
-        (["--dropout", "1.5"], ["--dropout 1.5", "below 1"]),
-        (["--label-smoothing", "-0.1"], ["--label-smoothing -0.1", "at least 0"]),
-        (["--warmup-epochs", "9", "--epochs", "3"], ["--warmup-epochs 9", "--epochs 3"]),
         (["--train-samples", "12001"], ["--train-samples 12001", "12,000"]),
-        (["--dataset", "imagenet"], ["--dataset", "imagenet", "glyphs", "fashion-mnist"]),
-        (["--model", "vgg"], ["--model", "vgg", "fashion-cnn"]),
-        (["--data-dir", "/tmp"], ["--data-dir", "fashion-mnist"]),
-        (["--loader", "fast"], ["--loader fast", "lfw", "glyphs"]),
-        (["--dataset", "lfw", "--image-size", "4"], ["--image-size 4", "at least 8"]),
-        (["--dataset", "lfw", "--min-images-per-person", "1"], ["--min-images-per-person 1", "at least 2"]),
         (["--backend", "nccl", "--device", "cpu"], ["--backend nccl needs CUDA"]),
         (["--bach-size", "3"], ["--bach-size"]),
-        (["--resume", "--overwrite"], ["--resume", "--overwrite"]),
         (["--run-dir", "/proc/cannot"], ["--run-dir /proc/cannot", "cannot be written"]),
         (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], ["train-images-idx3-ubyte", "/nowhere", "--download"]),
     ],
@@ -168,32 +151,14 @@ def test_a_checkpoint_that_is_not_there_is_not_evaluated(user_error: UserError, 
     assert "--checkpoint epoch-9: there is only epoch-0001-step-00000009" in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        pytest.param(  # all ranks find it
-            *(["--batch-size", "145"], "does not divide over 2 ranks x 1 micro-steps: use 144 or 146"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["--no-such-flag"], "--no-such-flag", marks=pytest.mark.slow),  # before there is a process group
-        (["--run-dir", "/proc/cannot"], "cannot be written"),  # rank 0 alone finds it
-    ],
-)
-def test_two_ranks_say_it_once(tmp_path: Path, arguments: list[str], words: str) -> None:
-    done = run_torchrun(2, "ddp.train", "--run-dir", str(tmp_path / "run"), *arguments)
+def test_two_ranks_say_it_once() -> None:
+    """Rank 0 alone finds it. (The attempts have what both ranks find.)"""
+    done = run_torchrun(2, "ddp.train", "--run-dir", "/proc/cannot")
     assert len(error_lines(done.stderr)) == 1
-    assert words in error_lines(done.stderr)[0]
+    assert "cannot be written" in error_lines(done.stderr)[0]
     assert "exitcode  : 2" in done.stderr
     assert 'ddp/train.py"' not in done.stderr  # torchrun reports with a traceback of its own, not ours
     assert done.returncode == 1  # which is torchrun's, whatever its workers' is
-
-
-@pytest.mark.parametrize("command", ["ddp.evaluate", "ddp.bench"])
-def test_help_is_enough_to_use_a_command(command: str) -> None:
-    done = run_command(command, "--help")
-    assert done.returncode == 0
-    assert "python -m" in done.stdout or "usage" in done.stdout
-    assert done.stderr == ""
 
 
 def test_help_names_every_flag_and_default() -> None:
@@ -221,32 +186,10 @@ def test_it_works_from_any_folder(tmp_path: Path) -> None:
 
 @pytest.mark.examples
 def test_the_overhead_benchmark_reports_ratios(tmp_path: Path) -> None:
-    arguments = (
-        "overhead",
-        "--builds",
-        "2",
-        "--rounds",
-        "2",
-        "--steps",
-        "1",
-        "--device",
-        "cpu",
-        "--output",
-        str(tmp_path / "bench"),
-    )
-    done = run_torchrun(2, "ddp.bench", *arguments)
+    flags = ["--builds", "2", "--rounds", "2", "--steps", "1", "--device", "cpu", "--output"]
+    done = run_torchrun(2, "ddp.bench", "overhead", *flags, str(tmp_path / "bench"))
     assert done.returncode == 0, done.stderr
     assert "trainer / bare, DDP: " in done.stdout
     written = json.loads((tmp_path / "bench" / "overhead.json").read_text())
     assert {len(seconds) for seconds in written["seconds_per_step"].values()} == {4}
     assert (tmp_path / "bench" / "overhead.png").is_file()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"), [(["speed"], "unknown benchmark 'speed'"), (["overhead", "--rounds", "1"], "--rounds 1")]
-)
-def test_a_wrong_benchmark_is_one_line(arguments: list[str], words: str) -> None:
-    (done,) = run_forked("ddp.bench.__main__", *arguments)
-    assert done.returncode == 2
-    assert words in error_lines(done.stderr)[0]
-    assert len(done.stderr.splitlines()) == 1

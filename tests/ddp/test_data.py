@@ -86,8 +86,6 @@ def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
     ("settings", "workers", "advice"),
     [
         ({}, 0, "try --workers 2"),
-        ({"workers": 4}, 4, "try more than --workers 4"),
-        ({"dataset": "lfw"}, 1, "try more than --workers 1 or --decoder simplejpeg"),
         (
             {"dataset": "lfw", "loader": "stock", "workers": 0},
             0,

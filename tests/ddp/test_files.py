@@ -124,13 +124,7 @@ def test_a_run_learns_and_says_how_long_it_waited_for_data(finished: Path) -> No
     assert (finished / "samples.png").is_file()
 
 
-def test_evaluate_repeats_the_runs_result(finished: Path, tmp_path: Path) -> None:
-    expected = json.loads((finished / "result.json").read_text())["test"]
-    ranks = run_forked("ddp.evaluate", "--run-dir", finished, "--device", "cpu", world_size=3)
-    done = ranks[0]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], done.stderr
-    assert done.stdout.splitlines()[-1].endswith(f"12 of 12 samples, loss {expected['loss']:.4f}")
-
+def test_evaluation_of_other_data_is_refused(finished: Path, tmp_path: Path) -> None:
     others = write_people(tmp_path / "others", people=3, images=15, side=24)
     (done,) = run_forked("ddp.evaluate", "--run-dir", finished, "--data-dir", others, "--device", "cpu")
     assert done.returncode == 2
@@ -178,7 +172,7 @@ def end_of_training(config: TrainConfig) -> tuple[str, bool, int]:
         return str(caught.value), caught.value.seen_by_all, job.step
 
 
-@pytest.mark.parametrize(("loader", "workers"), [("stock", 1), ("fast", 0), ("fast", 1)])
+@pytest.mark.parametrize(("loader", "workers"), [("stock", 1), ("fast", 1)])
 def test_a_damaged_file_ends_all_ranks_at_the_same_step(many: Path, tmp_path: Path, loader: str, workers: int) -> None:
     folder = shutil.copytree(many, tmp_path / "many")
     path = damage(folder, "train")
@@ -215,14 +209,3 @@ def test_a_damaged_file_is_one_line_and_exit_status_2(many: Path, tmp_path: Path
     # Rank 0 was told, and has not been ended by torchrun after the other had given up.
     assert statuses_by_rank(done.stderr)[0] == 2
     assert 'ddp/train.py"' not in done.stderr  # no traceback of ours
-
-
-def test_too_few_images_and_a_missing_folder_are_said_once(faces: Path, tmp_path: Path) -> None:
-    for arguments, words in (
-        (("--data-dir", str(faces), "--min-images-per-person", "16"), "the most images are 15 and 15"),
-        (("--data-dir", str(tmp_path / "none")), "none is not there"),
-    ):
-        (done,) = run_forked("ddp.train", "--dataset", "lfw", *arguments, "--run-dir", tmp_path / "run")
-        assert done.returncode == 2
-        (line,) = error_lines(done.stderr)
-        assert words in line

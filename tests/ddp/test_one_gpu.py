@@ -97,8 +97,8 @@ def test_a_run_is_saved_resumed_and_evaluated_elsewhere(tmp_path: Path, settings
     (done,) = run_forked("ddp.evaluate", "--run-dir", part, "--test-samples", "301", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     (accuracy,) = re.findall(r"^accuracy (\S+) %", done.stdout, re.MULTILINE)
-    found = json.loads((part / "result.json").read_text())["test"]
-    assert float(accuracy) == pytest.approx(100 * found["accuracy"], abs=0.5)
+    expected_accuracy = json.loads((part / "result.json").read_text())["test"]["accuracy"]
+    assert float(accuracy) == pytest.approx(100 * expected_accuracy, abs=0.5)
 
 
 @pytest.mark.faults

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from common.randomness import derive_seed, shuffled
+from common.randomness import derive_seed
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
 
@@ -65,24 +65,6 @@ def test_it_takes_what_torch_s_own_sampler_takes() -> None:
         theirs.set_epoch(epoch)
         taken = np.concatenate([key.samples for key in ours])
         assert taken.tolist() == list(theirs)[: len(taken)]
-
-
-@given(samples=st.integers(1, 60), epoch=st.integers(0, 3), seed=st.integers(0, 3))
-def test_alone_it_takes_the_shuffled_order(samples: int, epoch: int, seed: int) -> None:
-    """Which is how ``dataparallel.train`` comes by the same global batches."""
-    sampler = MicroBatchSampler(dataset(samples), 1, 1, 1, 0, seed)
-    sampler.set_epoch(epoch)
-    assert [sample for key in sampler for sample in key.samples] == shuffled(samples, seed, epoch).tolist()
-
-
-def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    orders = set()
-    for seed in range(3):
-        sampler = MicroBatchSampler(dataset(60), 60, 1, 1, 0, seed)
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            orders.add(tuple(next(iter(sampler)).samples))
-    assert len(orders) == 9
 
 
 def test_without_set_epoch_the_order_repeats() -> None:
