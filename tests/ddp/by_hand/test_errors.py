@@ -1,0 +1,169 @@
+"""ddp/by_hand: the words of its errors, which are the same on all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp.by_hand import DistributedDataParallel as DropIn
+from ddp.by_hand import HandwrittenDistributedDataParallel
+from ddp.conformance.networks import Branches
+from ddp.conformance.tools import (
+    EACH_ALONE,
+    alone,
+    average,
+    backward,
+    error_of,
+    expect_same,
+    gradients,
+    layers,
+    of_all_ranks,
+    one_pass,
+)
+from tests.ddp.by_hand.on_ranks import Program, failures
+
+Wrap = HandwrittenDistributedDataParallel
+
+
+def expect_error(kind: type[Exception], text: str, action: Callable[[], Any]) -> None:
+    error = error_of(action)
+    assert isinstance(error, kind), error
+    messages = of_all_ranks(str(error))
+    assert text in messages[0]
+    assert messages == messages[:1] * dist.get_world_size()
+
+
+def modules_that_differ() -> None:
+    rank = dist.get_rank()
+    buffered = layers(3, 2)
+    if rank == 1:
+        buffered.register_buffer("mask", torch.zeros(3))
+    columns = nn.Parameter(torch.zeros(3, 2).t() if rank else torch.zeros(2, 3))
+    reordered = nn.ParameterDict([(name, nn.Parameter(torch.zeros(1))) for name in ("ab" if rank else "ba")])
+    described = "0.weight is float32 [2, 3] with strides [3, 1]"
+    for module, text in (
+        (layers(3, 4 if rank == 2 else 2), f"{described} on ranks 0 and 1, but float32 [4, 3] with strides [3, 1] on rank 2"),
+        (layers(3, 2, *[2] * (rank == 0)), "2.weight is float32 [2, 2] with strides [2, 1] on rank 0, but missing on ranks 1 and 2"),
+        (layers(3, 2).requires_grad_(rank == 0), "strides [3, 1], without gradient on ranks 1 and 2"),
+        (layers(3, 2).to(torch.float64 if rank == 1 else torch.float32), f"{described} on ranks 0 and 2, but float64"),
+        (nn.ParameterList([columns]), "but float32 [2, 3] with strides [1, 2] on ranks 1 and 2"),
+        (buffered, "mask is missing on ranks 0 and 2, but float32 [3] with strides [1], without gradient on rank 1"),
+        (reordered, "rank 1 has rank 0's parameters in another order"),
+    ):  # fmt: skip
+        expect_error(RuntimeError, text, lambda: Wrap(module))  # noqa: B023
+
+
+def settings_that_differ_or_cannot_be() -> None:
+    rank, same = dist.get_rank(), layers(3, 2)
+    caps = "bucket_cap_mb is 1 on rank 0, but 2 on rank 1 and 3 on rank 2"
+    expect_error(RuntimeError, caps, lambda: Wrap(same, bucket_cap_mb=1 + rank))
+    for option in ("find_unused_parameters", "static_graph"):
+        text = f"{option} is True on rank 0, but False on ranks 1 and 2"
+        expect_error(RuntimeError, text, lambda: Wrap(same, **{option: rank == 0}))  # type: ignore[arg-type] # noqa: B023
+    nothing = "Sequential has no parameter to train: there are no gradients to average"
+    expect_error(RuntimeError, nothing, lambda: Wrap(nn.Sequential(nn.ReLU())))
+    expect_error(RuntimeError, nothing, lambda: Wrap(layers(3, 2).requires_grad_(False)))
+    expect_error(ValueError, "bucket_cap_mb=-1.5 must not be below 0", lambda: Wrap(same, bucket_cap_mb=-1.5))
+    for gpus in ([0, 1], [0], [torch.device("cuda", 0)]):
+        text = f"device_ids={gpus} must name the module's GPU, but it is on cpu"
+        expect_error(ValueError, text, lambda: Wrap(same, device_ids=gpus))  # noqa: B023
+
+
+def wrappers_within_wrappers() -> None:
+    outer = nn.Sequential(Wrap(layers(3, 2), gradient_as_bucket_view=False))
+    text = "0 is wrapped already, and both wrappers would let .grad be a view into their buckets: wrap only one of them, or "
+    expect_error(ValueError, text, lambda: DropIn(outer, gradient_as_bucket_view=True))
+
+
+def passes_that_leave_a_parameter_out() -> None:
+    network = Branches()
+    expected = average(alone(network, one_pass(0, 0, 1, 2)))
+    model = Wrap(network, bucket_cap_mb=EACH_ALONE)
+    text = (
+        "backward gave no gradient to 2 of 6 parameters: branches.1.weight, branches.1.bias. This rank's loss does not "
+        "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
+    )
+    for _ in range(2):
+        expect_error(RuntimeError, text, lambda: one_pass(0, 0, 2)(model))
+        network.zero_grad()
+        one_pass(0, 0, 1, 2)(model)  # and training can go on
+        expect_same(gradients(network), expected)
+        network.zero_grad()
+    text = "8 of 10 parameters: branches.1.weight, branches.1.bias, branches.2.weight, branches.2.bias, branches.3.weight, ...."
+    expect_error(RuntimeError, text, lambda: one_pass(0, 0)(Wrap(Branches(5))))
+
+
+def parameters_that_two_checkpoints_share() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block = layers(3, 3), layers(3, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = checkpoint(self.block, self.stem(x), use_reentrant=True)
+            return checkpoint(self.block, x, use_reentrant=True)
+
+    error = str(error_of(lambda: backward(Wrap(Shared()))))
+    assert re.match(r"the gradient of block\.0\.(weight|bias) became ready more .*static_graph=True", error), error
+
+
+def future_of(value: Any) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def raising(state: Any, bucket: Any) -> Any:
+    raise ArithmeticError("of the hook's own")
+
+
+def hooks_that_do_not_give_what_they_should() -> None:
+    mistakes: list[tuple[Any, type[Exception], str]] = [
+        (lambda _, bucket: bucket.buffer(), TypeError, "must return a future of a tensor, not Tensor"),
+        (lambda _, bucket: future_of("done"), TypeError, "must give a tensor of 8 elements, not str"),
+        (
+            lambda _, bucket: future_of(bucket.buffer()[1:]),
+            TypeError,
+            "must give a tensor of 8 elements, not 7 elements",
+        ),
+        (raising, ArithmeticError, "of the hook's own"),
+        (lambda _, bucket: future_of(bucket.buffer()).then(lambda done: 1 / 0), Exception, "division by zero"),
+    ]
+    for hook, kind, text in mistakes:
+        model = Wrap(layers(3, 2))
+        model.register_comm_hook(None, hook)
+        for _ in range(2):  # also when one pass has ended in it
+            expect_error(kind, text, lambda: backward(model))  # noqa: B023
+    model = Wrap(layers(3, 2))
+    text = "a communication hook is a function of (state, bucket), not int"
+    expect_error(TypeError, text, lambda: model.register_comm_hook(None, 3))  # type: ignore[arg-type]
+    model.register_comm_hook(None, raising)
+    text = "there is a communication hook already: register one, before the first backward pass"
+    expect_error(RuntimeError, text, lambda: model.register_comm_hook(None, raising))
+
+
+PROGRAMS = [
+    modules_that_differ,
+    settings_that_differ_or_cannot_be,
+    wrappers_within_wrappers,
+    passes_that_leave_a_parameter_out,
+    parameters_that_two_checkpoints_share,
+    hooks_that_do_not_give_what_they_should,
+]
+
+
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    return failures(PROGRAMS, world_size=3)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_program(program: Program, failed: dict[str, str]) -> None:
+    assert program.__name__ not in failed, failed[program.__name__]
