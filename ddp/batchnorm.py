@@ -77,7 +77,7 @@ class _SavedBuffers:
         self.saved = self._split(self._flat)
 
     def chosen(self, where: Tensor) -> list[Tensor]:
-        """What was saved, if ``where`` is true, else what the buffers are now."""
+        """The saved values if ``where`` is true, else the present ones."""
         now = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
         return self._split(torch.where(where, self._flat, now))
 

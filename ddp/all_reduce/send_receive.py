@@ -1,4 +1,4 @@
-"""What the all-reduces that are made of sends and receives share."""
+"""The base of all-reduces that are made of sends and receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddp.all_reduce.p2p import P2P
 
 
 class SendReceiveAllReduce(AllReduce):
-    """The lines to the other ranks, and memory for what arrives. For CPU tensors.
+    """Point-to-point messages to the other ranks, and memory for those that arrive. For CPU tensors.
 
     :param p2p: the ranks over which tensors are summed
     """

@@ -1,4 +1,4 @@
-"""What a module returns, which may be any structure: the tensors in it, and the parameters that they depend on."""
+"""The tensors in what a module returns, which may be any structure, and the parameters that they depend on."""
 
 from __future__ import annotations
 

@@ -44,9 +44,8 @@ class Reducer:
         static_graph: bool,
     ) -> None:
         self.expecting = False  # whether a backward pass that synchronizes is running or follows
-        self.div_factor = self._div_factor_now = float(
-            group.size()
-        )  # of the next backward pass, and of the running one
+        # Gradients are divided by this before they are summed: in the next backward pass, and in the running one.
+        self.div_factor = self._div_factor_now = float(group.size())
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
         self.names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits, self._static_graph = group, all_reduce, limits, static_graph
@@ -65,7 +64,7 @@ class Reducer:
         # The parameters that have a gradient on any rank; None if the ranks have to agree on them.
         self._receivers = None if parameters and (static_graph or find_unused) else set(indices)
         self._build_buckets(reversed(indices))  # a first guess: backward begins with the last layer
-        # Of the running backward pass: whether it began from an output that depends on any parameter, how often each gradient will
+        # The running backward pass: whether it began from an output that depends on any parameter, how often each gradient will
         # still become ready, the sent all-reduces, its number, and a reference to its end that dies with it in an exception.
         self._running = self._depends = False
         self._remaining, self.sent = list[int](), list[Pending]()

@@ -1,7 +1,7 @@
 """Units: the parts of a model whose parameters are gathered together.
 
 A unit is a module, usually one of the repeated blocks. Small units save more memory, since at stage 3 a rank holds one or two
-of them at a time; large ones save messages. What lies in no unit belongs to the root, which is the model itself.
+of them at a time; large ones save messages. Parameters in no unit belong to the root, which is the model itself.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def materialize(unit: Unit, device: torch.device) -> None:
 
 def _repeated_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The children of lists and sequences that are worth a gather of their own."""
-    taken: list[str] = []
+    chosen: list[str] = []
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)]
     for name, part in module.named_modules():
         parent = name.rpartition(".")[0]
-        if not name or parent not in lists or any(_is_in(name, unit) for unit in taken):
+        if not name or parent not in lists or any(_is_in(name, unit) for unit in chosen):
             continue
         if sum(parameter.numel() for parameter in part.parameters()) >= SMALL:
-            taken.append(name)
+            chosen.append(name)
             yield name, part
 
 

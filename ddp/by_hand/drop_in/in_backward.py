@@ -15,11 +15,11 @@ from torch.distributed.optim import apply_optimizer_in_backward
 
 def take_over(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Remove the hooks that let optimizers step by themselves; returns the parameters that have such optimizers."""
-    taken = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
-    for parameter in taken:
+    optimized = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    for parameter in optimized:
         for handle in apply_optimizer_in_backward.param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()
-    return taken
+    return optimized
 
 
 def step(parameters: Iterable[Any]) -> None:

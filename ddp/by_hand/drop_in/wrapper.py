@@ -2,8 +2,8 @@
 
     from ddp.by_hand import DistributedDataParallel  # instead of torch.nn.parallel
 
-Everything here is layered around :class:`ddp.by_hand.wrapper.HandwrittenDistributedDataParallel`. What differs from torch on
-purpose is in ddp/conformance/differences/README.md, each case with its smallest program.
+Everything here is layered around :class:`ddp.by_hand.wrapper.HandwrittenDistributedDataParallel`. Where it differs
+from torch on purpose, ddp/conformance/differences/README.md shows each case with its smallest program.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.support.launch import free_port, run_ranks, run_with_victim
 
 
 def talk() -> tuple[list[str], float, list[list[float]]]:
-    """What each rank received from the one before it: among all ranks, and among three."""
+    """The messages that each rank received from the one before it: among all ranks, and among three."""
     with process_group(timeout_s=50) as env:
         all_ranks = P2P()
         received = []

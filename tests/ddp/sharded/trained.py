@@ -32,14 +32,12 @@ class Case:
     :param model: of :data:`tests.ddp.by_hand.wrappers.MODELS`
     :param stage: of sharding; 0 for replicas
     :param units: whether each child that has parameters is a unit; else there is the root only
-    :param reshard: ``reshard_after_forward``
     :param accumulation: micro-steps, all but the last under ``no_sync``
     """
 
     model: str
     stage: int = 0
     units: bool = True
-    reshard: bool | None = None
     all_reduce: str = "backend"
     accumulation: int = 1
     set_to_none: bool = True
@@ -51,11 +49,11 @@ class Case:
 
 def units_of(network: nn.Module) -> list[nn.Module]:
     """The innermost modules of lists and sequences, and direct children, that have parameters."""
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     for child in network.children():
         parts = list(child.children()) if isinstance(child, nn.ModuleList | nn.Sequential) else [child]
-        found += [part for part in parts if next(part.parameters(), None) is not None and part not in found]
-    return found
+        units += [part for part in parts if next(part.parameters(), None) is not None and part not in units]
+    return units
 
 
 def wrap(network: nn.Module, case: Case) -> Any:
@@ -63,29 +61,22 @@ def wrap(network: nn.Module, case: Case) -> Any:
         find_unused = case.model in UNUSED
         return HandwrittenDistributedDataParallel(network, broadcast_buffers=False, find_unused_parameters=find_unused)
     units = units_of(network) if case.units else []
-    reshard = case.reshard if case.stage == 3 else None
-    return shard(
-        network,
-        case.stage,
-        units=units,
-        reshard_after_forward=reshard,
-        all_reduce=case.all_reduce,
-    )
+    return shard(network, case.stage, units=units, all_reduce=case.all_reduce)
 
 
 def gradients(model: Any) -> Results:
     """The whole averaged gradients by name, as far as there are any."""
     if isinstance(model, HandwrittenDistributedDataParallel):
         return {n: p.grad for n, p in model.module.named_parameters() if p.requires_grad}
-    found: Results = {}
+    results: Results = {}
     for flat in model.flats:
         if flat.trained:
-            whole = torch.zeros(flat.shard_numel * dist.get_world_size(), dtype=flat.dtype)
+            whole = torch.zeros(flat.numel, dtype=flat.dtype)
             flat.own(whole).copy_(flat.grad_shard)
             dist.all_reduce(whole)
-            for name, piece, view in zip(flat.owners, flat.sharded, flat.views(whole), strict=True):
-                found[name] = None if piece.grad is None else view
-    return {name: found[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+            for name, parameter, view in zip(flat.owners, flat.sharded, flat.views(whole), strict=True):
+                results[name] = None if parameter.grad is None else view
+    return {name: results[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def weights(model: Any) -> Results:
@@ -121,5 +112,5 @@ def train(case: Case) -> Iterator[tuple[str, Results]]:
 
 def compare(ours: Case, theirs: Case, tolerance: float) -> str | None:
     """Where two ways to train first differ, or None."""
-    found = first_difference(kept(train(ours)), kept(train(theirs)), tolerance)
-    return found and f"{ours}: {found}"
+    difference = first_difference(kept(train(ours)), kept(train(theirs)), tolerance)
+    return difference and f"{ours}: {difference}"

@@ -135,7 +135,10 @@ def test_what_runs_while_the_rank_waits_is_exposed() -> None:
         (("--strategy", "zero3", "--model", "mlp"), "--model mlp is for --strategy handwritten"),
         (("--strategy", "zero1", "--bucket-mib", "1"), "--bucket-mib 1.0 is for --strategy handwritten"),
         (("--layers", "2"), "--layers 2 is for the sharded strategies, zero1, zero2, zero3"),
-        (("--strategy", "zero2", "--all-reduce", "tree"), "--all-reduce tree has no reduce-scatter and all-gather for --strategy zero2"),
+        (
+            ("--strategy", "zero2", "--all-reduce", "tree"),
+            "--all-reduce tree has no reduce-scatter and all-gather for --strategy zero2",
+        ),
         (("--strategy", "zero3", "--ranks", "5"), "--batch-size 12 does not divide over 5 ranks"),
         (("--strategy", "zero3", "--width", "100"), "--width 100 is no multiple of 64"),
     ],
