@@ -78,7 +78,7 @@ def _require_no_process(allowed: set[int]) -> None:
 LONG_FILES = (
     "ddp/test_train.py",
     "ddp/test_commands.py",
-    "ddp/by_hand/test_semantics.py",
+    "ddp/by_hand/test_conformance.py",
     "common/distributed/test_process_group.py",
     "dataparallel/test_train.py",
     "ddp/test_files.py",

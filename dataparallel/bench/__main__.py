@@ -23,7 +23,6 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
-from common.reporting.machine import usable_cores
 from common.reporting.timing import interleave
 from common.reporting.turns import WARMUP, run_benchmark, write_report
 from dataparallel.bench.config import DataParallelBenchConfig

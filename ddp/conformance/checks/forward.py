@@ -143,7 +143,7 @@ class _NamedOutput(NamedTuple):
 @check
 def outputs_keep_their_types(wrap: Wrap) -> None:
     """A NamedTuple in a dict comes back as such, with what is no tensor, also when outputs are searched for tensors."""
-    network = _Returns(lambda *columns: {"named": _NamedOutput(*columns, "digits"), "none": None})
+    network = _Returns(lambda first, second: {"named": _NamedOutput(first, second, "digits"), "none": None})
     model = wrap(network, find_unused_parameters=True)
     output = model(inputs())
     expect(set(output) == {"named", "none"} and output["none"] is None, f"the output is {output}")

@@ -27,22 +27,17 @@ from ddp.conformance.tools import (
 )
 
 
-def _middle() -> int:
-    return (dist.get_world_size() + 1) // 2
-
-
 def _halves() -> AbstractContextManager[Any]:
     """This rank's group: the first half of the ranks, which is the larger one, or the others."""
-    return rank_group([0, _middle()])
+    return rank_group([0, (dist.get_world_size() + 1) // 2])
 
 
 @check
 def a_group_has_the_buffers_of_its_own_first_rank(wrap: Wrap) -> None:
     """The rank to copy from is rank 0 of the group, whichever it is in the world; before each forward pass, too."""
-    first = _middle() if dist.get_rank() >= _middle() else 0
     network = Counter(start=10.0 * dist.get_rank(), step=1.0 + dist.get_rank())
     with _halves() as group:
-        model = wrap(network, process_group=group)
+        first, model = dist.get_global_rank(group, 0), wrap(network, process_group=group)
         network.expect(10.0 * first, "after wrapping")
         for _ in range(2):
             backward(model)

@@ -75,8 +75,8 @@ def a_layer_of_two_checkpoints_is_averaged_with_both_uses(wrap: Wrap) -> None:
 def a_graph_may_be_declared_static_after_wrapping(wrap: Wrap) -> None:
     """_set_static_graph() before the first step does what the option does."""
 
-    def declared(module: nn.Module) -> Any:
-        model = wrap(module)
+    def declared(module: nn.Module, **options: Any) -> Any:
+        model = wrap(module, **options)
         model._set_static_graph()
         return model
 

@@ -18,6 +18,9 @@ from ddp.conformance.differences.program import compare, shared_store
 @command
 def main() -> None:
     all_cases, names = cases(), sys.argv[1:]
+    if "--help" in names:
+        print(__doc__)
+        return
     if unknown := [name for name in names if name not in all_cases]:
         raise UsageError(f"{unknown[0]}: there is no such case; the cases are {', '.join(all_cases)}")
     store, rank = shared_store()

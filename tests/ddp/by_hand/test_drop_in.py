@@ -7,6 +7,7 @@ import copy
 import gc
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -109,8 +110,9 @@ def parameters_of_every_kind_may_be_the_only_ones() -> None:
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.to_dense().tolist() == [[0.5, 0.5]] * 2 + [[0.0, 0.0]] * 3
     network = layers(3, 5, 2)
-    options = {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": next(network.parameters())}
-    expect_averages(DistributedDataParallel, network, **options)
+    engine: Any = DistributedDataParallel
+    first = next(network.parameters())
+    expect_averages(engine, network, delay_all_reduce_named_params=[], param_to_hook_all_reduce=first)
 
 
 def tied_weights_are_cast_together_in_mixed_precision() -> None:

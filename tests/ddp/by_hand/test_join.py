@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.process_group import process_group
 from ddp.by_hand import DistributedDataParallel as DropIn
-from tests.ddp.by_hand.wrappers import Case, Wrapper, batch, first_difference, loss_of, wrap
+from tests.ddp.by_hand.wrappers import Case, Results, Wrapper, batch, first_difference, loss_of, wrap
 from tests.support.launch import run_ranks
 
 
@@ -32,13 +31,13 @@ class Uneven:
     by_join: bool
 
 
-def train(engine: type[Wrapper], uneven: Uneven) -> list[dict[str, Tensor]]:
+def train(engine: type[Wrapper], uneven: Uneven) -> list[Results]:
     """Gradients after each micro-step, and all weights and buffers at the end."""
     case = uneven.case
     network = case.network(seed=dist.get_rank())
     model = wrap(engine, network, case)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    results: list[dict[str, Tensor]] = []
+    results: list[Results] = []
     if uneven.by_join:
         join = Join([model], divide_by_initial_world_size=uneven.divide_by_initial_world_size)
     else:

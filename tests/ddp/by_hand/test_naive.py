@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.process_group import process_group
 from ddp.by_hand import NaiveDistributedDataParallel
-from tests.ddp.by_hand.wrappers import Case, recorded
+from tests.ddp.by_hand.wrappers import Case, first_difference, recorded
 from tests.support.launch import run_ranks
 
 MODELS = ("images", "channels last", "odd", "tied", "frozen", "sequences", "nested", "checkpoint", "reentrant")

@@ -279,7 +279,7 @@ def compiled(backend: str) -> None:
     for engine, around in itertools.product(ENGINES, (False, True)):
         network = layers(3, 5, 2)
         own, expected = alone(network), average(alone(network))
-        model = engine(network if around else torch.compile(network, backend=backend), bucket_cap_mb=EACH_ALONE)
+        model: Any = engine(network if around else torch.compile(network, backend=backend), bucket_cap_mb=EACH_ALONE)
         model = torch.compile(model, backend=backend) if around else model
         for _ in range(3):
             network.zero_grad()

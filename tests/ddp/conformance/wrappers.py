@@ -14,31 +14,37 @@ from torch.nn.parallel import DistributedDataParallel
 NUMBER = 3
 
 
-class HangsOnRank1(DistributedDataParallel):
+class _OnRank1(DistributedDataParallel):
+    """Rank 1 does something before each forward pass."""
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            self.act()
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class HangsOnRank1(_OnRank1):
     """Rank 1 never comes back."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == 1:
-            time.sleep(600)
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+    def act(self) -> None:
+        time.sleep(600)
 
 
-class RefusesOnRank1(DistributedDataParallel):
+class RefusesOnRank1(_OnRank1):
     """Rank 1 raises an error, and rank 0 waits for it."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == 1:
-            raise ValueError("not on\nthis rank")
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+    def act(self) -> None:
+        raise ValueError("not on\nthis rank")
 
 
-class DiesOnRank1(DistributedDataParallel):
+class DiesOnRank1(_OnRank1):
     """Rank 1's process ends."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == 1:
-            os._exit(7)
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+    def act(self) -> None:
+        os._exit(7)
 
 
 class LeavesACollective(DistributedDataParallel):
@@ -50,10 +56,9 @@ class LeavesACollective(DistributedDataParallel):
             dist.all_reduce(next(module.parameters()).detach().clone(), async_op=True)
 
 
-class Talks(DistributedDataParallel):
-    """Prints and warns."""
+class Talks(_OnRank1):
+    """Rank 1 prints and warns."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def act(self) -> None:
         warnings.warn("a warning", stacklevel=1)
         print("a line")
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]

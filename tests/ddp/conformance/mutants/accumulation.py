@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class SynchronizesAnyway(TorchDDP):
@@ -24,11 +24,10 @@ class SynchronizesAnyway(TorchDDP):
 class SendsAndForgets(TorchDDP):
     """Within no_sync, it sends as ever, and puts the local gradients back."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         if not self.require_backward_grad_sync:
             for parameter in self.module.parameters():
                 dist.all_reduce(torch.zeros_like(parameter))
-        return super().forward(*inputs, **kwargs)
 
 
 class _SeesNewGradients(AverageEach):
@@ -39,10 +38,9 @@ class _SeesNewGradients(AverageEach):
         self.before: dict[nn.Parameter, Tensor] = {}
         self.as_views = bool(options.get("gradient_as_bucket_view"))
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         for p in self.module.parameters():
             self.before[p] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        return super().forward(*inputs, **kwargs)
 
 
 class LastMicroStepOnly(_SeesNewGradients):
@@ -74,10 +72,9 @@ class FirstAccumulationOnly(AverageEach):
 
     accumulated = False
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.local = (self.accumulated and not self._synchronize) or getattr(self, "local", False)
         self.accumulated = self.accumulated or not self._synchronize
-        return super().forward(*inputs, **kwargs)
 
     def finish(self) -> None:
         if not self.local:
@@ -143,10 +140,9 @@ class BothMustBeOutside(AverageEach):
 class TogetherWithinNoSync(TorchDDP):
     """Lets the ranks wait for each other at each micro-step."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         if not self.require_backward_grad_sync:
             dist.barrier()
-        return super().forward(*inputs, **kwargs)
 
 
 MUTANTS: dict[str, type[nn.Module]] = {

@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class Sums(TorchDDP):
     """Adds the gradients and forgets to divide."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        for parameter in module.parameters():
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
             parameter.register_hook(lambda gradient: gradient * dist.get_world_size())
 
 
@@ -119,8 +118,7 @@ class InRows(AverageEach):
 class OncePerTensor(AverageEach):
     """Takes a .grad that it has seen for one that is averaged."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+    def prepare(self) -> None:
         self.seen: list[Tensor] = []
 
     def average(self, gradient: Tensor) -> None:
@@ -132,25 +130,22 @@ class OncePerTensor(AverageEach):
 class ForgetsThePast(AverageEach):
     """Its average takes the place of what was in .grad."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.module.zero_grad()
-        return super().forward(*inputs, **kwargs)
 
 
 class OwnSum(AverageEach):
     """Remembers the averages by itself, and writes its sum over .grad."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.sums = {p: torch.zeros_like(p) for p in module.parameters()}
-        self.left = {p: torch.zeros_like(p) for p in module.parameters()}  # what was in .grad at the end of a step
+    def prepare(self) -> None:
+        self.sums = {p: torch.zeros_like(p) for p in self.module.parameters()}
+        self.left = {p: torch.zeros_like(p) for p in self.module.parameters()}  # what was in .grad at the end of a step
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         for parameter, total in self.sums.items():
             if parameter.grad is None or not parameter.grad.any():
                 total.zero_()
             self.left[parameter] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        return super().forward(*inputs, **kwargs)
 
     def finish(self) -> None:
         super().finish()
@@ -163,14 +158,12 @@ class OwnSum(AverageEach):
 class KeepsItsViews(AverageEach):
     """Puts the tensors of the first step back before each forward pass, whatever stands in .grad."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+    def prepare(self) -> None:
         self.views: dict[nn.Parameter, Tensor | None] = {}
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         for parameter, view in self.views.items():
             parameter.grad = view
-        return super().forward(*inputs, **kwargs)
 
     def finish(self) -> None:
         super().finish()

@@ -1,20 +1,71 @@
-"""What several mutants are made of."""
+"""What the mutants change one line of: the naive wrapper in steps that can be replaced, and torch's DDP."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp.by_hand.naive import NaiveDistributedDataParallel
+from ddp.by_hand.outputs import tensors_in
 
 
-class AnyOptions(NaiveDistributedDataParallel):
-    """The naive wrapper; it takes all options of torch's, and follows none."""
+class _Steps(nn.Module):
+    """A wrapper whose subclass may do something after wrapping, before a forward pass, and after one."""
+
+    module: nn.Module
+
+    def prepare(self) -> None:
+        """The module is wrapped."""
+
+    def before_forward(self) -> None:
+        """A forward pass begins."""
+
+    def after_forward(self, output: Any) -> Any:
+        """A forward pass has ended; returns what the wrapper is to return."""
+        return output
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.before_forward()
+        return self.after_forward(super().forward(*inputs, **kwargs))
+
+
+class TorchDDP(_Steps, DistributedDataParallel):
+    """torch's, with some options replaced."""
+
+    overrides: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options | self.overrides)
+        self.prepare()
+
+
+class AverageEach(_Steps, NaiveDistributedDataParallel):
+    """After backward, one all-reduce per parameter; takes torch's options and follows none."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module)
+        self.prepare()
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        """The tensors in what the module returns."""
+        return list(tensors_in(output))
+
+    def average(self, gradient: Tensor) -> None:
+        """Average one gradient in place."""
+        gradient /= dist.get_world_size()
+        dist.all_reduce(gradient)
+
+    def finish(self) -> None:
+        """Backward is over: average all gradients."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self.average(parameter.grad)
 
     def used(self) -> list[bool]:
         """Which parameters have a gradient on this rank."""
@@ -25,6 +76,14 @@ class AnyOptions(NaiveDistributedDataParallel):
         for parameter, receives in zip(self.module.parameters(), receivers, strict=True):
             if not receives:
                 parameter.grad = None
+
+    def _prepare_for_backward(self, output: Any) -> None:
+        super()._prepare_for_backward(self.outputs(output))
+
+    @torch.no_grad()
+    def _average_gradients(self) -> None:
+        self._scheduled = False
+        self.finish()
 
 
 def users(used: list[bool]) -> list[int]:

@@ -8,25 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from tests.ddp.conformance.mutants.bases import TorchDDP
 
-class NeverSendsAtConstruction(DistributedDataParallel):
+
+class NeverSendsAtConstruction(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         if options.get("forward_sync_buffers") is False:
             options = {"broadcast_buffers": False}
         super().__init__(module, **options)
 
 
-class AlwaysSendsAtConstruction(DistributedDataParallel):
+class AlwaysSendsAtConstruction(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         if "broadcast_buffers" in options:
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         super().__init__(module, **options)
 
 
-class SendsAfterForward(DistributedDataParallel):
+class SendsAfterForward(TorchDDP):
     def _check_sync_bufs_pre_fwd(self) -> bool:
         return False
 
@@ -34,20 +35,19 @@ class SendsAfterForward(DistributedDataParallel):
         return self.will_sync_module_buffers()
 
 
-class AlwaysSends(DistributedDataParallel):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+class AlwaysSends(TorchDDP):
+    def prepare(self) -> None:
         self.forward_sync_buffers = True
 
 
-class AveragesTheBuffers(DistributedDataParallel):
+class AveragesTheBuffers(TorchDDP):
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         for buffer in self.modules_buffers:
             if buffer.is_floating_point():
                 dist.all_reduce(buffer.div_(dist.get_world_size()))
 
 
-class SendsFloats(DistributedDataParallel):
+class SendsFloats(TorchDDP):
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         for tensor in tensors:
             value = tensor.float()
@@ -55,20 +55,20 @@ class SendsFloats(DistributedDataParallel):
             tensor.copy_(value)
 
 
-class SendsTheStateDict(DistributedDataParallel):
+class SendsTheStateDict(TorchDDP):
     def _assign_modules_buffers(self) -> None:
         super()._assign_modules_buffers()
         saved = self.module.state_dict()
         self.modules_buffers = [buffer for name, buffer in self.named_module_buffers.items() if name in saved]
 
 
-class RemembersItsBuffers(DistributedDataParallel):
+class RemembersItsBuffers(TorchDDP):
     def _assign_modules_buffers(self) -> None:
         if not hasattr(self, "modules_buffers"):
             super()._assign_modules_buffers()
 
 
-class ChangesSavedBuffers(DistributedDataParallel):
+class ChangesSavedBuffers(TorchDDP):
     def _sync_buffers(self) -> None:
         with torch.no_grad():
             for buffer in self.modules_buffers:
@@ -77,7 +77,7 @@ class ChangesSavedBuffers(DistributedDataParallel):
                 buffer.copy_(sent)
 
 
-class IgnoresParametersOnly(DistributedDataParallel):
+class IgnoresParametersOnly(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         names = {name for name, _ in module.named_parameters()}
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
@@ -86,29 +86,29 @@ class IgnoresParametersOnly(DistributedDataParallel):
         super().__init__(module, **options)
 
 
-class SendsWithGradientsOnly(DistributedDataParallel):
+class SendsWithGradientsOnly(TorchDDP):
     def will_sync_module_buffers(self) -> bool:
         return super().will_sync_module_buffers() and torch.is_grad_enabled()
 
 
-class SendsInEveryPass(DistributedDataParallel):
+class SendsInEveryPass(TorchDDP):
     def will_sync_module_buffers(self) -> bool:
         return self.forward_sync_buffers and len(self.modules_buffers) > 0
 
 
-class SendsInEveryMicroStep(DistributedDataParallel):
+class SendsInEveryMicroStep(TorchDDP):
     def will_sync_module_buffers(self) -> bool:
         self.require_forward_param_sync |= torch.is_grad_enabled()
         return super().will_sync_module_buffers()
 
 
-class SendsBeforeTheHook(DistributedDataParallel):
+class SendsBeforeTheHook(TorchDDP):
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         self._default_broadcast_coalesced()
         super()._sync_module_buffers(authoritative_rank)
 
 
-class RunsAllHooksBeforeForward(DistributedDataParallel):
+class RunsAllHooksBeforeForward(TorchDDP):
     def _register_buffer_comm_hook(self, state: Any, hook: Any, comm_hook_location: Any = None) -> None:
         super()._register_buffer_comm_hook(state, hook, _BufferCommHookLocation.PRE_FORWARD)
 

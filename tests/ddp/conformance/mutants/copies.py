@@ -1,6 +1,7 @@
 """Mutants for the checks of copies."""
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"
+# ruff: noqa: RUF012
 from __future__ import annotations
 
 import copy
@@ -9,17 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.ddp.conformance.mutants.bases import AnyOptions
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
-class SharesItsParameters(DistributedDataParallel):
+class SharesItsParameters(TorchDDP):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return type(self)(self.module)
 
 
-class TakesTheHooksAlong(DistributedDataParallel):
+class TakesTheHooksAlong(TorchDDP):
     """The copy gets the hooks; the original has none left."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -28,40 +28,37 @@ class TakesTheHooksAlong(DistributedDataParallel):
         return copied
 
 
-class LosesItsHooks(DistributedDataParallel):
+class LosesItsHooks(TorchDDP):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._remove_autograd_hooks()
 
 
-class AsksTheOthersToEvaluate(DistributedDataParallel):
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+class AsksTheOthersToEvaluate(TorchDDP):
+    def before_forward(self) -> None:
         dist.barrier()
-        return super().forward(*inputs, **kwargs)
 
 
-class CallsItsModuleModel(AnyOptions):
+class CallsItsModuleModel(AverageEach):
     """Not derived from torch's, with another name in its state_dict."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
+    def prepare(self) -> None:
         self.model = self._modules.pop("module")
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__("model" if name == "module" else name)
 
 
-class GivesCopiesToOptimizers(DistributedDataParallel):
+class GivesCopiesToOptimizers(TorchDDP):
     """Master weights, which are not those that the module names."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return iter([nn.Parameter(parameter.detach().clone()) for parameter in self.module.parameters()])
 
 
-class HoldsItself(DistributedDataParallel):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        for parameter in module.parameters():
+class HoldsItself(TorchDDP):
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
             parameter.register_post_accumulate_grad_hook(self._seen)
 
     def _seen(self, _: Tensor) -> None:
@@ -88,11 +85,10 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annot
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-class SharesGradientsWithBuckets(DistributedDataParallel):
+class SharesGradientsWithBuckets(TorchDDP):
     """Two wrappers cannot both have the gradients in their buckets."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | {"gradient_as_bucket_view": True})
+    overrides = {"gradient_as_bucket_view": True}
 
 
 MUTANTS: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """Wrappers that accept what they cannot do, or never recover from an error."""
 
+# ruff: noqa: RUF012
 from __future__ import annotations
 
 from typing import Any
@@ -7,14 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class FindsUnusedAlways(TorchDDP):
     """Treats unused parameters as zeros, asked or not."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | {"find_unused_parameters": True})
+    overrides = {"find_unused_parameters": True}
 
 
 class SaysOnlyThat(TorchDDP):
@@ -96,9 +96,8 @@ class CountsForwards(AverageEach):
 
     missing = 0
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.missing += torch.is_grad_enabled()
-        return super().forward(*inputs, **kwargs)
 
     def finish(self) -> None:
         self.missing -= 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp.by_hand.outputs import tensors_in
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class TensorOutputs(AverageEach):
@@ -29,8 +29,7 @@ class NoDataclasses(AverageEach):
 class WaitsForAllOutputs(AverageEach):
     """Averages when the gradients of all outputs have come."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         self.missing = len(self.outputs(output))
         for one in self.outputs(output):
             one.register_hook(self.arrived)
@@ -54,9 +53,8 @@ class PositionsOnly(TorchDDP):
 class LastForwardDecides(AverageEach):
     """Whether it synchronizes is decided by the last forward pass, be it an evaluation."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.training_pass = torch.is_grad_enabled()
-        return super().forward(*inputs, **kwargs)
 
     def finish(self) -> None:
         if self.training_pass:
@@ -74,8 +72,7 @@ class InTrainingMode(AverageEach):
 class OfTheLastCall(TorchDDP):
     """A pass without gradients computes in half the precision."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         return output.bfloat16().float() if torch.is_inference_mode_enabled() else output
 
 

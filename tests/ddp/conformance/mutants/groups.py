@@ -10,24 +10,24 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from tests.ddp.conformance.mutants.bases import TorchDDP
 
 
-class CopiesFromRankZeroOfTheWorld(DistributedDataParallel):
+class CopiesFromRankZeroOfTheWorld(TorchDDP):
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
         super().__init__(module, process_group=process_group, **options)
 
 
-class LooksPastTheMesh(DistributedDataParallel):
+class LooksPastTheMesh(TorchDDP):
     def __init__(self, module: nn.Module, device_mesh: Any = None, **options: Any) -> None:
         super().__init__(module, **options)
 
 
-class DividesByTheWorld(DistributedDataParallel):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+class DividesByTheWorld(TorchDDP):
+    def prepare(self) -> None:
         factor = self.process_group.size() / dist.get_world_size()
         if factor != 1.0:
             self.register_comm_hook((self.process_group, factor / self.process_group.size()), _average)
@@ -39,13 +39,12 @@ def _average(state, bucket):  # type: ignore[no-untyped-def]  # torch compares a
     return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-class HasOneGroupForAll(DistributedDataParallel):
+class HasOneGroupForAll(TorchDDP):
     """A class attribute where an instance's belongs: the last wrapper's group is that of all."""
 
     group: ClassVar[Any] = None
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+    def prepare(self) -> None:
         HasOneGroupForAll.group = self.process_group
         self.register_comm_hook(None, _average_in_the_last_group)
 
@@ -56,7 +55,7 @@ def _average_in_the_last_group(state, bucket):  # type: ignore[no-untyped-def]
     return dist.all_reduce(buffer, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-class HasOneSwitchForAll(DistributedDataParallel):
+class HasOneSwitchForAll(TorchDDP):
     synchronize: ClassVar[bool] = True
 
     @contextlib.contextmanager
@@ -65,18 +64,17 @@ class HasOneSwitchForAll(DistributedDataParallel):
         yield
         HasOneSwitchForAll.synchronize = True
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.require_backward_grad_sync = HasOneSwitchForAll.synchronize
-        return super().forward(*inputs, **kwargs)
 
 
-class CountsElements(DistributedDataParallel):
+class CountsElements(TorchDDP):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         elements = sum(parameter.numel() for parameter in self.module.parameters())
         return super()._get_ddp_logging_data() | {"total_parameter_size_bytes": elements}
 
 
-class TakesTheFirstDevice(DistributedDataParallel):
+class TakesTheFirstDevice(TorchDDP):
     def __init__(self, module: nn.Module, device_ids: Any = None, **options: Any) -> None:
         if device_ids is not None:
             module = module.to(torch.device("cuda", device_ids[0]))

@@ -8,16 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class BeforeTensorHooks(AverageEach):
     """Sends what comes to its own tensor hook, which is the first."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+    def prepare(self) -> None:
         self.arrived: dict[int, Tensor] = {}
-        for index, parameter in enumerate(module.parameters()):
+        for index, parameter in enumerate(self.module.parameters()):
             parameter.register_hook(lambda gradient, index=index: self.arrived.update({index: gradient.clone()}))
 
     def finish(self) -> None:
@@ -29,9 +28,8 @@ class BeforeTensorHooks(AverageEach):
 class AtOnce(AverageEach):
     """Sends in its own post-accumulate hook: later ones see the average."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        for parameter in module.parameters():
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
             parameter.register_post_accumulate_grad_hook(self.ready)
 
     @torch.no_grad()
@@ -46,8 +44,7 @@ class AtOnce(AverageEach):
 class AveragesOutputs(TorchDDP):
     """Averages the loss's gradient, too, for good measure."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         output.register_hook(self.averaged)
         return output
 

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.nn.parallel import DistributedDataParallel
+
+from tests.ddp.conformance.mutants.bases import TorchDDP
 
 
-class DividesByTheRest(DistributedDataParallel):
+class DividesByTheRest(TorchDDP):
     def join(self, divide_by_initial_world_size: bool = True, *options: Any, **more: Any) -> Join:
         return super().join(False, *options, **more)
 
 
-class DividesByAll(DistributedDataParallel):
+class DividesByAll(TorchDDP):
     def join(self, divide_by_initial_world_size: bool = True, *options: Any, **more: Any) -> Join:
         return super().join(True, *options, **more)
 
@@ -34,11 +35,10 @@ class _Hook(JoinHook):
         self._hook.post_hook(is_last_joiner)
 
 
-class KeepsItsDivisor(DistributedDataParallel):
+class KeepsItsDivisor(TorchDDP):
     factor = 1.0
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         output.register_hook(lambda gradient: gradient * self.factor)
         return output
 
@@ -53,7 +53,7 @@ class KeepsItsDivisor(DistributedDataParallel):
         return Hook(hook)
 
 
-class KeepsTheWeightsOfEach(DistributedDataParallel):
+class KeepsTheWeightsOfEach(TorchDDP):
     class Hook(_Hook):
         def post_hook(self, is_last_joiner: bool) -> None:
             pass
@@ -62,14 +62,13 @@ class KeepsTheWeightsOfEach(DistributedDataParallel):
         return self.Hook(super().join_hook(**options))
 
 
-class JoinsAfterItsFirstStep(DistributedDataParallel):
+class JoinsAfterItsFirstStep(TorchDDP):
     """A rank takes part in the steps of others only if it has made one."""
 
     steps = 0
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.steps += 1
-        return super().forward(*inputs, **kwargs)
 
     def join_hook(self, **options: Any) -> JoinHook:
         hook, model = super().join_hook(**options), self
@@ -82,7 +81,7 @@ class JoinsAfterItsFirstStep(DistributedDataParallel):
         return Hook(hook)
 
 
-class ClearsItsGradients(DistributedDataParallel):
+class ClearsItsGradients(TorchDDP):
     def join_hook(self, **options: Any) -> JoinHook:
         hook, model = super().join_hook(**options), self
 
@@ -94,19 +93,19 @@ class ClearsItsGradients(DistributedDataParallel):
         return Hook(hook)
 
 
-class GoesOnWithFewerRanks(DistributedDataParallel):
+class GoesOnWithFewerRanks(TorchDDP):
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, **_: Any) -> Join:
         return super().join(divide_by_initial_world_size, enable)
 
 
-class ForgetsTheOptionsOfOthers(DistributedDataParallel):
+class ForgetsTheOptionsOfOthers(TorchDDP):
     """Its join() knows the option; its join_hook, which Join calls, does not look at it."""
 
     def join_hook(self, **options: Any) -> JoinHook:
         return super().join_hook()
 
 
-class FollowsTheFirstModelOnly(DistributedDataParallel):
+class FollowsTheFirstModelOnly(TorchDDP):
     models = 0
 
     def join_hook(self, **options: Any) -> JoinHook:
@@ -114,29 +113,29 @@ class FollowsTheFirstModelOnly(DistributedDataParallel):
         return super().join_hook(**options) if self.models % 2 else JoinHook()
 
 
-class CannotBeSwitchedOff(DistributedDataParallel):
+class CannotBeSwitchedOff(TorchDDP):
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, *options: Any, **more: Any) -> Join:
         return super().join(divide_by_initial_world_size, True, *options, **more)
 
 
-class ForgetsNoSyncOfOthers(DistributedDataParallel):
+class ForgetsNoSyncOfOthers(TorchDDP):
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> Any:
         super()._check_global_requires_backward_grad_sync(is_joined_rank)
         return True
 
 
-class SendsTheBuffersOfRankZero(DistributedDataParallel):
+class SendsTheBuffersOfRankZero(TorchDDP):
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         super()._find_common_rank(input_rank, True)
         return 0
 
 
-class LeavesTheOthersAlone(DistributedDataParallel):
+class LeavesTheOthersAlone(TorchDDP):
     def _match_unused_params_allreduce(self) -> None:
         """Nothing: the others agree on what they use without this rank."""
 
 
-class ClaimsToUseAll(DistributedDataParallel):
+class ClaimsToUseAll(TorchDDP):
     def _match_unused_params_allreduce(self) -> None:
         dist.all_reduce(torch.ones_like(self.reducer._get_local_used_map()))
 

@@ -1,5 +1,6 @@
 """Wrappers whose averages are right, or nearly, but which send too much, too late, or in another order."""
 
+# ruff: noqa: RUF012
 from __future__ import annotations
 
 from typing import Any
@@ -8,18 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class SendsTwice(TorchDDP):
     """Averages what is averaged."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.again = AverageEach(module)
+    def prepare(self) -> None:
+        self.again = AverageEach(self.module)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         self.again._prepare_for_backward(output)
         return output
 
@@ -65,16 +64,14 @@ class FirstLayersFirst(AverageEach):
 class NeverRebuilds(TorchDDP):
     """Keeps the buckets that it guessed at the start; torch does so with find_unused_parameters."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | {"find_unused_parameters": True})
+    overrides = {"find_unused_parameters": True}
 
 
 class AsTheyCome(AverageEach):
     """Sends each gradient at once, in this rank's own order."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
-        for parameter in module.parameters():
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
             parameter.register_post_accumulate_grad_hook(self.ready)
 
     @torch.no_grad()
@@ -89,19 +86,17 @@ class AsTheyCome(AverageEach):
 class SendsWeights(TorchDDP):
     """Sends rank 0's weights before each forward pass, to be safe."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         for parameter in self.module.parameters():
             dist.broadcast(parameter.detach(), src=0)
-        return super().forward(*inputs, **kwargs)
 
 
 class EvaluatesTogether(TorchDDP):
     """Waits for all ranks before each pass without gradients."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         if not torch.is_grad_enabled():
             dist.all_reduce(torch.zeros(1))
-        return super().forward(*inputs, **kwargs)
 
 
 class SendsFloat32(AverageEach):
@@ -118,12 +113,11 @@ class WaitsInTheNextForward(AverageEach):
 
     pending: tuple[Any, ...] = ()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         for work, gradient, average in self.pending:
             work.wait()
             gradient.copy_(average)
         self.pending = ()
-        return super().forward(*inputs, **kwargs)
 
     def average(self, gradient: Tensor) -> None:
         average = gradient / dist.get_world_size()

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.ddp.conformance.mutants.bases import AnyOptions
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
-class AveragesByName(AnyOptions):
+class AveragesByName(AverageEach):
     def _average_gradients(self) -> None:
         super()._average_gradients()  # the sum of the shared weight is divided once more for its second name
         names = list(self.module.named_parameters(remove_duplicate=False))
@@ -22,15 +21,13 @@ class AveragesByName(AnyOptions):
                 parameter.grad /= dist.get_world_size()
 
 
-class DividesByTheCalls(AnyOptions):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
-        for layer in module.modules():
+class DividesByTheCalls(AverageEach):
+    def prepare(self) -> None:
+        for layer in self.module.modules():
             layer.register_forward_hook(self._count)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.calls: dict[nn.Module, int] = {}
-        return super().forward(*inputs, **kwargs)
 
     def _count(self, layer: nn.Module, *_: Any) -> None:
         self.calls[layer] = self.calls.get(layer, 0) + 1
@@ -43,7 +40,7 @@ class DividesByTheCalls(AnyOptions):
                 parameter.grad /= calls
 
 
-class TrainsTheFrozen(AnyOptions):
+class TrainsTheFrozen(AverageEach):
     def _average_gradients(self) -> None:
         for parameter in self.module.parameters():
             if parameter.grad is None:
@@ -51,7 +48,7 @@ class TrainsTheFrozen(AnyOptions):
         super()._average_gradients()
 
 
-class SendsTheFrozen(DistributedDataParallel):
+class SendsTheFrozen(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         for parameter in frozen:
@@ -61,7 +58,7 @@ class SendsTheFrozen(DistributedDataParallel):
             parameter.requires_grad_(False)
 
 
-class SumsTheValuesOfRows(AnyOptions):
+class SumsTheValuesOfRows(AverageEach):
     """Ranks with as many rows; but which rows is not looked at."""
 
     def _average_gradients(self) -> None:
@@ -74,7 +71,7 @@ class SumsTheValuesOfRows(AnyOptions):
             parameter.grad = gradient
 
 
-class SendsOneKindOnly(DistributedDataParallel):
+class SendsOneKindOnly(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         names = [name for name, layer in module.named_modules() if getattr(layer, "sparse", False)]
         dense = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in names]
@@ -82,7 +79,7 @@ class SendsOneKindOnly(DistributedDataParallel):
         super().__init__(module, **options)
 
 
-class SkipsParameterLists(DistributedDataParallel):
+class SkipsParameterLists(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         kinds = (nn.ParameterList, nn.ParameterDict)
         lists = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, kinds))
@@ -91,7 +88,7 @@ class SkipsParameterLists(DistributedDataParallel):
         super().__init__(module, **options)
 
 
-class AveragesTheRealPart(AnyOptions):
+class AveragesTheRealPart(AverageEach):
     def _average_gradients(self) -> None:
         for parameter in self.module.parameters():
             assert parameter.grad is not None
@@ -101,7 +98,7 @@ class AveragesTheRealPart(AnyOptions):
                 parameter.grad.real.copy_(part)
 
 
-class NeverSendsTheDelayed(DistributedDataParallel):
+class NeverSendsTheDelayed(TorchDDP):
     def _delayed_all_reduce_hook(self, grad: Tensor) -> Tensor:
         return grad
 

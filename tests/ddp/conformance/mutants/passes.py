@@ -8,20 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp.by_hand.outputs import tensors_in
-from tests.ddp.conformance.mutants.bases import AnyOptions
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
-class DividesByTheForwardPasses(AnyOptions):
+class DividesByTheForwardPasses(AverageEach):
     passes = 0
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.passes += torch.is_grad_enabled()
-        return super().forward(*inputs, **kwargs)
 
     def _average_gradients(self) -> None:
         super()._average_gradients()
@@ -31,7 +29,7 @@ class DividesByTheForwardPasses(AnyOptions):
         self.passes = 0
 
 
-class AveragesOncePerForward(AnyOptions):
+class AveragesOncePerForward(AverageEach):
     def _prepare_for_backward(self, output: Any) -> None:
         self._armed = True
         super()._prepare_for_backward(output)
@@ -42,25 +40,22 @@ class AveragesOncePerForward(AnyOptions):
         self._armed = False
 
 
-class DetachesTheGradient(DistributedDataParallel):
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+class DetachesTheGradient(TorchDDP):
+    def after_forward(self, output: Any) -> Any:
         if output.requires_grad:
             output.register_hook(lambda gradient: gradient.detach())
         return output
 
 
-class AveragesAfterEveryBackward(AnyOptions):
+class AveragesAfterEveryBackward(AverageEach):
     """Also after torch.autograd.grad, which gives zeros to parameters without gradient."""
 
 
-class ScalesTheLoss(DistributedDataParallel):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+class ScalesTheLoss(TorchDDP):
+    def prepare(self) -> None:
         self.register_comm_hook(None, _sum)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         output.register_hook(lambda gradient: gradient / dist.get_world_size())
         return output
 
@@ -69,20 +64,18 @@ def _sum(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annot
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-class TakesAnyLayerForANewPass(AnyOptions):
+class TakesAnyLayerForANewPass(AverageEach):
     """A forward pass calls off what the one before has announced; but this is called for layers, too."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
+    def prepare(self) -> None:
         self._announced = False
-        for layer in module.modules():
+        for layer in self.module.modules():
             layer.register_forward_pre_hook(self._begin)
 
     def _begin(self, *_: Any) -> None:
         self._announced = False
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+    def after_forward(self, output: Any) -> Any:
         self._announced = True
         return output
 
@@ -91,12 +84,11 @@ class TakesAnyLayerForANewPass(AnyOptions):
             super()._average_gradients()
 
 
-class AveragesAtTheEndOfTheFirst(AnyOptions):
+class AveragesAtTheEndOfTheFirst(AverageEach):
     """The first gradient asks for a call at the end of backward: of the inner one, if there is one."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
-        for parameter in module.parameters():
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
             parameter.register_post_accumulate_grad_hook(self._first)
 
     def _prepare_for_backward(self, output: Any) -> None:
@@ -108,7 +100,7 @@ class AveragesAtTheEndOfTheFirst(AnyOptions):
             Variable._execution_engine.queue_callback(self._average_gradients)
 
 
-class ForwardCallsOffBackward(AnyOptions):
+class ForwardCallsOffBackward(AverageEach):
     """A forward pass is a new step: what was scheduled before it is dropped."""
 
     number = 0
@@ -129,7 +121,7 @@ class ForwardCallsOffBackward(AnyOptions):
         Variable._execution_engine.queue_callback(end)
 
 
-class WaitsForEveryBackward(AnyOptions):
+class WaitsForEveryBackward(AverageEach):
     """Averages when as many backward passes as forward passes are over."""
 
     open = 0
@@ -144,26 +136,24 @@ class WaitsForEveryBackward(AnyOptions):
             super()._average_gradients()
 
 
-class HooksOutputsOnly(AnyOptions):
+class HooksOutputsOnly(AverageEach):
     """Right but for that."""
 
 
-class GivesAView(DistributedDataParallel):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
+class GivesAView(TorchDDP):
+    def prepare(self) -> None:
         self._set_ddp_sink_clone(False)
 
 
-class DoesNotKnowTheOptimizer(DistributedDataParallel):
+class DoesNotKnowTheOptimizer(TorchDDP):
     def _setup_in_backward_optimizers(self) -> None:
         pass
 
 
-class KeepsItsOwnWeights(DistributedDataParallel):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self._compiled = [copy.copy(module)]
-        self._compiled[0]._modules = {name: copy.copy(layer) for name, layer in module._modules.items()}
+class KeepsItsOwnWeights(TorchDDP):
+    def prepare(self) -> None:
+        self._compiled = [copy.copy(self.module)]
+        self._compiled[0]._modules = {name: copy.copy(layer) for name, layer in self.module._modules.items()}
         for layer in self._compiled[0]._modules.values():
             assert layer is not None
             layer._parameters = dict(layer._parameters)
@@ -172,14 +162,13 @@ class KeepsItsOwnWeights(DistributedDataParallel):
         return self._compiled[0](*inputs, **kwargs)
 
 
-class CallsForwardDirectly(DistributedDataParallel):
+class CallsForwardDirectly(TorchDDP):
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
 
 
-class MakesPlainTuples(DistributedDataParallel):
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = super().forward(*inputs, **kwargs)
+class MakesPlainTuples(TorchDDP):
+    def after_forward(self, output: Any) -> Any:
         return {key: tuple(value) if isinstance(value, tuple) else value for key, value in output.items()}
 
 

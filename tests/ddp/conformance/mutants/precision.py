@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ddp.conformance.mutants.bases import AnyOptions
+from tests.ddp.conformance.mutants.bases import AverageEach
 
 
-class SumsInBfloat16(AnyOptions):
+class SumsInBfloat16(AverageEach):
     def _average_gradients(self) -> None:
         for parameter in self.module.parameters():
             assert parameter.grad is not None
@@ -19,7 +19,7 @@ class SumsInBfloat16(AnyOptions):
             parameter.grad.copy_(sent)
 
 
-class RepairsGradients(AnyOptions):
+class RepairsGradients(AverageEach):
     def _average_gradients(self) -> None:
         for parameter in self.module.parameters():
             assert parameter.grad is not None
@@ -27,7 +27,7 @@ class RepairsGradients(AnyOptions):
         super()._average_gradients()
 
 
-class Sums(AnyOptions):
+class Sums(AverageEach):
     def _average_gradients(self) -> None:
         super()._average_gradients()
         for parameter in self.module.parameters():
@@ -35,7 +35,7 @@ class Sums(AnyOptions):
             parameter.grad *= dist.get_world_size()
 
 
-class GivesRankZeroTheAverages(AnyOptions):
+class GivesRankZeroTheAverages(AverageEach):
     def _average_gradients(self) -> None:
         own = [parameter.grad.clone() for parameter in self.module.parameters() if parameter.grad is not None]
         super()._average_gradients()

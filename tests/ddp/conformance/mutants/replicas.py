@@ -1,5 +1,6 @@
 """Wrappers that begin with unequal replicas, or do not see that they are unequal."""
 
+# ruff: noqa: RUF012
 from __future__ import annotations
 
 import copy
@@ -9,22 +10,22 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.per_parameter import AverageEach, TorchDDP
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
 class NoBroadcast(TorchDDP):
     """Trusts that all ranks were seeded alike."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | {"init_sync": False})
+    overrides = {"init_sync": False}
 
 
 class _SendsSome(TorchDDP):
     """Sends the tensors that ``chosen`` returns."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | {"init_sync": False})
-        for tensor in self.chosen(module):
+    overrides = {"init_sync": False}
+
+    def prepare(self) -> None:
+        for tensor in self.chosen(self.module):
             dist.broadcast(tensor.detach(), src=0)
 
     def chosen(self, module: nn.Module) -> Any:
@@ -52,9 +53,8 @@ class AlwaysSends(TorchDDP):
 class NewTensors(TorchDDP):
     """Replaces the parameters' memory by what it received."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        for parameter in module.parameters():
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
             parameter.data = parameter.data.clone()
 
 
@@ -75,14 +75,12 @@ class WithoutPrefix(TorchDDP):
 class RestoresItsWeights(TorchDDP):
     """Holds the weights from the start, and sends those before each forward pass."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.first = [parameter.detach().clone() for parameter in module.parameters()]
+    def prepare(self) -> None:
+        self.first = [parameter.detach().clone() for parameter in self.module.parameters()]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         for parameter, first in zip(self.module.parameters(), self.first, strict=True):
             parameter.data.copy_(first)
-        return super().forward(*inputs, **kwargs)
 
 
 class OwnModeOnly(TorchDDP):
@@ -109,8 +107,7 @@ class AveragesTheIgnored(AverageEach):
 class NoVerification(TorchDDP):
     """Sends the weights of rank 0 only where they fit, without a word."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | {"init_sync": False})
+    overrides = {"init_sync": False}
 
 
 class _Compares(NoVerification):
@@ -185,13 +182,12 @@ class NewestGroup(TorchDDP):
 class HooksStay(TorchDDP):
     """Its hooks on the parameters outlive it, and each divides."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        first = next(module.parameters())
+    def prepare(self) -> None:
+        first = next(self.module.parameters())
         wrappers = getattr(first, "wrappers", 0)
         first.wrappers = wrappers + 1  # type: ignore[attr-defined]
         if wrappers:
-            for parameter in module.parameters():
+            for parameter in self.module.parameters():
                 parameter.register_hook(lambda gradient: gradient / dist.get_world_size())
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.ddp.conformance.mutants.bases import AnyOptions
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
 
 
-class RecordsWithoutSending(AnyOptions):
+class RecordsWithoutSending(AverageEach):
     first = True
 
     def _average_gradients(self) -> None:
@@ -22,7 +21,7 @@ class RecordsWithoutSending(AnyOptions):
         self.first = False
 
 
-class MixesUpAfterTheFirstStep(AnyOptions):
+class MixesUpAfterTheFirstStep(AverageEach):
     first = True
 
     def _average_gradients(self) -> None:
@@ -35,11 +34,11 @@ class MixesUpAfterTheFirstStep(AnyOptions):
         self.first = False
 
 
-class ZerosForUnused(AnyOptions):
+class ZerosForUnused(AverageEach):
     """Right but for that."""
 
 
-class GivesToUsersOnly(AnyOptions):
+class GivesToUsersOnly(AverageEach):
     def _average_gradients(self) -> None:
         used = self.used()
         super()._average_gradients()
@@ -64,18 +63,18 @@ class SendsAtTheFirstUse(nn.Module):
             dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
 
 
-class OnlySetsTheFlag(DistributedDataParallel):
+class OnlySetsTheFlag(TorchDDP):
     def _set_static_graph(self) -> None:
         self.static_graph, self._static_graph_delay_allreduce_enqueued = True, True
 
 
-class ForgetsNoSync(DistributedDataParallel):
+class ForgetsNoSync(TorchDDP):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         yield
 
 
-class TakesTheFirstPassForTheRecord(AnyOptions):
+class TakesTheFirstPassForTheRecord(AverageEach):
     """Only the pass after the first one begins to synchronize, whichever was under no_sync."""
 
     passes = 0

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from tests.ddp.conformance.mutants.bases import AnyOptions, users
+from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP, users
 
 
-class DividesByTheUsers(AnyOptions):
+class DividesByTheUsers(AverageEach):
     def _average_gradients(self) -> None:
         numbers = users(self.used())
         super()._average_gradients()
@@ -24,11 +23,11 @@ class DividesByTheUsers(AnyOptions):
         self.keep([number > 0 for number in numbers])
 
 
-class ZerosForUnused(AnyOptions):
+class ZerosForUnused(AverageEach):
     """Right but for that."""
 
 
-class FollowsRankZero(AnyOptions):
+class FollowsRankZero(AverageEach):
     def _average_gradients(self) -> None:
         flags = torch.tensor(self.used())
         super()._average_gradients()
@@ -36,7 +35,7 @@ class FollowsRankZero(AnyOptions):
         self.keep(flags.tolist())
 
 
-class RemembersTheFirstStep(AnyOptions):
+class RemembersTheFirstStep(AverageEach):
     receivers: list[bool] | None = None
 
     def _average_gradients(self) -> None:
@@ -46,7 +45,7 @@ class RemembersTheFirstStep(AnyOptions):
         self.keep(self.receivers)
 
 
-class DropsUnused(DistributedDataParallel):
+class DropsUnused(TorchDDP):
     def forward(self, *inputs: Any) -> Any:
         output = super().forward(*inputs)
         assert isinstance(self.module, nn.Module)
@@ -56,7 +55,7 @@ class DropsUnused(DistributedDataParallel):
         return output
 
 
-class KnowsTheLastPassOnly(AnyOptions):
+class KnowsTheLastPassOnly(AverageEach):
     last: set[int]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -71,20 +70,20 @@ class KnowsTheLastPassOnly(AnyOptions):
                 parameter.grad = gradient
 
 
-class WaitsForEveryOutput(DistributedDataParallel):
+class WaitsForEveryOutput(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         self.reducer.prepare_for_backward(list(_find_tensors(output)))
         return output
 
 
-class LooksIntoTuplesOnly(DistributedDataParallel):
+class LooksIntoTuplesOnly(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         tensors = list(output) if isinstance(output, tuple) else [output] if isinstance(output, torch.Tensor) else []
         self.reducer.prepare_for_backward(tensors)
         return output
 
 
-class SkipsWithoutADivision(DistributedDataParallel):
+class SkipsWithoutADivision(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         if options.get("skip_all_reduce_unused_params"):
