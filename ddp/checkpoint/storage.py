@@ -149,8 +149,8 @@ def load_weights(network: nn.Module, path: Path) -> None:
     weights, expected = read(path, "model"), network.state_dict()
     if problem := wrong_tensors(weights, expected):
         raise UsageError(
-            f"{path} was trained with another model, or on other data than is there now, with other classes or images "
-            f"(its model.pt {problem}): give its --data-dir"
+            f"{path} was trained on other data than is there now, with other classes or images, or is of another model (its "
+            f"model.pt {problem}): give its --data-dir"
         )
     network.load_state_dict(weights)
 
