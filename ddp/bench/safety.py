@@ -39,8 +39,7 @@ from ddp.bench.variants import DDPVariant
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.job import Job, StepGuard
 from ddp.resilience.flags import NO_FLAGS, WithFlags
-from ddp.resilience.guard import ResilientGuard
-from ddp.resilience.nonfinite import sum_of_gradients
+from ddp.resilience.guard import ResilientGuard, sum_of_gradients
 from ddp.train import build_job
 
 LIMIT = 1.03

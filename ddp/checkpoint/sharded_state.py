@@ -48,7 +48,7 @@ def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
     assert isinstance(network, ZeRO1)
     parts: dict[str, Part] = {}
     for flat in network.flats:
-        for name, shard, begin, like in zip(flat.owners, flat.pieces, flat.begins(), flat.like, strict=True):
+        for name, shard, begin, like in zip(flat.owners, flat.sharded, flat.begins(), flat.like, strict=True):
             region = Region.of_whole(like)._replace(begin=begin)
             parts[name] = Part(shard, region, in_full=flat.shard_in_full)
     for name, parameter in network.module.named_parameters():
@@ -127,7 +127,7 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
     if isinstance(network, ZeRO1):
-        network.pieces_changed()
+        network.shards_changed()
 
 
 def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from torch import Tensor
 from common.distributed.process_group import DistEnv
 from common.reporting.clock import clock_of
 from common.reporting.spans import Recorder, Span
-from ddp.all_reduce.base import AllReduce, Pending, SlicedAllReduce
+from ddp.all_reduce.base import AllReduce, Pending
+from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.timeline.parts import COMPUTE
 
 
@@ -79,10 +80,10 @@ class StepRecorder(abc.ABC):
                 self.update()
 
 
-class RecordedCollectives(SlicedAllReduce):
+class RecordedCollectives(ShardedAllReduce):
     """Runs another's collectives one after the other in a background thread, and records each.
 
-    :param inner: has the halves of an all-reduce if they are asked for
+    :param inner: has a reduce-scatter and an all-gather if they are asked for
     :param name_of: what to call the collective of this tensor
     """
 

@@ -13,13 +13,13 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.reporting.benchmark import CPU
-from common.reporting.benchmark_figures import plot_all_reduce
 from common.reporting.timing import interleave
 from common.reporting.turns import calls_of_a_turn, cells, ratios, table, timed_steps, write_report
 from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds
 from ddp.bench.allreduce.config import BACKEND, ELEMENT, MI, SHARED, AllReduceConfig, size_name
+from ddp.bench.figures import plot_all_reduce
 
 WARMUP = 1
 TURN_S = 0.02  # least length of a turn
