@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option, parse
-from common.cores import usable_cores
 from common.data.datasets import keep_batch
 from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import files_line
+from common.machine import usable_cores
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_bars
 from common.reporting.timing import Spread, interleave, paired_ratio

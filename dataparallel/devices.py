@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from common.cores import usable_cores
 from common.errors import UsageError
 from common.gpu.devices import count_gpus
+from common.machine import usable_cores
 
 MOST_CPU_DEVICES = 4  # of "auto": enough to see how it scales
 

@@ -29,7 +29,6 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from common.cli import command, option, parse
-from common.cores import usable_cores
 from common.data import fashion_mnist
 from common.data.datasets import Batch, ImageData, Images, fetch_batches
 from common.data.on_device import kept_on_device
@@ -38,8 +37,8 @@ from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes, write_json
 from common.files.run_directory import CONFIG_FILE, LOG_FOLDER, MODEL_FILE, prepare, require_lock
+from common.machine import describe_machine, usable_cores
 from common.randomness import derive_seed, seed_torch, shuffled
-from common.reporting.machine import describe_machine
 from common.resilience.device_errors import device_errors
 from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from common.data.datasets import Batch, ImageData, Images, keep_batch
 from common.data.loaders import stock_loader
-from common.data.on_device import ImagesOnDevice, kept_on_device
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
@@ -95,17 +94,20 @@ def open_loader(
                 persistent_workers=loading.persistent,
                 device=env.device,
             )
-        if workers == 0:
-            images = kept_on_device(images, env.device)
+        source, on_gpu = images, env.device.type == "cuda"
+        if on_gpu and workers == 0:
+            from common.data.on_device import kept_on_device
+
+            source = kept_on_device(images, env.device)
         return stock_loader(
-            images,
+            source,
             workers,
             batch_bytes=batch_sampler.micro_batch_size * math.prod(images.shape),
             ranks=env.local_world_size,
             batch_sampler=batch_sampler,
             collate_fn=keep_batch,
             persistent_workers=loading.persistent and workers > 0,
-            pin_memory=env.device.type == "cuda" and not isinstance(images, ImagesOnDevice),
+            pin_memory=on_gpu and source is images,
         )
 
 
@@ -115,9 +117,12 @@ def default_workers(env: DistEnv) -> int:
     return 1 if env.device.type == "cpu" else min(max(1, env.share_of_cores - 1), MOST_DEFAULT_WORKERS)
 
 
-def faster_loading(config: TrainConfig, loader: Loader) -> list[str]:
-    """The flags that may bring batches sooner: more workers and, for images in files, what decodes them faster."""
-    if isinstance(loader.dataset, ImagesOnDevice):
+def faster_loading(config: TrainConfig, images: Images, loader: Loader) -> list[str]:
+    """The flags that may bring batches sooner: more workers and, for images in files, what decodes them faster.
+
+    :param images: for which the loader was opened
+    """
+    if loader.dataset is not images:  # they are kept on the GPU
         return []
     workers = f"more than --workers {loader.num_workers}" if loader.num_workers else "--workers 2"
     flags = {"--loader fast": config.loader == "stock", "--decoder simplejpeg": config.decoder == "pillow"}

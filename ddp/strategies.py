@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UsageError
 from ddp.all_reduce import SHARDABLE
+
+if TYPE_CHECKING:
+    from torch import nn
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
 REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
@@ -36,3 +40,27 @@ def require_shardable(all_reduce: str, strategy: str) -> None:
         raise UsageError(
             f"--all-reduce {all_reduce} has no reduce-scatter and all-gather for --strategy {strategy}: use {', '.join(SHARDABLE)}"
         )
+
+
+def compress_gradients(model: nn.Module, precision: str) -> None:
+    """Let a DDP module send its gradients in this precision, by a communication hook of torch's.
+
+    A bucket is rounded to bf16, divided by the number of ranks, all-reduced, and copied back into fp32. That is half the bytes.
+    The sum is rounded too, so more ranks lose more. (torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py.)
+
+    :param model: torch's ``DistributedDataParallel`` or ``HandwrittenDistributedDataParallel``, before its first backward pass
+    :param precision: one of :data:`ddp.strategies.GRADIENT_PRECISIONS`; with ``"fp32"`` they are sent as they are
+    """
+    if precision == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        register_hook(model, None, bf16_compress_hook)
+
+
+def register_hook(model: Any, state: Any, hook: Callable[..., Any]) -> None:
+    """The model's ``register_comm_hook``, for any backend.
+
+    torch knows ``bf16_compress_hook`` by its name, and refuses it where it was built without NCCL. gloo sums bf16 too, so the
+    lambda hides the name.
+    """
+    model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))

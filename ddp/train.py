@@ -41,7 +41,7 @@ from common.training.models import build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import set_arithmetic
 from common.training.window import WindowTotals
-from ddp import by_hand, compression, sharded
+from ddp import by_hand, sharded
 from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
@@ -53,7 +53,7 @@ from ddp.resilience.guard import build_guard
 from ddp.resilience.resume import CheckpointToResume, open_run
 from ddp.resilience.supervisor import Supervisor
 from ddp.sampler import MicroBatchSampler
-from ddp.strategies import SHARDED, Averaging
+from ddp.strategies import SHARDED, Averaging, compress_gradients
 
 
 @command
@@ -164,7 +164,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
     # once per epoch. (Set here, since the constructor's argument has another name since torch 2.15.)
     model.broadcast_buffers = False
-    compression.compress_gradients(model, averaging.gradient_precision)
+    compress_gradients(model, averaging.gradient_precision)
     return model
 
 

@@ -30,7 +30,7 @@ from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files.atomic_files import write_json
 from common.files.run_directory import CONFIG_FILE, prepare_output
-from common.reporting.machine import describe_machine
+from common.machine import describe_machine
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
 from ddp.strategies import SHARDED

@@ -2,6 +2,10 @@
 
 ``DataLoader`` asks a data set with ``__getitems__`` for all samples of a batch in one call. For images in memory, that is one
 indexing operation instead of a Python loop and a collate.
+
+A whole batch is augmented at once, as a pure function of (seed, epoch, sample). The images stay uint8: a shift and a flip need no
+arithmetic, and a batch of uint8 is a quarter of the size when it is copied to the device. Nothing here has state. So a sample
+looks the same in one epoch whichever worker or rank fetches it, at every world size, and different in the next epoch.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from typing import Any, NamedTuple, Protocol, overload
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation
 from common.errors import UsageError
+from common.randomness import uniform
 
 IN_MEMORY = ("glyphs", "fashion-mnist")
 
@@ -57,6 +62,58 @@ class Images(Protocol):
 
     def __getitems__(self, key: BatchKey) -> Batch:
         """Fetch a batch: what ``DataLoader`` calls, in a worker or in the main process."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random shift and mirroring of training images.
+
+    :param shift: maximum pixels by which an image moves in each direction
+    :param flip: whether it may be mirrored left to right
+    :param fill: the value of uncovered pixels
+    """
+
+    shift: int = 0
+    flip: bool = False
+    fill: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.shift or self.flip)
+
+    def draw(
+        self, seed: int, epoch: int, samples: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The draws of each sample in this epoch: where the frame lies on the image with its border, and whether it is mirrored.
+
+        :param samples: int64 ``[n]``
+        :returns: rows from the top and columns from the left, int64 ``[n]`` of 0 to ``2 * shift``, and bool ``[n]``
+        """
+        draws = uniform(3, seed, "augmentation", epoch, samples)  # [n, 3]: down, right, mirrored?
+        down, right = (draws[:, :2] * (2 * self.shift + 1)).astype(np.int64).T
+        return down, right, (draws[:, 2] < 0.5) & self.flip
+
+    def __call__(
+        self, images: npt.NDArray[np.uint8], seed: int, epoch: int, samples: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint8]:
+        """Augment a batch.
+
+        :param images: uint8 ``[n, channels, height, width]``, not changed
+        :param samples: int64 ``[n]``, the images' indices in the data set
+        :returns: a new uint8 array of the same shape
+        """
+        n, channels, height, width = images.shape
+        down, right, mirrored = self.draw(seed, epoch, samples)
+        border = self.shift
+        canvas = np.full((n, channels, height + 2 * border, width + 2 * border), self.fill, np.uint8)
+        canvas[:, :, border : border + height, border : border + width] = images
+        windows = sliding_window_view(canvas, (height, width), axis=(2, 3))  # every position of the frame on the canvas
+        result = windows[np.arange(n), :, down, right]
+        result[mirrored] = result[mirrored][..., ::-1]
+        return result
+
+
+NO_AUGMENTATION = Augmentation()
 
 
 class ImageDataset(Dataset[Any]):

@@ -23,8 +23,17 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, first_samples, mean_and_std
+from common.data.datasets import (
+    NO_AUGMENTATION,
+    Augmentation,
+    Batch,
+    BatchKey,
+    ImageData,
+    ImageDataset,
+    Images,
+    first_samples,
+    mean_and_std,
+)
 from common.errors import UsageError
 from common.functions import import_function
 from common.randomness import derive_seed

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from common.cores import usable_cores
 from common.errors import UsageError
-from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
 from common.launchers import TORCHRUN_VARIABLES
+from common.machine import usable_cores
 
 NO_GROUP = "none"
 
@@ -180,6 +179,8 @@ def _choose_device(device: str, backend: str, local_rank: int) -> torch.device:
         raise UsageError("--backend nccl needs CUDA, but --device cpu was asked for: use --backend gloo")
     if device == "cpu" or (device == "auto" and backend == "gloo"):
         return torch.device("cpu")
+    from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
+
     if gpus := count_gpus():
         return gpu_of(local_rank, gpus)
     if backend == "nccl":
@@ -187,3 +188,10 @@ def _choose_device(device: str, backend: str, local_rank: int) -> torch.device:
     if device == "cuda":
         raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
     return torch.device("cpu")
+
+
+def implementation(device: torch.device) -> str:
+    """The class that carries out the default group's collectives for tensors of this device, as ``ProcessGroupGloo``."""
+    group = dist.group.WORLD
+    assert group is not None
+    return type(group._get_backend(device)).__name__

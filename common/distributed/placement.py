@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.cores import usable_cores
 from common.errors import UsageError
 from common.gpu.devices import count_gpus, why_no_gpu
+from common.machine import usable_cores
 
 RANKS_ON_THE_CPU = 2
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import MutableMapping
 
 import torch
-import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +76,3 @@ def choose_implementation(environment: MutableMapping[str, str] = os.environ) ->
     """Have torch build the older implementation, unless the user has chosen. To be called before the first group of this process:
     torch reads the variable then (``_register_builtin_nccl_backend``), and not again. Versions with only one ignore it."""
     environment.setdefault(NCCL2_VARIABLE, "0")
-
-
-def implementation(device: torch.device) -> str:
-    """The class that carries out the default group's collectives for tensors of this device, as ``ProcessGroupGloo``."""
-    group = dist.group.WORLD
-    assert group is not None
-    return type(group._get_backend(device)).__name__

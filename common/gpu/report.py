@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common.gpu.devices import NCCL2_VARIABLE, WITHOUT_OVERLAP, implementation, kind_of
+from common.gpu.devices import NCCL2_VARIABLE, WITHOUT_OVERLAP, kind_of
 
 PCI = Path("/sys/bus/pci/devices")
 
@@ -89,9 +89,11 @@ def _dotted(version: int | None) -> str | None:
 logger = logging.getLogger(__name__)
 
 
-def log_gpu(device: torch.device) -> None:
-    """The GPU, what runs on it, and what may make it slow. A process group must have been made."""
-    runs = implementation(device)
+def log_gpu(device: torch.device, runs: str) -> None:
+    """Log the GPU, its software, and what may make it slow.
+
+    :param runs: the class that carries out the collectives of this GPU
+    """
     logger.info(f"{kind_of(device)}: {runs}, {software_line()}")
     if runs == WITHOUT_OVERLAP:
         logger.info(

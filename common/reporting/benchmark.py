@@ -12,7 +12,7 @@ from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.files.atomic_files import write_json
 from common.files.run_directory import prepare_output, results_in
-from common.reporting.machine import describe_machine
+from common.machine import describe_machine
 
 Measurement = TypeVar("Measurement")
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ import torch
 
 from common.cli import is_function_name, option
 from common.data import datasets
-from common.data.augmentation import Augmentation
-from common.data.datasets import IN_MEMORY, ImageData
+from common.data.datasets import IN_MEMORY, Augmentation, ImageData
 from common.errors import UsageError
 from common.training.models import MODELS
 from common.training.optimization import learning_rate

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from common.cli import command, option, parse
-from common.cores import usable_cores
 from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError
 from common.files.run_directory import files_line
+from common.machine import usable_cores
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_sweep
 from dataloading.bench.settings import LOADERS, Library, Setting, varying

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.data.datasets import Batch, BatchKey, as_samples
+from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey, as_samples
 from dataloading.dataset.decoders import Pixels
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey, as_batch_key
@@ -85,7 +84,7 @@ class LFWBatches(Dataset[Any]):
     ``collate_fn=keep_batch``.
 
     :param files: the images
-    :param augmentation: of the whole batch, after that of each image; see :mod:`common.data.augmentation`
+    :param augmentation: of the whole batch, after that of each image; see :mod:`common.data.datasets`
     :raises ValueError: for files with a ``transform``, which needs an image object for each sample
     """
 

@@ -15,8 +15,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.data.datasets import ImageData, first_samples
+from common.data.datasets import NO_AUGMENTATION, Augmentation, ImageData, first_samples
 from common.errors import UsageError
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.storage import LocalFolder

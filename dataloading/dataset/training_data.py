@@ -15,8 +15,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from common.data.augmentation import NO_AUGMENTATION, Augmentation
-from common.data.datasets import BatchKey, ImageData, first_samples, mean_and_std
+from common.data.datasets import NO_AUGMENTATION, Augmentation, BatchKey, ImageData, first_samples, mean_and_std
 from common.errors import UsageError
 from common.randomness import hash64
 from dataloading.dataset.batches import LFWBatches

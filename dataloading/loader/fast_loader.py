@@ -23,10 +23,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from common.cores import usable_cores
 from common.data.datasets import Batch, BatchKey
 from common.data.on_device import copied_ahead
 from common.errors import UsageError
+from common.machine import usable_cores
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key
 from dataloading.loader.buffers import BufferPool, allocator

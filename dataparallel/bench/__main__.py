@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from common.cli import command
-from common.cores import usable_cores
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
+from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
 from common.reporting.timing import interleave
 from common.reporting.turns import WARMUP, run_benchmark, write_report

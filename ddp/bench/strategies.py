@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import option
-from common.cores import usable_cores
 from common.distributed.process_group import DEVICES
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
 from common.gpu.devices import count_gpus, why_no_gpu
+from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import paired_ratio
 from common.reporting.turns import cells, progress_of, run_benchmark, table, take_turns, write_report

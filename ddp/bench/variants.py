@@ -19,7 +19,7 @@ from common.training.optimization import build_optimizer
 from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.turns import training_step
-from ddp.compression import register_hook
+from ddp.strategies import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20

@@ -6,8 +6,7 @@ from torch import nn
 
 from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
-from ddp.compression import compress_gradients
-from ddp.strategies import Averaging
+from ddp.strategies import Averaging, compress_gradients
 
 
 def wrap_by_hand(module: nn.Module, env: DistEnv, averaging: Averaging) -> nn.Module:

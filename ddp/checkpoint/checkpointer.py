@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -21,10 +21,12 @@ from common.files.run_directory import writing
 from common.training.metrics import MetricsWriter
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.state import manifest_of, saved_buffers, state_of_job, state_of_rank
-from ddp.checkpoint.state_copy import StateCopy
 from ddp.checkpoint.storage import Manifest
 from ddp.config import TrainConfig
 from ddp.job import Job
+
+if TYPE_CHECKING:
+    from ddp.checkpoint.state_copy import StateCopy
 
 
 class Checkpointer:
@@ -43,7 +45,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._copy = StateCopy(env.device)
+        self._copy: StateCopy | None = None  # made by the first save in the background
 
     def due(self, step: int) -> bool:
         """True on every rank when ``--checkpoint-every`` is a number of steps and this is a multiple of it."""
@@ -97,11 +99,15 @@ class Checkpointer:
                     raise job.user_error
                 manifest, state = manifest_of(job), state_of_job(job, ranks)
                 if later:
+                    if self._copy is None:
+                        from ddp.checkpoint.state_copy import StateCopy
+
+                        self._copy = StateCopy(self._env.device)
                     self._copy.make_room(state)
                 else:
                     self._write(manifest, lambda: state)
                     self._join()
-        if later and self._env.is_main:
+        if self._copy is not None and later and self._env.is_main:
             # Only now: a collective of NCCL would wait for copies that were queued before it.
             self._copy.take(state)
             self._thread = threading.Thread(target=self._write, args=(manifest, self._copy.read), name="checkpoint")

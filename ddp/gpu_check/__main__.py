@@ -33,7 +33,7 @@ from common.distributed.dist_env import require_alone
 from common.errors import UsageError
 from common.files.run_directory import CHECKPOINT_FOLDER, prepare_output, results_in
 from common.gpu.devices import count_gpus, why_no_gpu
-from common.reporting.machine import describe_machine
+from common.machine import describe_machine
 from common.signals.stop_request import stop_signals
 from ddp.gpu_check import checks, runner, summary
 from ddp.gpu_check.checks import Check, Machine, sizes_of

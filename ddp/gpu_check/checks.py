@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cores import usable_cores
+from common.machine import usable_cores
 from common.training.precision import PRECISIONS
 from ddp.gpu_check import results
 

@@ -71,7 +71,7 @@ def write_summary(
 ) -> str:
     """Write both files, and return the text.
 
-    :param machine: what the results are of, see common/reporting/machine.py
+    :param machine: what the results are of, see common/machine.py
     :param remaining: the names of checks that are still to come
     """
     slow = explain(entries)

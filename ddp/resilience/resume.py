@@ -2,45 +2,55 @@
 
 A run starts anew, or continues from the newest checkpoint that is whole. The settings that identify a run must not have
 changed: model, data, global batch, seed and optimizer. All others may, and so may the number of ranks.
+
+torchrun starts a job again after a rank was lost or a node has come or gone, with the same command line, and ``--overwrite`` must not
+delete what the job has saved. torchrun counts only the restarts after failures. But its agents live on, one per node, and each
+rank is the child of one. If any of this job's agents has worked in the directory before, the job is a restart.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
 from common.cli import flag_of
 from common.data.datasets import ImageData
+from common.distributed.dist_env import implementation
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import add_log_file
 from common.errors import UsageError
 from common.files.atomic_files import write_json
 from common.files.run_directory import (
     CONFIG_FILE,
+    LAUNCH_FILE,
     LOG_FOLDER,
     METRICS_FILE,
     REQUEUE_FILE,
     has_config,
     holds_run,
     prepare,
+    read_regular,
     require_writable,
     writing,
 )
-from common.gpu.devices import implementation
-from common.reporting.machine import describe_machine
+from common.machine import describe_machine
 from common.resilience.device_errors import device_errors
 from common.signals.stop_request import REQUEUE, SIGNALS
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
-from ddp.resilience import restarts
+
+if TYPE_CHECKING:
+    import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +75,18 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
     :raises UsageError: on every rank, for a directory that is in use, holds something else, or cannot be written, and for
         a checkpoint of another run or a newer version; on a rank whose device has too little memory for the block
     """
-    agents = restarts.agents_of(env)
+    agents = agents_of(env)
     with contextlib.ExitStack() as held:
         checkpoint: list[CheckpointToResume | None] = [None]
         with env.fail_together():  # last of all checks, since it may delete the run that was there
             if env.is_main:
                 begun = holds_run(config.run_dir)
-                restarted = begun and restarts.is_restart(config.run_dir, agents)
+                restarted = begun and is_restart(config.run_dir, agents)
                 resume = config.resume or restarted or (begun and config.auto_resume)
                 held.enter_context(prepare(config.run_dir, resume=resume, overwrite=config.overwrite and not restarted))
                 (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
                 # Before there is a run: it is this launch's from its first moment.
-                restarts.record(config.run_dir, agents)
+                record_agents(config.run_dir, agents)
                 with writing(config.run_dir / storage.FOLDER):
                     directory.clean(config.run_dir / storage.FOLDER)
                 if resume:
@@ -177,3 +187,48 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each setting that differs, but for those that say where the run lies and how it is begun."""
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
     return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in names if before[name] != now[name]]
+
+
+def agents_of(env: DistEnv) -> list[str]:
+    """All agents of this job; none for ranks that torchrun has not started. A collective."""
+    agent = None
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        import psutil  # not at the top, for a quick --help
+
+        parents = psutil.Process().parents()
+        for parent in [process for process in parents if _is_torchrun(process)][:1] or parents[:1]:
+            agent = f"{env.host}, process {parent.pid} since {_start_of(parent)}"  # a number alone may come again
+    agents: list[str | None] = [None] * env.world_size
+    dist.all_gather_object(agents, agent)
+    return sorted({name for name in agents if name is not None})
+
+
+def _is_torchrun(process: psutil.Process) -> bool:
+    """The rank's parent may be a script that torchrun has started."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return any(Path(part).name == "torchrun" or part.startswith("torch.distributed.") for part in process.cmdline())
+    return False
+
+
+def _start_of(process: psutil.Process) -> str:
+    """When it began, by a clock that cannot be set: Linux's ticks since boot (proc(5), field 22 of stat)."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return str(process.create_time())
+
+
+def is_restart(run_dir: Path, agents: list[str]) -> bool:
+    """Whether one of the agents has worked in the directory."""
+    try:
+        before = json.loads(read_regular(run_dir / LAUNCH_FILE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(before, list) and any(agent in before for agent in agents)
+
+
+def record_agents(run_dir: Path, agents: list[str]) -> None:
+    """Remember the agents, for rank 0 to do."""
+    write_json(run_dir / LAUNCH_FILE, agents)

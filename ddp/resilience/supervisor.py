@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from common.data.datasets import Batch
 from common.data.loaders import loader_errors
+from common.distributed.dist_env import implementation
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import require_lock
 from common.signals import early_signals
@@ -62,7 +63,7 @@ class Supervisor:
         if env.device.type == "cuda":
             from common.gpu.report import log_gpu
 
-            log_gpu(env.device)
+            log_gpu(env.device, implementation(env.device))
         job.measure_mfu()
         with env.fail_together():
             after = (job.step, job.epoch) if self._resumed else None
@@ -162,7 +163,7 @@ class Supervisor:
                     from common.reporting.report import finish  # and matplotlib with it
 
                     title = f"{config.model} on {config.dataset}, {env.world_size} ranks, {config.precision}"
-                    remedies = faster_loading(config, job.loader)
+                    remedies = faster_loading(config, job.data.train, job.loader)
                     print_results(
                         finish(config.run_dir, title, job.data, shown, predictions, result, job.epoch, remedies)
                     )

@@ -1,4 +1,4 @@
-"""common/cores.py: the usable cores in a container or a batch job."""
+"""common/machine.py: the usable cores in a container or a batch job."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common import cores as usable
-from common.cores import _cgroup_quota, usable_cores
+from common import machine as usable
+from common.machine import _cgroup_quota, usable_cores
 
 
 def quota(tmp_path: Path, own: str, limits: dict[str, str]) -> float | None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.cli import parse
-from common.data.augmentation import Augmentation
+from common.data.datasets import Augmentation
 from common.errors import UsageError
 from dataloading.dataset import decoders
 from ddp.config import DECODERS, TrainConfig, micro_batch_size

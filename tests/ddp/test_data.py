@@ -61,7 +61,7 @@ def test_on_a_gpu_data_in_memory_is_kept_there_unless_workers_are_asked_for(
     kept, sent = (opened(in_memory, CUDA, Loading("stock", workers)) for workers in (0, 2))
     assert isinstance(kept.dataset, ImagesOnDevice) and not kept.pin_memory
     assert sent.dataset is in_memory and sent.pin_memory
-    assert faster_loading(TrainConfig(), kept) == []
+    assert faster_loading(TrainConfig(), in_memory, kept) == []
 
 
 def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
@@ -96,5 +96,5 @@ def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
 )
 def test_images_in_files_can_be_had_faster_in_more_ways(settings: dict[str, Any], workers: int, advice: str) -> None:
     loader: Any = SimpleNamespace(dataset=None, num_workers=workers)
-    remedies = faster_loading(TrainConfig(**settings), loader)
+    remedies = faster_loading(TrainConfig(**settings), loader.dataset, loader)
     assert data_verdict(0.5, remedies).endswith(f"waits for data; {advice}")

@@ -35,7 +35,6 @@ FILES_OF_A_STEP = {
 NOT_THE_MECHANISM = {
     "common/training/window.py": "the sums for the log",
     "common/training/models.py": "the network, any other trains alike",
-    "common/data/augmentation.py": "how the training images are shifted",
 }
 
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

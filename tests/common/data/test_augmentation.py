@@ -1,4 +1,4 @@
-"""``common.data.augmentation`` against a pixel-by-pixel reference, and a sample's independence of its batch."""
+"""``common.data.datasets`` against a pixel-by-pixel reference, and a sample's independence of its batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.data.augmentation import Augmentation
+from common.data.datasets import Augmentation
 from common.randomness import uniform
 
 Pixels = npt.NDArray[np.uint8]

@@ -14,8 +14,17 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from common.data import fashion_mnist, glyphs
-from common.data.augmentation import Augmentation
-from common.data.datasets import Batch, BatchKey, ImageData, ImageDataset, Images, fetch_batches, keep_batch, load
+from common.data.datasets import (
+    Augmentation,
+    Batch,
+    BatchKey,
+    ImageData,
+    ImageDataset,
+    Images,
+    fetch_batches,
+    keep_batch,
+    load,
+)
 from common.errors import UsageError
 
 AUGMENTATION = Augmentation(shift=3, flip=True)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.augmentation import Augmentation
-from common.data.datasets import BatchKey, load
+from common.data.datasets import Augmentation, BatchKey, load
 from common.data.enlarged import enlarge
 
 

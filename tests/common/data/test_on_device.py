@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.data import on_device
-from common.data.augmentation import Augmentation
-from common.data.datasets import Batch, BatchKey, ImageDataset, load
+from common.data.datasets import Augmentation, Batch, BatchKey, ImageDataset, load
 from common.data.on_device import ImagesOnDevice, copied_ahead, kept_on_device
 from common.data.pinned import pinned_memory
 from tests.support.fake_gpu import CUDA, FakeGpu

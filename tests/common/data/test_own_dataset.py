@@ -15,8 +15,7 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
-from common.data.augmentation import Augmentation
-from common.data.datasets import BatchKey, ImageData, ImageDataset, Images, keep_batch
+from common.data.datasets import Augmentation, BatchKey, ImageData, ImageDataset, Images, keep_batch
 from common.data.own_dataset import load_own
 from common.errors import UsageError
 

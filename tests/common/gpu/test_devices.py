@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 
-from common.distributed.dist_env import find_dist_env
+from common.distributed.dist_env import find_dist_env, implementation
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.gpu.devices import NCCL2_VARIABLE, count_gpus, implementation
+from common.gpu.devices import NCCL2_VARIABLE, count_gpus
 from tests.common.gpu.pretended import pretended_gpus, registered
 from tests.support.launch import run_ranks
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.cli import parse
-from common.cores import usable_cores
 from common.errors import UsageError
+from common.machine import usable_cores
 from dataloading import ladder
 from dataloading.bench import __main__ as bench
 from dataloading.bench.__main__ import REMOVED, LoadingBenchConfig, tasks

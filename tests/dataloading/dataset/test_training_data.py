@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from common.data.augmentation import Augmentation
-from common.data.datasets import Batch, BatchKey, ImageData, Images, keep_batch
+from common.data.datasets import Augmentation, Batch, BatchKey, ImageData, Images, keep_batch
 from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.training_data import load_lfw

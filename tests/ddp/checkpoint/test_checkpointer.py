@@ -127,7 +127,9 @@ def saved_one_after_another(folder: Path) -> tuple[list[int], bool]:
             checkpointers[True].save(job)
             job.step += 1
             if env.is_main:
-                pointers |= {checkpointers[True]._copy.read()["model"]["features.0.weight"].data_ptr()}
+                copy = checkpointers[True]._copy
+                assert copy is not None
+                pointers |= {copy.read()["model"]["features.0.weight"].data_ptr()}
         checkpointers[True].save(job, wait=True)  # the previous one is completed first
         steps = [storage.verify(path).step for path in list_checkpoints(folders[True] / FOLDER)]
         with checkpointers[True]:

@@ -1,4 +1,4 @@
-"""ddp/resilience/restarts.py: a job that torchrun starts again continues what it has saved, whatever its command line says."""
+"""ddp/resilience/resume.py: a job that torchrun starts again continues what it has saved, whatever its command line says."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.files.run_directory import LAUNCH_FILE
 from ddp.data import load_data
-from ddp.resilience.restarts import agents_of, is_restart, record
-from ddp.resilience.resume import open_run
+from ddp.resilience.resume import agents_of, is_restart, open_run, record_agents
 from tests.ddp.jobs import small
 from tests.ddp.resilience.test_resume import NEWER, SETTINGS, save
 from tests.support.launch import run_ranks
@@ -40,12 +39,12 @@ def test_an_agent_is_known_by_its_process_and_when_that_began() -> None:
 
 def test_any_agent_that_was_there_before_makes_a_restart(tmp_path: Path) -> None:
     assert not is_restart(tmp_path, ["a"])
-    record(tmp_path, ["a", "b"])
+    record_agents(tmp_path, ["a", "b"])
     for agents, expected in ((["a", "b"], True), (["b"], True), (["b", "c"], True), (["c"], False), ([], False)):
         assert is_restart(tmp_path, agents) is expected
-    record(tmp_path, ["c"])  # only the last start counts
+    record_agents(tmp_path, ["c"])  # only the last start counts
     assert not is_restart(tmp_path, ["a"])
-    record(tmp_path, [])
+    record_agents(tmp_path, [])
     assert not is_restart(tmp_path, [])
 
 

@@ -1,4 +1,4 @@
-"""common/reporting/machine.py: the description of the machine, and the commit."""
+"""common/machine.py: the description of the machine, and the commit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from common.cores import usable_cores
-from common.reporting import machine
-from common.reporting.machine import describe_machine, git_commit
+from common import machine
+from common.machine import describe_machine, git_commit, usable_cores
 from tests.support.launch import REPOSITORY
 
 
