@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from tqdm import tqdm
 
-from common.distributed.process_group import DistEnv
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.signals.stop_request import unwrapped_stops
 

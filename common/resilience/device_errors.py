@@ -35,9 +35,13 @@ def device_errors(device: torch.device, less_memory: Sequence[str]) -> Iterator[
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        explanation = explain(error, device, less_memory)
-        if explanation is None:
-            raise
+        raise_explained(error, device, less_memory)
+        raise
+
+
+def raise_explained(error: Exception, device: torch.device, less_memory: Sequence[str]) -> None:
+    """:raises UsageError: in place of an error that :func:`explain` knows"""
+    if (explanation := explain(error, device, less_memory)) is not None:
         line = UsageError(explanation)
         line.about = f"{type(error).__name__} on a device"  # all ranks may run out of memory, with other numbers
         raise line from error

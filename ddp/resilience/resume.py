@@ -43,7 +43,6 @@ from common.files.run_directory import (
     writing,
 )
 from common.machine import describe_machine
-from common.resilience.device_errors import device_errors
 from common.signals.stop_request import REQUEUE, SIGNALS
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest
@@ -109,8 +108,13 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
-            with device_errors(env.device, config.less_memory):
+            try:
                 yield checkpoint[0]
+            except (RuntimeError, MemoryError) as error:
+                from common.resilience.device_errors import raise_explained
+
+                raise_explained(error, env.device, config.less_memory)
+                raise
         except UsageError:
             if env.is_main and not _has_begun(config.run_dir):
                 # The next start, without the error, finds no run here.

@@ -127,7 +127,7 @@ class Supervisor:
         if self.job.config.is_sharded:
             from ddp.sharded.equal_batches import equally_many
 
-            batches = equally_many(batches, self.job)
+            batches = equally_many(batches, self.job.data, self.job.env)
         return self.job.watchdog.each(batches, "evaluation")
 
     def leave_if_stopped(self) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import torch
 
-from common.data.datasets import Batch
+from common.data.datasets import Batch, ImageData
 from common.data.sums import NO_TARGET
+from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.training.evaluation import evaluation_batch_size
-from ddp.job import Job
 from ddp.sampler import ShardSampler
 
 
-def equally_many(batches: Iterator[Batch], job: Job) -> Iterator[Batch]:
+def equally_many(batches: Iterator[Batch], data: ImageData, env: DistEnv) -> Iterator[Batch]:
     """This rank's batches of the test set, then samples that count for nothing, until it has had as many as rank 0, which has
     most.
 
@@ -22,10 +22,11 @@ def equally_many(batches: Iterator[Batch], job: Job) -> Iterator[Batch]:
 
     :raises UsageError: at the end, if a file could not be read
     """
-    batch_size = evaluation_batch_size(job.data.shape, job.env.device)
-    rank_0 = ShardSampler(len(job.data.test), batch_size, job.env.world_size, 0)
-    images, labels = job.empty_batch()
-    filler = Batch(images[:1], torch.full_like(labels[:1], NO_TARGET))
+    batch_size = evaluation_batch_size(data.shape, env.device)
+    rank_0 = ShardSampler(len(data.test), batch_size, env.world_size, 0)
+    filler = Batch(
+        torch.zeros(1, *data.shape, dtype=torch.uint8), torch.full((1, *data.test.labels.shape[1:]), NO_TARGET)
+    )
     error: UsageError | None = None
     for _ in range(len(rank_0)):
         try:

@@ -3,6 +3,6 @@
 # ruff: noqa: F401, I001
 # fmt: off
 from ddp.conformance.checks import (
-    replicas, averages, forward, overlap, accumulation, hooks, errors, unused,
-    parameters, static_graph, join, buffers, passes, copies, groups, precision,
+    replicas, averages, forward, overlap, accumulation, hooks, errors, used_parameters,
+    parameters, join, buffers, passes, copies, groups,
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from tests.ddp.conformance.mutants.bases import TorchDDP
+from tests.ddp.conformance.mutant_bases import TorchDDP
 
 
 class NeverSendsAtConstruction(TorchDDP):

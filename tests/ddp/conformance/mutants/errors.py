@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
 class FindsUnusedAlways(TorchDDP):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp.by_hand.outputs import tensors_in
-from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
 class TensorOutputs(AverageEach):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ddp.conformance.mutants.bases import TorchDDP
+from tests.ddp.conformance.mutant_bases import TorchDDP
 
 
 class CopiesFromRankZeroOfTheWorld(TorchDDP):

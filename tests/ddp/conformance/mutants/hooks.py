@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
 class BeforeTensorHooks(AverageEach):

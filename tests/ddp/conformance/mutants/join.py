@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from tests.ddp.conformance.mutants.bases import TorchDDP
+from tests.ddp.conformance.mutant_bases import TorchDDP
 
 
 class DividesByTheRest(TorchDDP):

@@ -1,6 +1,5 @@
-"""Mutants for the checks of parameters."""
+"""Mutants for the checks of parameters of every kind."""
 
-# mypy: disable-error-code="no-untyped-call, no-any-return"
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
 class AveragesByName(AverageEach):
@@ -75,7 +74,7 @@ class SendsOneKindOnly(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         names = [name for name, layer in module.named_modules() if getattr(layer, "sparse", False)]
         dense = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in names]
-        self._set_params_and_buffers_to_ignore_for_model(module, dense if names and len(names) < len(dense) else [])
+        self._set_params_and_buffers_to_ignore_for_model(module, dense if names and len(names) < len(dense) else [])  # type: ignore[no-untyped-call, unused-ignore]
         super().__init__(module, **options)
 
 
@@ -84,7 +83,7 @@ class SkipsParameterLists(TorchDDP):
         kinds = (nn.ParameterList, nn.ParameterDict)
         lists = tuple(f"{name}." for name, layer in module.named_modules() if isinstance(layer, kinds))
         ignored = [name for name, _ in module.named_parameters() if name.startswith(lists)]
-        self._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        self._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call, unused-ignore]
         super().__init__(module, **options)
 
 
@@ -113,4 +112,46 @@ MUTANTS: dict[str, Any] = {
     "parameters_outside_of_layers_are_averaged": SkipsParameterLists,
     "complex_gradients_are_averaged": AveragesTheRealPart,
     "the_all_reduce_of_some_parameters_may_be_delayed": NeverSendsTheDelayed,
+}
+
+
+class SumsInBfloat16(AverageEach):
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            assert parameter.grad is not None
+            sent = parameter.grad.bfloat16() / dist.get_world_size()
+            dist.all_reduce(sent)
+            parameter.grad.copy_(sent)
+
+
+class RepairsGradients(AverageEach):
+    def _average_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            assert parameter.grad is not None
+            torch.nan_to_num_(parameter.grad, posinf=0.0, neginf=0.0)
+        super()._average_gradients()
+
+
+class Sums(AverageEach):
+    def _average_gradients(self) -> None:
+        super()._average_gradients()
+        for parameter in self.module.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= dist.get_world_size()
+
+
+class GivesRankZeroTheAverages(AverageEach):
+    def _average_gradients(self) -> None:
+        own = [parameter.grad.clone() for parameter in self.module.parameters() if parameter.grad is not None]
+        super()._average_gradients()
+        if dist.get_rank() != 0:
+            for parameter, gradient in zip(self.module.parameters(), own, strict=True):
+                parameter.grad = gradient
+
+
+MUTANTS |= {
+    "autocast_leaves_the_averages_in_float32": SumsInBfloat16,
+    "an_overflow_on_one_rank_skips_the_step_on_all": RepairsGradients,
+    "clipping_after_unscaling_is_that_of_one_process": Sums,
+    "clipping_gives_all_ranks_the_same": GivesRankZeroTheAverages,
 }

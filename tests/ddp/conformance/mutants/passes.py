@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ddp.by_hand.outputs import tensors_in
-from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
 class DividesByTheForwardPasses(AverageEach):

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutants.bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
 class NoBroadcast(TorchDDP):
