@@ -49,9 +49,8 @@ from ddp.checkpoint.storage import load_weights
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
-from ddp.resilience.guard import build_guard
 from ddp.resilience.resume import CheckpointToResume, open_run
-from ddp.resilience.supervisor import Supervisor
+from ddp.resilience.supervisor import Supervisor, build_guard
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import SHARDED, Averaging, compress_gradients
 

@@ -84,6 +84,10 @@ def test_it_lists_every_example_with_what_it_shows() -> None:
     "name", [name for name in listed() if name not in (*LOADING, *MEASURING, *INTERRUPTED, "doctor")]
 )
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
+    """An example prints its command and runs.
+
+    Claim (README.md): every launch of `torchrun_examples.sh` runs.
+    """
     flags = ("--data-dir", str(faces), "--train-samples", "96") if name == "files" else ()
     status, out = run_script(name, *SMALL, *flags, "--run-dir", str(tmp_path / "run"))
     assert status == 0, out
@@ -96,6 +100,10 @@ def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces
 @pytest.mark.examples
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_an_example_that_is_interrupted_goes_on_to_its_end(name: str, tmp_path: Path) -> None:
+    """An example that is interrupted goes on to its end.
+
+    Claim (README.md): every launch of `torchrun_examples.sh` runs.
+    """
     status, out = run_script(name, *SMALL, "--epochs", "60", "--run-dir", str(tmp_path / "run"))
     assert status == 0, out
     assert re.search(INTERRUPTED[name], out), out
@@ -106,6 +114,10 @@ def test_an_example_that_is_interrupted_goes_on_to_its_end(name: str, tmp_path: 
 @pytest.mark.examples
 @pytest.mark.parametrize("name", LOADING)
 def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
+    """An example of loading prints its command and runs.
+
+    Claim (README.md): every launch of `torchrun_examples.sh` runs.
+    """
     output = tmp_path / "results"
     status, out = run_script(name, *LOADING[name], "--path-to-folder", str(faces), "--output", str(output))
     assert status == 0, out
@@ -132,6 +144,10 @@ def test_the_check_of_a_gpu_is_a_command_with_options() -> None:
 
 @pytest.mark.examples
 def test_the_doctor_finds_two_ranks() -> None:
+    """The doctor reports two ranks that reach each other.
+
+    Claim (ddp/README.md): launch: the doctor finds all ranks.
+    """
     status, out = run_script("doctor", "--mebibytes", "1")
     assert status == 0, out
     assert re.search(

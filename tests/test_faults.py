@@ -94,6 +94,11 @@ def finish(run_dir: Path, expected: dict[str, Any], *flags: str) -> None:
 
 
 def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """A full disk, and then a read-only one, end the run with one line each; the run then continues.
+
+    Claim (ddp/README.md, 12): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
+    each, and the run continues from its checkpoint.
+    """
     run_dir = tmp_path / "disk" / "run"
     run_dir.parent.mkdir()
     with small_disk(run_dir.parent, "30m") as resize:  # two checkpoints and a half
@@ -122,6 +127,10 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, expected: dict[str, Any]) -> None:
+    """Damaged checkpoints are passed over.
+
+    Claim (ddp/README.md, 12): damaged checkpoints are passed over.
+    """
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
     checkpoints = list_checkpoints(run_dir / storage.FOLDER)
@@ -148,6 +157,11 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
 
 
 def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """A killed loader worker ends the run with one line; the run then continues from its checkpoint.
+
+    Claim (ddp/README.md, 12): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
+    each, and the run continues from its checkpoint.
+    """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL, "--workers", "2") as run:
         assert run.until(lambda: run.step() >= 4)
@@ -163,6 +177,11 @@ def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]
 
 
 def test_shared_memory_that_is_full(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """A full ``/dev/shm`` ends the run with one line; the run then continues.
+
+    Claim (ddp/README.md, 12): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
+    each, and the run continues from its checkpoint.
+    """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL, "--workers", "2", before=small_shared_memory("8k")) as run:
         line = refusal_of(run)
@@ -177,6 +196,10 @@ def test_shared_memory_that_is_full(tmp_path: Path, expected: dict[str, Any]) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision: str) -> None:
+    """Steps with nan on one rank are skipped by all.
+
+    Claim (ddp/README.md, 12): in a run, steps with nan on one rank are skipped by all, and too many end it.
+    """
     run_dir = tmp_path / "run"
     flags = (*SMALL, "--precision", precision, "--check-replicas-every", "5")
     with training(run_dir, *flags, module="tests.faults", env=poison(1, [5, 6, 24])) as run:
@@ -200,6 +223,10 @@ def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision
 
 
 def test_too_many_steps_with_nan(tmp_path: Path) -> None:
+    """A run with too many skipped steps ends with one line.
+
+    Claim (ddp/README.md, 12): in a run, steps with nan on one rank are skipped by all, and too many end it.
+    """
     run_dir = tmp_path / "run"
     flags = (*SMALL, "--max-skipped-steps", "2")
     with training(run_dir, *flags, module="tests.faults", env=poison(0, range(7, 12))) as run:
@@ -214,6 +241,10 @@ def test_too_many_steps_with_nan(tmp_path: Path) -> None:
 
 
 def test_two_runs_on_one_directory(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """A second run in the directory of a running one is refused.
+
+    Claim (ddp/README.md, 12): a second run in the same directory is refused.
+    """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL) as first:
         assert first.until((run_dir / CONFIG_FILE).exists)
@@ -230,7 +261,12 @@ def test_two_runs_on_one_directory(tmp_path: Path, expected: dict[str, Any]) -> 
 
 
 def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """Its ranks lived on, and the next start was refused."""
+    """When torchrun alone is killed, its ranks end, and the next start is not refused.
+
+    Its ranks lived on, and the next start was refused.
+
+    Claim (ddp/README.md, 12): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
+    """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL) as first:
         assert first.until(lambda: first.step() >= 4)
@@ -246,6 +282,10 @@ def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> N
 
 
 def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
+    """A run goes on when its lock is removed.
+
+    Claim (ddp/README.md, 12): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
+    """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL, "--checkpoint-every", "1") as run:
         assert run.until(lambda: run.step() >= 2)
@@ -269,6 +309,10 @@ def training_on(hosts: TwoHosts, run_dir: Path, *flags: str) -> Iterator[list[Ru
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_a_network_that_is_cut(tmp_path: Path, expected: dict[str, Any]) -> None:
+    """A cut network ends the run with a line that names the rank that cannot be reached.
+
+    Claim (ddp/README.md, 12): a cut network is named.
+    """
     run_dir = tmp_path / "run"
     with two_hosts() as hosts:
         with training_on(hosts, run_dir, *SMALL, "--timeout", "10") as runs:

@@ -171,12 +171,6 @@ def stock_loader(
     :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
     if workers:
-        from common.data.loaders import (
-            require_room_for_workers,
-            require_shared_memory,
-            require_short_temporary_folder,
-        )
-
         require_room_for_workers(workers, ranks)
         require_short_temporary_folder()
         require_shared_memory(batch_bytes * workers * ranks * settings.get("prefetch_factor", PREFETCH_FACTOR))

@@ -31,15 +31,6 @@ from ddp.job import Job, StepGuard
 from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
 
 
-def build_guard(network: nn.Module, env: DistEnv, is_sharded: bool) -> ResilientGuard:
-    """The guard for this rank's device; see :class:`ResilientGuard`."""
-    if env.device.type == "cuda":
-        from ddp.resilience.device_guard import DeviceGuard
-
-        return DeviceGuard(network, env, is_sharded)
-    return ResilientGuard(network, env, is_sharded)
-
-
 class ResilientGuard(StepGuard):
     """The guard of ``ddp.train``. DDP wraps :attr:`module`, then :meth:`begin` takes the job.
 

@@ -13,10 +13,11 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from common.data.datasets import Batch
 from common.data.loaders import loader_errors
-from common.distributed.dist_env import implementation
+from common.distributed.dist_env import DistEnv, implementation
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import require_lock
 from common.signals import early_signals
@@ -34,6 +35,15 @@ from ddp.resilience.flags import NO_FLAGS, Flags
 from ddp.resilience.guard import ResilientGuard
 
 logger = logging.getLogger("ddp.train")
+
+
+def build_guard(network: nn.Module, env: DistEnv, is_sharded: bool) -> ResilientGuard:
+    """The guard for this rank's device; see :class:`ResilientGuard`."""
+    if env.device.type == "cuda":
+        from ddp.resilience.device_guard import DeviceGuard
+
+        return DeviceGuard(network, env, is_sharded)
+    return ResilientGuard(network, env, is_sharded)
 
 
 class Supervisor:

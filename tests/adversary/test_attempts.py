@@ -18,6 +18,10 @@ EVERY = {
 @pytest.mark.adversary
 @pytest.mark.parametrize("attempt", EVERY.values(), ids=EVERY)
 def test_an_attempt_comes_out_as_told(attempt: Attempt) -> None:
+    """An attempt ends with the exit status and the line that it foretells, and leaves nothing behind.
+
+    Claim (README.md): each attempt to break a command ends as its table says.
+    """
     if missing := is_missing(attempt):
         pytest.skip(missing)
     outcome = run(attempt)

@@ -214,6 +214,10 @@ def wrong() -> None:
 
 
 def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """A user error is one line and status 2.
+
+    Claim (README.md): bad input is one line, exit status 2.
+    """
     with pytest.raises(SystemExit) as end:
         wrong()
     assert end.value.code == 2

@@ -60,6 +60,10 @@ def test_a_system_without_cgroups_has_no_quota(tmp_path: Path) -> None:
 def test_usable_cores_are_those_of_the_mask_within_the_quota(
     affinity: int, limit: float | None, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Usable cores are those of the affinity mask, at most the cgroup's quota.
+
+    Claim (dataloading/README.md, 3): usable cores are those of the mask and the quota.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)))
     monkeypatch.setattr(usable, "_cgroup_quota", lambda root, membership: limit)
     assert usable_cores() == cores

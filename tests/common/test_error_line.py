@@ -110,6 +110,10 @@ def test_the_line_is_printed_when_the_process_has_ended_though_nobody_has_waited
 
 
 def test_under_torchrun_the_line_is_the_last_and_the_only_one() -> None:
+    """Under torchrun, the line about bad input comes last and once.
+
+    Claim (README.md): bad input is told once per node, not once per rank, and below torchrun's report.
+    """
     done = run_torchrun(2, "ddp.train", "--epochs", "0")
     assert done.returncode != 0
     assert len(error_lines(done.stderr)) == 1

@@ -72,6 +72,10 @@ def forks() -> list[tuple[int, int]]:
 
 
 def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
+    """Each fork of a rank waits until threads of C++ hold no lock.
+
+    Claim (ddp/README.md, 12): a fork waits for threads of C++.
+    """
     for found in run_ranks(forks, 2):
         assert {status for status, _ in found} == {7}
         assert min(times for _, times in found) >= 1

@@ -38,6 +38,11 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def test_a_task_of_srun() -> None:
+    """In a task of srun, rank and world size are those of SLURM's variables.
+
+    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec, jsrun and Azure ML; contradictions are
+    refused by name.
+    """
     port = PORTS[(31 * 4711 + 2) % len(PORTS)]
     assert adopted(SRUN) == SRUN | {
         "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n07", "MASTER_PORT": str(port)
@@ -49,7 +54,13 @@ def test_a_task_of_srun() -> None:
 
 @pytest.mark.parametrize("own", [MPIRUN, JSRUN, MPIEXEC])
 def test_a_process_of_mpirun_and_its_like(own: dict[str, str]) -> None:
-    """Also within a step of SLURM, whose variables are then those of mpirun's own helper on the node."""
+    """Under mpirun, mpiexec and jsrun, rank and world size are those of their variables, within a step of SLURM too.
+
+    Also within a step of SLURM, whose variables are then those of mpirun's own helper on the node.
+
+    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec, jsrun and Azure ML; contradictions are
+    refused by name.
+    """
     for around in ({}, SRUN):
         assert adopted(own | MEETING | around) == own | FOURTH_OF_FOUR | around
     with pytest.raises(
@@ -116,6 +127,11 @@ def test_torchrun_s_own_variables_come_first() -> None:
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused_by_name(environment: dict[str, str], line: str) -> None:
+    """Variables of two launchers that contradict each other are refused by name.
+
+    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec, jsrun and Azure ML; contradictions are
+    refused by name.
+    """
     with pytest.raises(UsageError, match=line):
         adopted(environment)
 
@@ -169,6 +185,11 @@ def test_ranks_with_a_virtual_local_rank_keep_their_numbers(environment: tuple[s
 def test_a_rank_takes_a_gpu_of_those_that_it_sees(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], gpus: int, devices: list[int]
 ) -> None:
+    """A rank takes a GPU of those that it sees.
+
+    Claim (ddp/README.md, 1): a rank takes a GPU of those that it sees; two ranks of NCCL on one are refused, gloo's
+    share it.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for number, device in enumerate(devices):

@@ -82,6 +82,10 @@ OUR_STYLE = "--visualize-batch --get-timing --num-workers 1 --batches-to-check 2
 
 @pytest.mark.parametrize("flags", [COURSE_STYLE, OUR_STYLE])
 def test_it_draws_a_batch_and_times_some(run_here: RunHere, few: Path, tmp_path: Path, flags: str) -> None:
+    """The script draws a batch and times some.
+
+    Claim (dataloading/README.md, 1): the script shows a batch and times some.
+    """
     first, batch, drawn, timed = run_here(*flags.split(), few, "--output", tmp_path / "made" / "here")
     assert first == f"{few}: 14 images of 2 people, the first 24x20"
     assert batch == "a batch: images torch.float32 [4, 3, 20, 24], labels torch.int64 [4]"

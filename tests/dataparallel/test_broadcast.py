@@ -88,6 +88,10 @@ def broadcast(tensors: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]
 
 
 def test_the_first_device_has_the_tensors_themselves() -> None:
+    """The first replica has the module's own tensors.
+
+    Claim (dataparallel/README.md): hooks run once per replica; the first replica has the module's own tensors.
+    """
     tensors = [torch.ones(2, requires_grad=True), torch.ones(3)]
     first, second = broadcast(tensors, 2)
     assert [copy.data_ptr() for copy in first] == [tensor.data_ptr() for tensor in tensors]
@@ -99,6 +103,10 @@ def test_the_first_device_has_the_tensors_themselves() -> None:
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
 def test_a_gradient_is_the_sum_over_the_devices_that_used_the_tensor(data: Any, count: int, devices: int) -> None:
+    """A gradient is the sum over the devices that used the tensor.
+
+    Claim (dataparallel/README.md): a parameter's gradient is the sum over the devices.
+    """
     tensors = [torch.full((number + 1,), 1.0, requires_grad=True) for number in range(count)]
     weights = torch.arange(1.0, 1 + devices * count).view(devices, count)
     used = torch.tensor(data.draw(st.lists(st.booleans(), min_size=devices * count, max_size=devices * count)))
@@ -120,7 +128,13 @@ def test_a_gradient_is_the_sum_over_the_devices_that_used_the_tensor(data: Any, 
 
 
 def test_gradients_are_sent_on_the_streams_of_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind the first device's stream, which autograd makes wait for all gradients."""
+    """Gradients are sent on the streams of the forward pass.
+
+    Behind the first device's stream, which autograd makes wait for all gradients.
+
+    Claim (dataparallel/README.md): on GPUs, gradients are sent on the streams of the forward pass, and each device
+    keeps its thread.
+    """
     log: list[str] = []
     stage = "forward"
 

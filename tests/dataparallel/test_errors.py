@@ -163,6 +163,10 @@ def test_an_error_that_is_dropped_keeps_nothing_alive() -> None:
 def test_arguments_that_cannot_be_scattered(
     count: int, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, message: str
 ) -> None:
+    """Tensors of different lengths are refused with both names.
+
+    Claim (dataparallel/README.md): tensors of different lengths are refused with both names.
+    """
     wrapper = wrapped(Everywhere(), count, dim)
     with pytest.raises(ValueError, match=f"^{message}"):
         wrapper(*args, **kwargs)

@@ -86,7 +86,12 @@ def both(module: nn.Module, dim: int = 0) -> tuple[HandwrittenDataParallel, nn.D
     samples=batch_sizes,
 )
 def test_random_models_equal_torch_s_own(model: nn.Module, dim: int, samples: int) -> None:
-    """The exception: parameters that no replica used, whose gradients are zeros in torch and None here."""
+    """On GPUs, outputs and gradients are those of ``nn.DataParallel``; unused parameters have no gradient instead of zeros.
+
+    The exception: parameters that no replica used, whose gradients are zeros in torch and None here.
+
+    Claim (dataparallel/README.md): on GPUs, of `nn.DataParallel`.
+    """
     ours, theirs = both(model, dim)
     outputs, actual, inputs = outcome(ours, images(samples, dim))
     their_outputs, expected, their_inputs = outcome(theirs, images(samples, dim))

@@ -76,6 +76,10 @@ def test_gradients_of_gradients_equal_the_plain_ones() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_optimizer_steps_equal_the_plain_ones(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Optimizer steps end with the parameters of the plain module.
+
+    Claim (dataparallel/README.md): outputs and gradients are those of the plain module: random models, nested inputs.
+    """
     plain = random_model(["conv", "tied", "norm", "lists"], 0, 3)
     module = copy.deepcopy(plain)
     for forward in (plain, wrapped(module, 3)):
@@ -108,6 +112,10 @@ def test_checkpointed_activations_are_computed_again() -> None:
 
 
 def test_hooks_run_for_each_replica_and_gradient_hooks_once() -> None:
+    """Hooks run for each replica and gradient hooks once.
+
+    Claim (dataparallel/README.md): hooks run once per replica; the first replica has the module's own tensors.
+    """
     module = linear()
     calls: list[tuple[str, int]] = []
     module.register_forward_hook(lambda _, args, output: calls.append(("forward", len(output))))

@@ -42,6 +42,10 @@ from tests.dataparallel.modules import (
 @settings(max_examples=60)
 @random_cases
 def test_random_models_equal_the_plain_ones(model: nn.Module, dim: int, count: int, samples: int) -> None:
+    """Outputs and gradients of random models are those of the plain module.
+
+    Claim (dataparallel/README.md): outputs and gradients are those of the plain module: random models, nested inputs.
+    """
     assert_equal_to_plain(model, count, images(samples, dim), dim=dim)
 
 
@@ -56,6 +60,10 @@ def test_random_models_equal_the_plain_ones(model: nn.Module, dim: int, count: i
 def test_nested_inputs_and_outputs_equal_the_plain_ones(
     args: list[Any], kwargs: dict[str, Any], in_kwargs: bool, count: int, samples: int
 ) -> None:
+    """Nested inputs and outputs come out as from the plain module.
+
+    Claim (dataparallel/README.md): outputs and gradients are those of the plain module: random models, nested inputs.
+    """
     if in_kwargs:
         kwargs = {**kwargs, "last": [Rows(2)]}
     else:
@@ -87,6 +95,10 @@ class Scalars(nn.Module):
 
 @pytest.mark.parametrize(("samples", "count"), [(4, 2), (5, 3), (2, 4), (1, 3), (3, 1)])
 def test_scalars_become_a_vector_with_one_element_per_replica(samples: int, count: int) -> None:
+    """Scalars become a vector with one element per replica.
+
+    Claim (dataparallel/README.md): scalars become a vector.
+    """
     module, x = Scalars(), rows(samples)
     outputs = wrapped(module, count)(x)
     parts = [module(part) for part in x.chunk(count)]

@@ -54,7 +54,13 @@ def test_results_come_in_the_calls_order_and_all_run_at_once() -> None:
 
 
 def test_each_device_keeps_its_thread() -> None:
-    """However the calls before have ended: here the last one first."""
+    """Each device keeps its thread, in whatever order the calls before have ended.
+
+    However the calls before have ended: here the last one first.
+
+    Claim (dataparallel/README.md): on GPUs, gradients are sent on the streams of the forward pass, and each device
+    keeps its thread.
+    """
     workers, names = threads(3), set()
     for _ in range(5):
         ended = [threading.Event() for _ in range(4)]
@@ -184,6 +190,10 @@ MODES: dict[str, list[Callable[[], contextlib.AbstractContextManager[Any]]]] = {
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_caller_s_modes_are_the_replicas_(name: str) -> None:
+    """Grad mode and autocast of the caller hold in the replicas.
+
+    Claim (dataparallel/README.md): grad mode and autocast are the caller's; the threads stay.
+    """
     module = Modes()
     wrapper, x = wrapped(module, 3), rows(5).detach().float()
     with contextlib.ExitStack() as stack:
@@ -266,6 +276,10 @@ def replica_threads() -> list[threading.Thread]:
 
 
 def test_the_threads_start_with_the_first_forward_and_end_with_the_wrapper() -> None:
+    """The threads start with the first forward and end with the wrapper.
+
+    Claim (dataparallel/README.md): grad mode and autocast are the caller's; the threads stay.
+    """
     before = set(replica_threads())
     wrapper = wrapped(linear(), 3)
     assert set(replica_threads()) == before

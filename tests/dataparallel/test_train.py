@@ -69,6 +69,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    """On one device, ``dataparallel.train`` ends with the bits of ``ddp.train``.
+
+    Claim (dataparallel/README.md): on one device it is `ddp.train` bit for bit.
+    """
     arguments = (*TINY, *settings, "--batch-size", "48", "--log-every", "4", "--threads", "1")
     for command, device in (("ddp.train", "--device"), ("dataparallel.train", "--devices")):
         (done,) = run_forked(command, *arguments, device, "cpu", "--run-dir", tmp_path / command)
@@ -94,6 +98,10 @@ def test_devices_agree(devices: int) -> None:
 
 
 def test_without_dropout_a_run_on_two_devices_repeats_itself() -> None:
+    """Without dropout a run on two devices repeats itself.
+
+    Claim (dataparallel/README.md): without dropout a run on two devices repeats itself.
+    """
     one, other = job_on(2), job_on(2)
     assert train_epoch(one, 0).loss == train_epoch(other, 0).loss
     for name, value in one.network.state_dict().items():
@@ -101,6 +109,10 @@ def test_without_dropout_a_run_on_two_devices_repeats_itself() -> None:
 
 
 def test_the_running_statistics_are_those_of_the_first_replica() -> None:
+    """The running statistics are those of the first replica.
+
+    Claim (dataparallel/README.md): BatchNorm keeps the first replica's statistics.
+    """
     job = job_on(2)
     order = shuffled(720, 0, epoch=0)
     train_step(job, fetch_batches(job.data.train, order, 144))
@@ -187,6 +199,10 @@ def test_torch_s_wrapper_without_gpus_says_that_it_divides_nothing(tmp_path: Pat
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
+    """A signal ends the training without a traceback.
+
+    Claim (dataparallel/README.md): a signal ends it without a traceback.
+    """
     arguments = ("dataparallel.train", "--devices", "cpu,cpu", "--epochs", "100", "--run-dir", str(tmp_path / "run"))
     metrics = tmp_path / "run" / "metrics.jsonl"
     with start_command(*arguments) as process:

@@ -71,6 +71,10 @@ def synchronized(shares: list[int], affine: bool, momentum: float | None, device
 def test_it_equals_batchnorm_over_the_whole_batch(
     shares: list[int], affine: bool, momentum: float | None, device: str
 ) -> None:
+    """SyncBatchNorm on several ranks equals BatchNorm over the whole batch on one.
+
+    Claim (ddp/README.md, 7): SyncBN equals BatchNorm over the whole batch; running statistics are averaged.
+    """
     expected = run(layer_with(affine, momentum), *inputs((sum(shares), CHANNELS, 4, 3)))
     ranks = run_ranks(synchronized, len(shares), shares, affine, momentum, device, fresh=device == "cuda")
     for name in ("y", "grad_x", "evaluated"):
@@ -115,6 +119,10 @@ def averaged() -> tuple[Any, Any, int]:
 
 
 def test_running_statistics_become_the_ranks_average() -> None:
+    """After an epoch, each rank's running statistics are the average of all ranks'.
+
+    Claim (ddp/README.md, 7): SyncBN equals BatchNorm over the whole batch; running statistics are averaged.
+    """
     for mean, variance, batches in run_ranks(averaged, 3):
         assert mean.tolist() == [1, 1]
         assert variance.tolist() == [12, 12, 12]

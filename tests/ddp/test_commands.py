@@ -63,6 +63,10 @@ def test_the_run_directory_has_everything(finished: Path) -> None:
 
 
 def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> None:
+    """``ddp.evaluate`` finds the training's accuracy at another world size.
+
+    Claim (ddp/README.md, 8): evaluation is exact, at another world size too.
+    """
     expected = json.loads((finished / "result.json").read_text())["test"]
     flags = ("--run-dir", str(finished), "--checkpoint", "best", "--test-samples", "101", "--device", "cpu")
     done = run_torchrun(3, "ddp.evaluate", *flags)
@@ -101,6 +105,10 @@ def test_a_mistake_is_one_line(
     arguments: list[str],
     words: list[str],
 ) -> None:
+    """Bad input to a command is one line that names it, with exit status 2.
+
+    Claim (README.md): bad input is one line, exit status 2.
+    """
     line = user_error(train.main, "--run-dir", str(tmp_path / "run"), *arguments)
     for word in words:
         assert word in line, line
@@ -123,6 +131,10 @@ def test_a_run_is_not_overwritten_nor_taken_for_another(user_error: UserError, t
 def test_after_a_refused_start_the_corrected_one_finds_an_empty_directory(
     user_error: UserError, tmp_path: Path
 ) -> None:
+    """After a refused start the corrected one finds an empty directory.
+
+    Claim (ddp/README.md, 12): a start that is refused leaves nothing in the way of the next.
+    """
     small = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
     line = user_error(train.main, *small, "--epochs", "1", "--device", "cpu", "--model", "json:dumps")
     assert "--model json:dumps takes other arguments" in line
@@ -152,7 +164,12 @@ def test_a_checkpoint_that_is_not_there_is_not_evaluated(user_error: UserError, 
 
 
 def test_two_ranks_say_it_once() -> None:
-    """Rank 0 alone finds it. (The attempts have what both ranks find.)"""
+    """Two ranks with the same bad input say it once.
+
+    Rank 0 alone finds it. (The attempts have what both ranks find.)
+
+    Claim (README.md): bad input is told once per node, not once per rank, and below torchrun's report.
+    """
     done = run_torchrun(2, "ddp.train", "--run-dir", "/proc/cannot")
     assert len(error_lines(done.stderr)) == 1
     assert "cannot be written" in error_lines(done.stderr)[0]
@@ -186,6 +203,10 @@ def test_it_works_from_any_folder(tmp_path: Path) -> None:
 
 @pytest.mark.examples
 def test_the_overhead_benchmark_reports_ratios(tmp_path: Path) -> None:
+    """The overhead benchmark reports ratios.
+
+    Claim (ddp/README.md): the benches run and write their figures.
+    """
     flags = ["--builds", "2", "--rounds", "2", "--steps", "1", "--device", "cpu", "--output"]
     done = run_torchrun(2, "ddp.bench", "overhead", *flags, str(tmp_path / "bench"))
     assert done.returncode == 0, done.stderr

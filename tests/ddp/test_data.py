@@ -31,6 +31,10 @@ CPU = torch.device("cpu")
 def test_on_a_gpu_the_workers_have_the_rank_s_cores_but_one(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, cores: int, ranks: int, workers: int
 ) -> None:
+    """On a GPU the workers have the rank's cores but one.
+
+    Claim (dataloading/README.md, 9): on a GPU the workers have the rank's cores but one.
+    """
     monkeypatch.setattr("common.distributed.dist_env.usable_cores", lambda _=0: cores)
     assert default_workers(DistEnv(0, 0, ranks, ranks, device, "nccl", "host")) == workers
 
@@ -67,7 +71,12 @@ def test_on_a_gpu_data_in_memory_is_kept_there_unless_workers_are_asked_for(
 def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
 ) -> None:
-    """On the CPU by one; on a GPU by several. The batches are the same."""
+    """Images in files are loaded by one process on the CPU, and by several that fill pinned memory on a GPU.
+
+    On the CPU by one; on a GPU by several. The batches are the same.
+
+    Claim (dataloading/README.md, 9): on a GPU the workers have the rank's cores but one.
+    """
     monkeypatch.setattr("common.distributed.dist_env.usable_cores", lambda _=0: 4)
     folder = write_people(tmp_path / "faces", people=2, images=5, side=24)
     images = load_lfw(str(folder), min_images_per_person=2, image_size=16).train

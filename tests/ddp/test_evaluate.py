@@ -26,6 +26,11 @@ def evaluated(test_samples: int) -> tuple[Evaluation, bool]:
 
 @pytest.mark.parametrize("samples", [2, 301])  # fewer than ranks; and not divisible by any of 2, 3 and 4
 def test_every_sample_counts_once_at_every_world_size(samples: int) -> None:
+    """Every sample counts once at every world size.
+
+    Claim (README.md): evaluation counts every sample once.
+    Claim (ddp/README.md, 8): evaluation is exact, at another world size too.
+    """
     ((alone, _),) = run_ranks(evaluated, 1, samples)
     assert alone.confusion.sum() == samples
     for world_size in (2, 3, 4):

@@ -78,6 +78,10 @@ def expected(faces: Path) -> Outcome:
 def test_loaders_and_workers_do_not_change_a_bit(
     faces: Path, expected: Outcome, loader: str, workers: int, persistent: bool
 ) -> None:
+    """Training from files ends with the same bits by every loader and number of workers.
+
+    Claim (dataloading/README.md, 9): training from files gives the same bits by every loader.
+    """
     config = from_files(faces, loader=loader, workers=workers, persistent_workers=persistent)
     for outcome in run_ranks(train_epochs, 2, config):
         assert_identical(outcome.parameters, expected.parameters)
@@ -86,6 +90,10 @@ def test_loaders_and_workers_do_not_change_a_bit(
 
 
 def test_resuming_changes_no_bit_whichever_loader_goes_on(faces: Path, tmp_path: Path) -> None:
+    """A run on files is resumed to the same bits, whichever loader goes on.
+
+    Claim (dataloading/README.md, 9): training from files is resumed to the same bits, whichever loader goes on.
+    """
     whole = tmp_path / "whole"
     run_ranks(run_job, 2, from_files(faces, run_dir=whole))
     tensors, metrics = final_state(whole)
@@ -174,6 +182,10 @@ def end_of_training(config: TrainConfig) -> tuple[str, bool, int]:
 
 @pytest.mark.parametrize(("loader", "workers"), [("stock", 1), ("fast", 1)])
 def test_a_damaged_file_ends_all_ranks_at_the_same_step(many: Path, tmp_path: Path, loader: str, workers: int) -> None:
+    """A damaged file ends all ranks at the same step.
+
+    Claim (ddp/README.md, 12): a damaged file ends all ranks in the same step.
+    """
     folder = shutil.copytree(many, tmp_path / "many")
     path = damage(folder, "train")
     config = from_files(folder, batch_size=32, loader=loader, workers=workers, log_every=2, image_size=16)

@@ -58,6 +58,10 @@ def test_two_ranks_train_as_one_and_as_the_cpu() -> None:
 
 @pytest.mark.parametrize("strategy", ["naive", "handwritten"])
 def test_the_hand_written_ddps_train_as_torch_s(strategy: str) -> None:
+    """On a GPU, the hand-written DDPs train as torch's.
+
+    Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
+    """
     settings = {"dropout": 0.25, "grad_accumulation_steps": 2, "clip_norm": 1.0}
     expected, outcome = (run(train_epochs, 2, on_gpu(**settings, strategy=name))[0] for name in ("torch", strategy))
     assert_close(outcome.parameters, expected.parameters, TOLERANCE)
@@ -65,12 +69,20 @@ def test_the_hand_written_ddps_train_as_torch_s(strategy: str) -> None:
 
 
 def test_micro_steps_equal_one_big_batch() -> None:
+    """Four micro-steps end with the parameters of one batch of the same samples.
+
+    Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
+    """
     whole, divided = (run(train_epochs, 2, on_gpu(model="mlp", grad_accumulation_steps=k))[0] for k in (1, 4))
     assert_close(divided.parameters, whole.parameters, TOLERANCE)
     assert divided.losses == pytest.approx(whole.losses, rel=TOLERANCE)
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
+    """Clipping sees unscaled gradients.
+
+    Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
+    """
     (norm, clipped), other = run(norm_that_clipping_sees, 2, on_gpu(precision="fp32", clip_norm=0.01))
     assert other == (norm, clipped)  # no collective is needed: the ranks hold the same gradients
     assert clipped == pytest.approx(0.01, rel=1e-3)
@@ -81,7 +93,12 @@ def test_clipping_sees_unscaled_gradients() -> None:
 
 @pytest.mark.parametrize("settings", [{"async_checkpoint": True}, {"strategy": "handwritten", "precision": "fp16"}])
 def test_a_run_is_saved_resumed_and_evaluated_elsewhere(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """On the GPU after the sixth of eight steps; on the CPU after the last."""
+    """A run on a GPU is saved, resumed there, and evaluated on the CPU.
+
+    On the GPU after the sixth of eight steps; on the CPU after the last.
+
+    Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
+    """
     config = {"epochs": 2, "train_samples": 576, "log_every": 3, "checkpoint_every": "1", "keep_last": 100, **settings}
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(run_job, 2, on_gpu(**config, run_dir=whole))

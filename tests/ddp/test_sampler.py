@@ -48,6 +48,10 @@ def global_batches(
 def test_global_batches_do_not_depend_on_ranks_or_micro_steps(
     parts: tuple[int, int], batches: int, tail: int, epoch: int, seed: int
 ) -> None:
+    """The global batches of an epoch are the same for 1 to 4 ranks and any number of micro-steps.
+
+    Claim (README.md): 1, 2, 3, 4 ranks take the same global batches.
+    """
     world_size, grad_accumulation_steps = parts
     samples = 12 * batches + tail
     expected = global_batches(samples, 12, 1, 1, epoch, seed)
@@ -56,6 +60,10 @@ def test_global_batches_do_not_depend_on_ranks_or_micro_steps(
 
 
 def test_it_takes_what_torch_s_own_sampler_takes() -> None:
+    """Each rank takes the samples that torch's DistributedSampler gives it.
+
+    Claim (ddp/README.md, 3): the sampler takes what torch's takes; without `set_epoch` the order repeats.
+    """
     ours = MicroBatchSampler(dataset(103), 12, 2, 3, 1, seed=7)
     theirs: DistributedSampler[int] = DistributedSampler(
         dataset(103), 3, 1, seed=derive_seed(7, "shuffle"), drop_last=True
@@ -68,6 +76,10 @@ def test_it_takes_what_torch_s_own_sampler_takes() -> None:
 
 
 def test_without_set_epoch_the_order_repeats() -> None:
+    """Without ``set_epoch`` each epoch has the same order.
+
+    Claim (ddp/README.md, 3): the sampler takes what torch's takes; without `set_epoch` the order repeats.
+    """
     sampler = MicroBatchSampler(dataset(60), 12, 1, 1, 0, seed=0)
     first, second = ([key.samples.tolist() for key in sampler] for _ in range(2))
     assert first == second

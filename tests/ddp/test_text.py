@@ -17,7 +17,13 @@ PLAIN: dict[str, Any] = {"optimizer": "sgd", "momentum": 0.0, "lr": 0.5, "clip_n
 
 
 def test_a_step_is_that_of_one_process(tmp_path: Path) -> None:
-    """Ragged lines, gradient accumulation and clipping, with every strategy."""
+    """With every strategy, a step of ragged lines, accumulation and clipping is that of one process.
+
+    Ragged lines, gradient accumulation and clipping, with every strategy.
+
+    Claim (ddp/sharded/README.md, 9): a step of ragged lines, micro-steps and clipping is that of one process, with
+    every strategy.
+    """
     run_ranks(save_each, 1, tmp_path, ["torch"], PLAIN)
     run_ranks(save_each, 3, tmp_path, list(STRATEGIES), PLAIN | {"grad_accumulation_steps": 2})
     expected = contents(tmp_path / "torch-1")

@@ -54,6 +54,10 @@ def alone() -> Outcome:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_world_sizes_agree(alone: Outcome, world_size: int) -> None:
+    """Two, three and four ranks end with the parameters and the confusion matrix of one rank.
+
+    Claim (README.md): 1, 2, 3 and 4 ranks end with the same parameters and confusion matrix.
+    """
     ranks = run_ranks(train_epochs, world_size, small(lr=0.002, sync_batchnorm=True))
     for outcome in ranks:
         assert_identical(outcome.parameters, ranks[0].parameters)  # running statistics too
@@ -63,6 +67,10 @@ def test_world_sizes_agree(alone: Outcome, world_size: int) -> None:
 
 
 def test_micro_steps_equal_one_big_batch() -> None:
+    """Four micro-steps end with the parameters of one batch of the same samples.
+
+    Claim (README.md): four micro-steps equal one big batch.
+    """
     whole, *others = (
         run_ranks(train_epochs, 2, small(model="mlp", grad_accumulation_steps=k, train_samples=1440))[0]
         for k in (1, 2, 4)
@@ -95,11 +103,19 @@ def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("grad_accumulation_steps", [1, 4])
 def test_gradients_cross_the_network_once_per_optimizer_step(grad_accumulation_steps: int) -> None:
+    """With micro-steps, each bucket is all-reduced once per optimizer step.
+
+    Claim (README.md): gradients cross the network once per optimizer step.
+    """
     for steps, weight in run_ranks(bytes_per_step, 2, small(grad_accumulation_steps=grad_accumulation_steps)):
         assert steps == [weight] * 3
 
 
 def test_the_hand_written_ddp_trains_to_the_same_bits() -> None:
+    """The hand-written DDP trains to the same bits.
+
+    Claim (ddp/README.md, 10): DDP by hand trains to torch's bits over random settings and seventeen models.
+    """
     settings = {
         "train_samples": 720,
         "dropout": 0.25,
@@ -130,6 +146,10 @@ def test_a_job_of_one_has_the_ddp_that_was_asked_for(strategy: str, wrapper: str
 
 
 def test_gradients_in_bf16_train_to_the_same_bits_by_torch_and_by_hand() -> None:
+    """Gradients in bf16 train to the same bits by torch and by hand.
+
+    Claim (ddp/README.md, 4): bucket size, and gradients in bf16, are the same with torch's DDP and the one by hand.
+    """
     settings = {"train_samples": 720, "bucket_mib": 0.5}
     whole, by_torch, by_hand = (
         run_ranks(train_epochs, 2, small(**settings, **more))[0].parameters
@@ -160,6 +180,10 @@ def buckets(configs: list[TrainConfig]) -> list[list[int]]:
 
 
 def test_a_bucket_has_as_many_mib_as_was_asked_for() -> None:
+    """A bucket has as many MiB as was asked for.
+
+    Claim (ddp/README.md, 4): bucket size, and gradients in bf16, are the same with torch's DDP and the one by hand.
+    """
     sizes: list[float | None] = [None, 0.25, 100]
     configs = [small(bucket_mib=mib, strategy=name) for mib in sizes for name in ("torch", "handwritten")]
     default, default_by_hand, small_ones, small_by_hand, large, large_by_hand = run_ranks(buckets, 1, configs)[0]
@@ -177,6 +201,10 @@ def different_models(models: tuple[str, str]) -> str:
 
 
 def test_ranks_with_different_models_are_told_so() -> None:
+    """Ranks with different models are refused in one line that names the first difference.
+
+    Claim (ddp/README.md, 4): ranks with different models are told so.
+    """
     for message in run_ranks(different_models, 2, ("fashion-cnn", "mlp")):
         assert "features.0.weight" in message
         assert "rank 1" in message
@@ -192,6 +220,10 @@ def without_workers() -> Outcome:
 
 @pytest.mark.parametrize(("workers", "persistent"), [(2, True), (4, False)])
 def test_loader_workers_do_not_change_a_bit(without_workers: Outcome, workers: int, persistent: bool) -> None:
+    """Runs with 0, 2 and 4 loader workers end with the same bits.
+
+    Claim (README.md): 0, 2 or 4 loader workers change no bit.
+    """
     expected = without_workers
     outcome, _ = run_ranks(train_epochs, 2, small(**WITH_WORKERS, workers=workers, persistent_workers=persistent))
     assert_identical(outcome.parameters, expected.parameters)
@@ -216,8 +248,13 @@ def test_loader_workers_do_not_change_a_bit(without_workers: Outcome, workers: i
     ],
 )
 def test_resuming_anywhere_changes_no_bit(tmp_path: Path, world_size: int, settings: dict[str, Any]) -> None:
-    """Two epochs of four steps, a checkpoint after each: in the middle of a window of the metrics, at its end, after the last
-    step of an epoch's training, and after its evaluation."""
+    """A run that is resumed from any of its checkpoints ends with the same bits.
+
+    Two epochs of four steps, a checkpoint after each: in the middle of a window of the metrics, at its end, after the last
+    step of an epoch's training, and after its evaluation.
+
+    Claim (README.md): `--resume` after any step changes no bit.
+    """
     config = {"epochs": 2, "train_samples": 576, "test_samples": 50, "dropout": 0.25, "log_every": 3, **settings}
     config |= {"checkpoint_every": "1", "keep_last": 100}
     whole = tmp_path / "whole"
@@ -252,7 +289,12 @@ def test_resuming_anywhere_changes_no_bit(tmp_path: Path, world_size: int, setti
 def test_two_then_one_then_three_ranks_take_the_same_steps(
     tmp_path: Path, settings: dict[str, Any], parts: list[tuple[int, int, dict[str, Any]]]
 ) -> None:
-    """Continued in the middle of epochs by other numbers of ranks, loader workers and micro-steps."""
+    """A run that is continued in the middle of epochs by other numbers of ranks, workers and micro-steps takes the same steps.
+
+    Continued in the middle of epochs by other numbers of ranks, loader workers and micro-steps.
+
+    Claim (README.md): continued by another number of ranks, a run takes the same global batches.
+    """
     # As few steps, and as small ones, as above.
     config: dict[str, Any] = {"epochs": 2, "lr": 0.001, "log_every": 4, "keep_last": 100, **settings}
     config["checkpoint_every"] = str(parts[0][0])
@@ -316,6 +358,10 @@ def with_an_inf(poisoned_step: int) -> tuple[list[float], list[bool], Any]:
 
 @pytest.mark.parametrize("poisoned_step", [0, 2])
 def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(poisoned_step: int) -> None:
+    """An inf on one rank makes every rank skip the step.
+
+    Claim (README.md): an inf on one rank makes every rank skip the step.
+    """
     ranks = run_ranks(with_an_inf, 2, poisoned_step)
     for scales, moved, parameters in ranks:
         assert moved == [step != poisoned_step for step in range(4)]
@@ -344,6 +390,10 @@ def norm_that_clipping_sees(config: TrainConfig) -> tuple[float, float]:
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
+    """Clipping sees unscaled gradients.
+
+    Claim (README.md): clipping sees unscaled gradients.
+    """
     norms = {}
     for precision in ("fp32", "fp16"):
         config = small(precision=precision, clip_norm=0.01)
@@ -355,6 +405,10 @@ def test_clipping_sees_unscaled_gradients() -> None:
 
 @pytest.mark.slow
 def test_low_precision_follows_fp32() -> None:
+    """In bf16 and fp16 the loss follows that of fp32.
+
+    Claim (README.md): bf16 and fp16 learn as fp32 does.
+    """
     config = {"epochs": 2, "train_samples": 1440, "test_samples": 10}
     expected, *others = (run_ranks(train_epochs, 2, small(**config, precision=p))[0] for p in ("fp32", "bf16", "fp16"))
     for outcome in others:
@@ -365,6 +419,10 @@ def test_low_precision_follows_fp32() -> None:
 @pytest.mark.timeout(2400)  # fp16 on a CPU
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_ends_within_half_a_point_of_fp32(precision: str) -> None:
+    """Whole trainings in bf16 and fp16 end within half a point of fp32's accuracy.
+
+    Claim (README.md): after whole trainings, their accuracy is that of fp32 to half a point.
+    """
     expected, outcome = (
         run_ranks(train_epochs, 2, TrainConfig(precision=p), timeout_s=1800)[0].confusion for p in ("fp32", precision)
     )
@@ -377,6 +435,10 @@ def test_low_precision_ends_within_half_a_point_of_fp32(precision: str) -> None:
 
 
 def test_the_learning_rate_of_each_step_reaches_the_optimizer() -> None:
+    """The learning rate of each step reaches the optimizer.
+
+    Claim (ddp/README.md, 6): the learning rate of each step reaches the optimizer; schedules are torch's.
+    """
     with process_group() as env:
         job, batches = start(small(model="mlp", schedule="constant", warmup_epochs=0.1, lr=0.3), env)
         rates = []

@@ -26,6 +26,10 @@ def _needs_a_cluster() -> None:
 
 @pytest.mark.timeout(900)
 def test_nine_launchers_come_to_one_digest() -> None:
+    """The same job under nine launchers ends with the same weights.
+
+    Claim (ddp/README.md): launch: nine launchers, one digest; nothing is left after Ctrl-C.
+    """
     lines: list[str] = []
     digests = launchers.run(list(launchers.LAUNCHERS), lines.append)
     assert len(digests) == 9
@@ -34,6 +38,10 @@ def test_nine_launchers_come_to_one_digest() -> None:
 
 
 def test_nothing_is_left_after_ctrl_c() -> None:
+    """After Ctrl-C, none of the launchers leaves a process.
+
+    Claim (ddp/README.md): launch: nine launchers, one digest; nothing is left after Ctrl-C.
+    """
     with start_command("tests.launchers", "srun") as process:
         started: list[psutil.Process] = []
         deadline = time.monotonic() + 60

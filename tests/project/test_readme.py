@@ -50,6 +50,10 @@ def test_its_links_lead_somewhere(readme: Path) -> None:
 
 
 def test_the_two_commands_come_first() -> None:
+    """The first shell block of README.md has the command that trains and the one that tests.
+
+    Claim (README.md): the first two commands are those that .ci/run runs.
+    """
     shell = re.search(r"^```sh\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shell is not None
     train, test = shell[1].splitlines()

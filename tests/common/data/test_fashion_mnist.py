@@ -64,6 +64,11 @@ def refusal(folder: Path, split: str = "test") -> str:
 @needs_debians_files
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_debians_files_are_fashion_mnist_of_balanced_classes(split: str) -> None:
+    """Debian's files are Fashion-MNIST of balanced classes.
+
+    Claim (README.md): Fashion-MNIST in torchvision's layout, as plain files, from Debian's package, or downloaded
+    once per node.
+    """
     images, labels = read(DEBIAN_FOLDER, split)
     assert images.shape == (SAMPLES[split], SIDE, SIDE)
     assert images.dtype == np.uint8
@@ -77,6 +82,11 @@ def test_debians_files_are_fashion_mnist_of_balanced_classes(split: str) -> None
 def test_every_layout_reads_as_torchvision_reads_its_own(
     layout: str, suffix: str, original: dict[str, bytes], tmp_path: Path
 ) -> None:
+    """Every layout reads as torchvision reads its own.
+
+    Claim (README.md): Fashion-MNIST in torchvision's layout, as plain files, from Debian's package, or downloaded
+    once per node.
+    """
     for name, content in original.items():
         write(tmp_path / "ours" / (layout + name + suffix), content)
         write(tmp_path / "torchvision/FashionMNIST/raw" / name, content)
@@ -211,6 +221,11 @@ def tiny(tmp_path: Path) -> Path:
 def test_what_was_downloaded_reads_as_the_original(
     use_mirrors: Callable[[list[str], Path], None], original: dict[str, bytes], tmp_path: Path
 ) -> None:
+    """What was downloaded reads as the original.
+
+    Claim (README.md): Fashion-MNIST in torchvision's layout, as plain files, from Debian's package, or downloaded
+    once per node.
+    """
     with mirror(functools.partial(Files, directory=str(DEBIAN_FOLDER))) as address:
         use_mirrors([UNREACHABLE, address], DEBIAN_FOLDER)
         download(tmp_path)

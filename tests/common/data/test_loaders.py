@@ -83,6 +83,10 @@ def test_other_errors_pass() -> None:
 
 
 def test_more_workers_than_memory_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More workers than memory are refused with both numbers.
+
+    Claim (ddp/README.md, 12): workers that the machine cannot hold are refused.
+    """
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
     require_room_for_workers(0)
     require_room_for_workers(50, ranks=3)
@@ -92,7 +96,12 @@ def test_more_workers_than_memory_are_refused_with_both_numbers(monkeypatch: pyt
 
 
 def test_a_small_dev_shm_is_named_before_a_worker_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's loader would hang until the job's timeout."""
+    """A ``/dev/shm`` that is too small is named before a worker is started.
+
+    torch's loader would hang until the job's timeout.
+
+    Claim (ddp/README.md, 12): workers that the machine cannot hold are refused.
+    """
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
     stock_loader([1], 0, batch_bytes=10**9)
     stock_loader([1], 2, batch_bytes=1024)

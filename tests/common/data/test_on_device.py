@@ -37,6 +37,11 @@ def images(shape: tuple[int, ...], augmentation: Augmentation, seed: int = 0) ->
 def test_a_kept_data_set_has_the_batches_of_the_one_in_memory(
     shape: tuple[int, ...], augmentation: Augmentation, seed: int, epoch: int, data: st.DataObject
 ) -> None:
+    """A kept data set has the batches of the one in memory.
+
+    Claim (dataloading/README.md, 6): a data set that is kept on a device has the batches of the one in memory, bit
+    for bit.
+    """
     in_memory = images(shape, augmentation, seed)
     kept = ImagesOnDevice(in_memory, CPU)
     samples = data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=12))
@@ -60,6 +65,12 @@ def test_it_is_kept_where_a_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_batch_is_copied_on_its_own_stream_and_its_memory_is_free_after_that(fake_gpu: FakeGpu) -> None:
+    """A batch is copied on its own stream and its memory is free after that.
+
+    Claim (dataloading/README.md, 6): copies to a GPU are queued and waited for by events, and no buffer is reused
+    before its copy is over (a fake GPU, whose copies run late).
+    """
+
     def made() -> Iterator[Batch]:
         memory = pinned_memory((2,))
         for number in range(3):

@@ -14,6 +14,10 @@ from tests.support.fake_gpu import CUDA, FakeGpu
 
 
 def test_memory_is_locked_for_as_long_as_the_tensor_lives(fake_gpu: FakeGpu) -> None:
+    """Memory is pinned for as long as its tensor lives.
+
+    Claim (dataloading/README.md, 6): shared memory is pinned, and unpinned before it is unmapped.
+    """
     memory = shared((100, 30))
     pin_shared(memory, CUDA, "")
     assert fake_gpu.locked == {memory.data_ptr(): 3000}

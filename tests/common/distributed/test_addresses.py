@@ -29,6 +29,11 @@ def test_on_one_host_nothing_is_chosen() -> None:
 
 
 def test_the_interface_on_the_way_to_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes the network interface that leads to the master's address.
+
+    Claim (ddp/README.md, 2): ranks offer the interface that leads to the rendezvous, or the one that is named.
+    """
+
     class Probe(socket.socket):
         def connect(self, address: object) -> None: ...
 
@@ -57,6 +62,10 @@ def test_a_named_one_is_taken() -> None:
 
 @pytest.mark.parametrize(("named", "reason"), [("eth7", "is not an interface"), ("ib0", "has no address")])
 def test_one_that_cannot_be_taken(monkeypatch: pytest.MonkeyPatch, named: str, reason: str) -> None:
+    """An interface that does not exist or has no address is refused by name.
+
+    Claim (ddp/README.md, 2): ranks offer the interface that leads to the rendezvous, or the one that is named.
+    """
     monkeypatch.setattr(addresses, "addresses_by_interface", lambda: FOUND)
     with pytest.raises(UsageError) as error:
         offer_interface("10.0.0.1", named)

@@ -114,6 +114,11 @@ def gpus(*places: str, kinds: str = "") -> list[tuple[int, int, Facts]]:
 
 
 def test_two_ranks_of_nccl_with_one_gpu_are_refused_on_all_ranks() -> None:
+    """Two ranks of NCCL with one gpu are refused on all ranks.
+
+    Claim (ddp/README.md, 1): a rank takes a GPU of those that it sees; two ranks of NCCL on one are refused, gloo's
+    share it.
+    """
     ranks = gpus("H100 GPU-1 of a", "H100 GPU-2 of a", "H100 GPU-1 of a", "H100 GPU-1 of b")
     assert (
         meet(ranks, late_s=0.2)
@@ -250,17 +255,30 @@ def check(seed: int, cases: int) -> None:
 
 
 def test_whatever_flag_differs_it_is_named() -> None:
+    """Ranks whose flags differ are refused with the name of the flag and both values.
+
+    Claim (ddp/README.md, 1): ranks that were started differently are told so, whichever flag it is.
+    """
     check(seed=0, cases=60)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_thousand_jobs_whose_flags_differ() -> None:
+    """In a thousand jobs with random differences in their flags, each difference is named.
+
+    Claim (ddp/README.md, 1): in a thousand jobs whose flags differ, the flag is named.
+    """
     check(seed=1, cases=1000)
 
 
 def test_two_hosts_started_with_other_learning_rates_do_not_train(tmp_path: Path) -> None:
-    """Without torchrun."""
+    """Two torchruns with different learning rates end with one line and do not train.
+
+    Without torchrun.
+
+    Claim (ddp/README.md, 1): ranks that were started differently are told so, whichever flag it is.
+    """
     port = str(free_port())
 
     def rank(number: int) -> tuple[int, list[str]]:

@@ -31,6 +31,11 @@ def test_each_rank_gets_a_gpu_or_all_a_place_that_is_named(
     backend: str,
     words: str,
 ) -> None:
+    """Each rank of a benchmark gets a GPU, or all share the device that is named.
+
+    Claim (ddp/README.md): on a GPU: a benchmark's ranks get a GPU each, over NCCL, or share one, over gloo; times are
+    those of the GPU's streams.
+    """
     pretend_gpus(monkeypatch, gpus)
     found = place_ranks(*asked)
     assert (found, found.backend, found.device) == (placement, backend, "cuda" if placement.gpus else "cpu")

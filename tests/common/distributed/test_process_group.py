@@ -31,6 +31,10 @@ TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500
 
 
 def test_torchrun_s_variables_become_a_place() -> None:
+    """Rank, local rank and world size are those of torchrun's variables.
+
+    Claim (ddp/README.md, 1): torchrun's variables tell each rank its rank and world size; half of them are refused.
+    """
     env = find_dist_env("cpu", environment=TORCHRUN)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (1, 4, 1, 2)
     assert (env.device, env.backend, env.is_main) == (torch.device("cpu"), "gloo", False)
@@ -38,6 +42,10 @@ def test_torchrun_s_variables_become_a_place() -> None:
 
 @pytest.mark.parametrize("missing", TORCHRUN_VARIABLES)
 def test_half_of_the_variables_are_refused(missing: str) -> None:
+    """Some of torchrun's variables without the others are refused.
+
+    Claim (ddp/README.md, 1): torchrun's variables tell each rank its rank and world size; half of them are refused.
+    """
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(UsageError, match=f"set, but not {missing}: start with torchrun"):
         find_dist_env("cpu", environment=environment)
@@ -112,7 +120,13 @@ def no_driver() -> None:
 def test_a_rank_s_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, own: int, launcher_s: int | None, ranks_here: int, threads: int
 ) -> None:
-    """Whatever the launcher has bound it to."""
+    """A rank's number of threads is its share of the cores that the launcher has bound it to.
+
+    Whatever the launcher has bound it to.
+
+    Claim (ddp/README.md, 1): a rank's threads are its share of the launcher's cores; one whose cores are far from its
+    GPU says so.
+    """
 
     def usable_cores(pid: int = 0) -> int:
         if pid and launcher_s is None:
@@ -125,6 +139,10 @@ def test_a_rank_s_share_of_the_cores(
 
 
 def test_a_group_of_one_needs_no_port_and_leaves_nothing() -> None:
+    """A process group of one opens no port and leaves no process or thread.
+
+    Claim (ddp/README.md, 1): `python -m ddp.train` is a group of one.
+    """
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with process_group() as env:
         assert env.sum_over_ranks(torch.ones(3)).tolist() == [1, 1, 1]
@@ -216,6 +234,10 @@ def of_all_ranks() -> UsageError:
 def test_a_rank_that_leaves_alone_aborts_nccl_and_waits_for_no_collective(
     monkeypatch: pytest.MonkeyPatch, env: DistEnv, error: BaseException | None, called: list[str]
 ) -> None:
+    """A rank that leaves alone aborts NCCL and waits for no collective.
+
+    Claim (ddp/README.md, 12): NCCL is destroyed when all leave together, and aborted by a rank that leaves alone.
+    """
     calls: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
@@ -276,6 +298,10 @@ Last error:
     ],
 )
 def test_nccl_s_own_line_is_the_report_when_it_cannot_start(error: RuntimeError, line: str) -> None:
+    """When NCCL cannot start, its own warning is the one line.
+
+    Claim (ddp/README.md, 2): what NCCL says when it cannot start is the one line.
+    """
     with pytest.raises(UsageError) as reported, rendezvous_errors(NCCL):
         raise error
     assert str(reported.value).startswith(f"NCCL cannot start on cuda:0 of node7: {line}: nvidia-smi shows")

@@ -55,6 +55,10 @@ def test_each_rank_s_file_has_everything(tmp_path: Path) -> None:
 
 
 def test_torchrun_s_report_has_the_traceback_of_the_rank_that_failed() -> None:
+    """The traceback of the rank that failed is in torchrun's report, with the rank.
+
+    Claim (README.md): a failure of the program keeps its traceback, with the rank, in torchrun's report.
+    """
     done = run_torchrun(2, "tests.common.distributed.crashing")
     assert done.returncode == 1
     report = done.stderr[done.stderr.index("tests.common.distributed.crashing FAILED") :]

@@ -41,6 +41,10 @@ def agreed(server: TCPStore, world_size: int) -> str:
 
 
 def test_each_start_agrees_on_another_prefix_whatever_its_size(server: TCPStore) -> None:
+    """Each start of a job, of any world size, agrees on a new prefix in the store.
+
+    Claim (ddp/README.md, 12): a restart agrees on a prefix of its own in the store, without what NCCL has left there.
+    """
     sizes = (3, 3, 3, 2, 4, 1, 4)
     assert len({agreed(server, size) for size in sizes}) == len(sizes)
 
@@ -56,7 +60,12 @@ def test_ranks_that_asked_and_died_are_not_waited_for(server: TCPStore) -> None:
 
 
 def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:
-    """After a timeout NCCL leaves a key outside any prefix, and a process that finds it ends itself minutes later."""
+    """A restart is not ended by the key that NCCL leaves in the store after a timeout.
+
+    After a timeout NCCL leaves a key outside any prefix, and a process that finds it ends itself minutes later.
+
+    Claim (ddp/README.md, 12): a restart agrees on a prefix of its own in the store, without what NCCL has left there.
+    """
     keys = ["exception_dump", "remote_error"]
     for key in keys:
         server.set(key, "1")

@@ -84,6 +84,10 @@ def built(variable: str | None) -> list[str]:
 @registered
 @pytest.mark.parametrize(("variable", "expected"), [(None, "ProcessGroupNCCL"), ("1", "ProcessGroupNCCL2")])
 def test_the_one_that_overlaps_is_built_unless_the_user_asks_for_the_other(variable: str | None, expected: str) -> None:
+    """The implementation of NCCL that overlaps is built, unless the user asks for the other.
+
+    Claim (ddp/README.md, 4): of torch's two implementations of NCCL, the one that overlaps is built.
+    """
     assert run_ranks(built, 1, variable, fresh=True) == [[expected]]  # fresh: torch chooses once per process
 
 
@@ -127,7 +131,13 @@ def device_or_error(visible: list[list[str]], backend: str) -> str:
     ],
 )
 def test_ranks_that_share_gpus(visible: list[list[str]], backend: str, gpus: list[str] | str) -> None:
-    """Three ranks of a node, which are shown these GPUs: gloo can share one, NCCL cannot."""
+    """Ranks of one node that see the same GPU share it with gloo, and are refused with NCCL.
+
+    Three ranks of a node, which are shown these GPUs: gloo can share one, NCCL cannot.
+
+    Claim (ddp/README.md, 1): a rank takes a GPU of those that it sees; two ranks of NCCL on one are refused, gloo's
+    share it.
+    """
     found = run_ranks(device_or_error, 3, visible, backend, fresh=True)
     if isinstance(gpus, list):
         assert found == gpus

@@ -30,6 +30,11 @@ GPU = torch.device("cuda", 0)
 def test_a_rank_whose_cores_are_far_from_its_gpu_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, local: str | None, usable: set[int], words: str | None
 ) -> None:
+    """A rank whose cores are far from its gpu is told.
+
+    Claim (ddp/README.md, 1): a rank's threads are its share of the launcher's cores; one whose cores are far from its
+    GPU says so.
+    """
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(report, "PCI", tmp_path)

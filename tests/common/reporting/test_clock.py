@@ -13,6 +13,11 @@ from tests.support.timed_gpu import TimedGPU
 
 
 def test_a_gpus_stamps_are_seconds_of_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a GPU's events are seconds of the host's clock.
+
+    Claim (ddp/README.md): on a GPU: a benchmark's ranks get a GPU each, over NCCL, or share one, over gloo; times are
+    those of the GPU's streams.
+    """
     gpu = TimedGPU(monkeypatch)
     clock = clock_of(torch.device("cuda", 0))
     assert isinstance(clock, DeviceClock)

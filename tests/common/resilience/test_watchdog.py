@@ -212,6 +212,11 @@ def test_after_a_stop_request_a_silent_rank_is_named() -> None:
 
 
 def test_after_a_stop_request_a_slow_step_is_waited_for() -> None:
+    """After a stop request a slow step is waited for.
+
+    Claim (ddp/README.md, 12): a failed or killed rank is named within ten seconds; a slow step after a stop request
+    is waited for.
+    """
     scene = Scene()
     scene.watchdog.stop_requested = lambda: True
     end = scene.ended(90.0)
@@ -220,6 +225,11 @@ def test_after_a_stop_request_a_slow_step_is_waited_for() -> None:
 
 
 def test_a_failed_and_a_killed_rank_are_named_within_ten_seconds() -> None:
+    """A failed and a killed rank are named within ten seconds.
+
+    Claim (ddp/README.md, 12): a failed or killed rank is named within ten seconds; a slow step after a stop request
+    is waited for.
+    """
     # A tick each until the rank is stuck, the first reading is seen, the decision is proposed, and it is read.
     assert BEAT_S + IDLE_S + 2 * TICK_S <= 10.0
     assert IDLE_S + 4 * TICK_S + LISTEN_S + BEAT_S / 2 <= 10.0
@@ -368,7 +378,12 @@ def test_ranks_that_all_wait_for_each_other_name_no_rank(jobs: dict[str, Job]) -
 
 @pytest.mark.faults
 def test_a_rank_that_failed_unseen_is_named_by_all_others(jobs: dict[str, Job]) -> None:
-    """They wait inside C++ for something that will never come, as for the device on NCCL."""
+    """Ranks that wait inside C++ name the rank that failed.
+
+    They wait inside C++ for something that will never come, as for the device on NCCL.
+
+    Claim (ddp/README.md, 12): a rank that fails or is killed is named by others that wait inside C++.
+    """
     failure_is_named(jobs["raise"])
 
 
@@ -398,6 +413,10 @@ def failure_is_named(job: Job) -> None:
 
 @pytest.mark.faults
 def test_a_rank_that_was_killed_unseen_is_named_by_those_that_get_sigterm(jobs: dict[str, Job]) -> None:
+    """A rank that was killed unseen is named by those that get sigterm.
+
+    Claim (ddp/README.md, 12): a rank that fails or is killed is named by others that wait inside C++.
+    """
     job = jobs["kill"]
     for rank in (0, 2):
         assert job.exit_status(rank) == 1
@@ -409,7 +428,12 @@ def test_a_rank_that_was_killed_unseen_is_named_by_those_that_get_sigterm(jobs: 
 def test_the_latest_collectives_are_written_for_torch_s_own_tool(
     jobs: dict[str, Job], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 1 was in an endless loop when the others were in the first all-reduce after the barrier."""
+    """When a rank hangs, the latest collectives are written in the format of ``torchfrtrace``.
+
+    Rank 1 was in an endless loop when the others were in the first all-reduce after the barrier.
+
+    Claim (ddp/README.md, 12): the latest collectives are written for `torchfrtrace`.
+    """
     from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
 
     (folder,) = re.findall(

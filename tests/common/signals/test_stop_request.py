@@ -246,7 +246,12 @@ def waits_for_ever_inside_cpp(ready: Connection, requeued: bool) -> None:
     [(signal.SIGTERM, False, 143), (signal.SIGHUP, True, 75)],
 )
 def test_a_process_that_waits_inside_cpp_ends_all_the_same(number: int, requeued: bool, status: int) -> None:
-    """A rank that waits for another would hear the signal only when that comes, or after the timeout."""
+    """A signal ends a process that waits inside C++.
+
+    A rank that waits for another would hear the signal only when that comes, or after the timeout.
+
+    Claim (ddp/README.md, 12): a signal ends a rank that waits inside C++.
+    """
     with running(waits_for_ever_inside_cpp, requeued) as (process, pipe):
         heard(pipe)
         time.sleep(0.2)  # until it waits

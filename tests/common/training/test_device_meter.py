@@ -78,6 +78,11 @@ def of_two_ranks() -> list[DeviceTotals | None]:
 
 
 def test_a_window_is_the_mean_over_the_ranks_and_the_most_memory_of_any() -> None:
+    """A window is the mean over the ranks and the most memory of any.
+
+    Claim (ddp/README.md): a GPU's times, memory and MFU are the means, and the most, of all ranks; FLOPs are those of
+    the formulas.
+    """
     for first, second, empty in run_ranks(of_two_ranks, 2):
         for totals, memory in ((first, 5_001), (second, 3_001)):
             assert totals.gpu_ms_per_step == pytest.approx((20 + 40) / 2)
@@ -135,6 +140,11 @@ def test_the_peak_is_found_by_name_or_not_told(gpu: str, precision: str, tf32: b
 
 
 def test_flops_are_those_of_the_formulas() -> None:
+    """Flops are those of the formulas.
+
+    Claim (ddp/README.md): a GPU's times, memory and MFU are the means, and the most, of all ranks; FLOPs are those of
+    the formulas.
+    """
     samples, length, width, layers = 2, 11, 128, 4
     text = TextModel(13, width, layers, length)
     weights = sum(part.weight.numel() for part in text.modules() if isinstance(part, nn.Linear))

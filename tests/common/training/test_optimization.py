@@ -29,6 +29,10 @@ def sgd(rate: float) -> torch.optim.SGD:
 
 @given(total=st.integers(10, 80), share=st.floats(0.2, 0.8), peak=st.floats(1e-4, 1.0))
 def test_one_cycle_is_torch_s(total: int, share: float, peak: float) -> None:
+    """The one-cycle schedule has the learning rates of torch's OneCycleLR.
+
+    Claim (ddp/README.md, 6): the learning rate of each step reaches the optimizer; schedules are torch's.
+    """
     warmup = round(share * total)
     theirs = torch.optim.lr_scheduler.OneCycleLR(
         sgd(peak), max_lr=peak, total_steps=total, pct_start=warmup / total, cycle_momentum=False
@@ -43,6 +47,10 @@ def test_one_cycle_is_torch_s(total: int, share: float, peak: float) -> None:
 
 @given(total=st.integers(2, 80), peak=st.floats(1e-4, 1.0))
 def test_cosine_is_torch_s(total: int, peak: float) -> None:
+    """The cosine schedule has the learning rates of torch's LinearLR and CosineAnnealingLR.
+
+    Claim (ddp/README.md, 6): the learning rate of each step reaches the optimizer; schedules are torch's.
+    """
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(sgd(peak), T_max=total)
     ours = [
         learning_rate(step, schedule="cosine", peak=peak, warmup_steps=0, total_steps=total) for step in range(total)

@@ -90,6 +90,10 @@ def test_the_same_step_in_every_precision_makes_the_same_update(name: str, devic
 
 @on_every_device
 def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(device: torch.device) -> None:
+    """In fp16, a step that overflows is skipped on all ranks, and the scale is halved.
+
+    Claim (ddp/README.md, 6): fp16 skips a step that overflows and halves the scale.
+    """
     scaler = scaler_of("fp16", device)
     model, optimizer = build(device)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -154,6 +158,10 @@ def settings_on_a_gpu(tf32: bool, deterministic: bool) -> tuple[object, ...]:
 
 
 def test_products_and_convolutions_round_to_tf32_or_neither_and_algorithms_are_chosen() -> None:
+    """Products and convolutions both round to TF32, or neither; the flags choose the algorithms.
+
+    Claim (ddp/README.md, 6): fp32's products and convolutions are both rounded to TF32, or neither.
+    """
     rounded = (True, True, True, True, False, None, True)
     assert run_ranks(settings_on_a_gpu, 1, True, False, fresh=True) == [rounded]
     exact = (False, False, False, False, True, ":4096:8", False)

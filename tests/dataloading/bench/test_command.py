@@ -112,6 +112,10 @@ def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) -> None:
+    """Every kind of setting is measured and leaves nothing.
+
+    Claim (dataloading/README.md, 5): a folder can be served with latency.
+    """
     settings = [Setting(loader=loader, workers=workers, batch_size=4) for loader in LOADERS for workers in (0, 1)]
     settings += [
         Setting(workers=1, batch_size=4, fetch_threads=2, latency_ms=0.1),

@@ -69,6 +69,10 @@ def test_the_choice_is_among_the_settings_and_within_noise_of_the_best(seconds: 
 
 
 def test_what_limits_is_named() -> None:
+    """The verdict names what limits the throughput.
+
+    Claim (dataloading/README.md): the verdict names what limits.
+    """
     setting = measured([1.0, 1.0], workers=2)
 
     def why(stage_costs: StageCosts) -> str:

@@ -74,6 +74,10 @@ def test_none_is_false() -> None:
 def test_draws_are_a_function_of_seed_epoch_and_sample_and_not_of_the_batch(
     seed: int, epoch: int, wanted: list[int]
 ) -> None:
+    """Draws are a function of seed epoch and sample and not of the batch.
+
+    Claim (dataloading/README.md, 7): augmentation is a function of seed, epoch and sample.
+    """
     augmentation = ImageAugmentation("affine")
     together = augmentation.draw(seed, epoch, samples(*wanted))
     assert together.dtype == np.float32

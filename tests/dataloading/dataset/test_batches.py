@@ -80,6 +80,10 @@ def assert_batches(
 def test_every_loader_gives_the_same_images_and_labels_in_the_same_order(
     pictures: Path, loader: str, augmentation: str
 ) -> None:
+    """Every loader gives the same images and labels in the same order.
+
+    Claim (dataloading/README.md, 6): every loader and decoder gives the same images.
+    """
     files = LFWDataset(pictures, augmentation=augmentation, seed=7)
     for epoch in (0, 3):
         assert_batches(list(load(loader, files, epoch)), expected_samples(files, epoch), BATCH_SIZE)
@@ -116,6 +120,10 @@ def test_a_batch_lies_in_memory_as_it_was_decoded(pictures: Path) -> None:
 
 @pytest.mark.parametrize(("loader", "damage"), LOADERS_AND_DAMAGE)
 def test_a_bad_file_is_one_line_in_the_place_of_its_batch(own_pictures: Path, loader: str, damage: str) -> None:
+    """A damaged file raises one line that names it, when its batch is due.
+
+    Claim (dataloading/README.md, 8): a bad file is one line; skipping leaves the rest as it is.
+    """
     files = LFWDataset(own_pictures)
     order = order_of(files)
     expected = expected_samples(files)
@@ -144,6 +152,10 @@ def test_of_several_bad_files_the_first_in_order_is_told(own_pictures: Path, loa
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_skipping_leaves_the_rest_as_it_is_and_is_counted_over_all_workers(own_pictures: Path, loader: str) -> None:
+    """Skipping damaged files leaves the other samples as they are, and counts them over all workers.
+
+    Claim (dataloading/README.md, 8): a bad file is one line; skipping leaves the rest as it is.
+    """
     files = LFWDataset(own_pictures, on_error="skip")
     order, expected = order_of(files), expected_samples(files)
     # One in a batch, all of a batch, and the first and last of all.
@@ -219,6 +231,10 @@ class Meeting(Dataset[Any]):
 
 
 def test_a_batchs_samples_are_fetched_at_the_same_time_and_in_their_order() -> None:
+    """A batch's samples are fetched at the same time and in their order.
+
+    Claim (dataloading/README.md, 5): threads fetch at once, in order, with the first error kept.
+    """
     fetch = ThreadedFetch(Meeting(4), threads=4)
     assert fetch.__getitems__([3, 1, 2, 0]) == [3, 1, 2, 0]
     assert fetch.__getitems__(list(range(12))) == list(range(12))
@@ -240,6 +256,10 @@ class Failing(Dataset[Any]):
 
 
 def test_the_first_error_in_the_batchs_order_is_raised_though_another_came_before() -> None:
+    """The first error in the batch's order is raised though another came before.
+
+    Claim (dataloading/README.md, 5): threads fetch at once, in order, with the first error kept.
+    """
     fetch = ThreadedFetch(Failing(), threads=5)
     with pytest.raises(BadFile, match=r"^sample 1$"):
         fetch.__getitems__([0, 1, 2, 3, 4])

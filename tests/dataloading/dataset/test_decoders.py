@@ -170,6 +170,10 @@ def test_all_decoders_accept_the_same_damaged_files_with_the_same_pixels(data: b
 
 @pytest.mark.parametrize(("height", "width"), [(65535, 65535), (65500, 65500), (9460, 9460)])
 def test_an_image_that_claims_to_be_enormous_is_refused_before_memory_is_taken(height: int, width: int) -> None:
+    """An image that claims to be enormous is refused before memory is taken.
+
+    Claim (dataloading/README.md, 8): an enormous image is refused by every decoder before memory is taken.
+    """
     data = bytearray(jpeg())
     start_of_frame = data.find(b"\xff\xc0")
     data[start_of_frame + 5 : start_of_frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")

@@ -212,6 +212,10 @@ def _no_access(*arguments: Any) -> Any:
 def test_what_fsspec_cannot_open_is_one_line_without_a_password(
     monkeypatch: pytest.MonkeyPatch, root: str, failure: Callable[..., Any] | None, line: str
 ) -> None:
+    """What fsspec cannot open is one line without a password.
+
+    Claim (dataloading/README.md, 8): a server may drip, flood, lie or curse; a password is never printed.
+    """
     if failure is not None:
         monkeypatch.setattr(fsspec.core, "url_to_fs", failure)
     with pytest.raises(UsageError) as refused:

@@ -57,6 +57,10 @@ def test_people_with_enough_images_are_the_classes(folder: Path) -> None:
 
 
 def test_a_fifth_of_each_person_is_for_testing_and_one_at_least(folder: Path) -> None:
+    """A fifth of each person is for testing and one at least.
+
+    Claim (dataloading/README.md, 9): a fifth of each person's images is for testing.
+    """
     data = load(folder)
     assert np.bincount(data.test.labels).tolist() == [4, 2, 1, 1]
     assert np.bincount(data.train.labels).tolist() == [19, 8, 3, 1]

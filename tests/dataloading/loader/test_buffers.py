@@ -147,6 +147,10 @@ def test_shared_memory_does_not_depend_on_the_sharing_strategy(monkeypatch: pyte
 
 
 def test_a_gpu_s_buffers_are_locked_until_the_last_batch_on_them_is_gone(fake_gpu: FakeGpu) -> None:
+    """A GPU's buffers stay pinned until the last batch on them is gone.
+
+    Claim (dataloading/README.md, 6): shared memory is pinned, and unpinned before it is unmapped.
+    """
     buffers = BufferPool(SHAPE, 1, allocator(in_processes=True, device=CUDA))
     kept, dropped = tensor(buffers), tensor(buffers)
     addresses = {kept.data_ptr(), dropped.data_ptr()}

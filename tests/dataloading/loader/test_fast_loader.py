@@ -112,6 +112,11 @@ def test_every_epoch_has_its_own_order_and_augmentation_and_is_counted_unless_se
 
 
 def test_a_transform_is_refused_and_not_ignored(pictures: Path) -> None:
+    """A transform is refused and not ignored.
+
+    Claim (dataloading/README.md, 6): any data set works in torch's DataLoader; a transform is refused and not
+    ignored.
+    """
     with pytest.raises(
         ValueError, match="no image object that LFWDataset's transform could be called with: leave transform out"
     ):
@@ -121,7 +126,13 @@ def test_a_transform_is_refused_and_not_ignored(pictures: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_torchs_loader_takes_any_of_the_data_sets(pictures: Path, workers: int, shuffle: bool) -> None:
-    """With nothing but a ``batch_size``: its own samplers and its own ``collate_fn``."""
+    """torch's DataLoader takes any of the data sets, with its own sampler and ``collate_fn``.
+
+    With nothing but a ``batch_size``: its own samplers and its own ``collate_fn``.
+
+    Claim (dataloading/README.md, 6): any data set works in torch's DataLoader; a transform is refused and not
+    ignored.
+    """
     files = LFWDataset(pictures, transform=PILToTensor(), with_label=True)
     whole = LFWBatches(LFWDataset(pictures))
     in_memory = ImageDataset(np.stack([files[i][0].numpy() for i in range(len(files))]), files.labels)
@@ -249,6 +260,11 @@ def test_no_more_than_prefetch_batches_are_requested_ahead(dataset: LFWBatches) 
 
 @every_pool
 def test_a_batch_that_is_kept_is_never_overwritten(dataset: LFWBatches, pool: str) -> None:
+    """A batch that is kept is never overwritten.
+
+    Claim (dataloading/README.md, 6): a batch that is kept is never overwritten; the buffers of dropped batches are
+    reused.
+    """
     loader = make(dataset, pool, shuffle=True)
     kept = []
     for epoch in range(4):
@@ -285,6 +301,11 @@ def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, pool
 
 @every_pool
 def test_the_memory_of_dropped_batches_is_reused(dataset: LFWBatches, pool: str) -> None:
+    """The memory of dropped batches is reused.
+
+    Claim (dataloading/README.md, 6): a batch that is kept is never overwritten; the buffers of dropped batches are
+    reused.
+    """
     loader = make(dataset, pool, prefetch_batches=2)
     addresses = []
     for _ in range(5):
@@ -364,6 +385,10 @@ ENDS: list[Callable[[Iterator[Any]], None]] = [_to_the_end, _break_early, _never
 
 @every_pool
 def test_nothing_is_left_however_an_epoch_ends(dataset: LFWBatches, pool: str) -> None:
+    """No process or shared memory is left, however an epoch ends.
+
+    Claim (dataloading/README.md, 8): no process or shared memory stays behind, however an epoch ends.
+    """
     before = Traces()
     for end in ENDS:
         loader = make(dataset, pool)
@@ -470,6 +495,10 @@ def error_of(batches: Iterator[Any]) -> str:
 @pytest.mark.timeout(60)
 @processes_only
 def test_a_loader_process_that_is_killed_is_named_with_the_likely_reason(dataset: LFWBatches, pool: str) -> None:
+    """A loader process that is killed is named with the likely reason.
+
+    Claim (dataloading/README.md, 8): a killed loader process is named.
+    """
     before = Traces()
     loader = make(dataset, pool, 1)
     batches = iter(loader)
@@ -613,7 +642,13 @@ def test_a_gpu_that_is_not_there_is_one_line(dataset: LFWBatches) -> None:
 def test_what_lies_on_a_gpu_is_right_though_copies_run_late(
     dataset: LFWBatches, pool: str, end: Callable[[Iterator[Any]], None], fake_gpu: FakeGpu
 ) -> None:
-    """Workers fill the memory of a batch again as soon as its copy is over, and not before."""
+    """Batches on a (fake) GPU are right though its copies run late.
+
+    Workers fill the memory of a batch again as soon as its copy is over, and not before.
+
+    Claim (dataloading/README.md, 6): copies to a GPU are queued and waited for by events, and no buffer is reused
+    before its copy is over (a fake GPU, whose copies run late).
+    """
     before = Traces()
     loader = make(dataset, pool, 2, prefetch_batches=1, device="cuda")
     arrived: list[Batch] = []

@@ -74,6 +74,10 @@ def test_spans_of_a_thread_nest(runs: list[LoaderTrace]) -> None:
 
 
 def test_a_batch_is_the_work_of_one_worker(stock: list[LoaderTrace]) -> None:
+    """A batch is the work of one worker.
+
+    Claim (dataloading/README.md, 2): a worker makes whole batches; a late file holds up the others only in order.
+    """
     for run in stock:
         assert run.lanes == [MAIN, "loader worker 0", "loader worker 1"]
         for number in range(BATCHES):
@@ -83,6 +87,10 @@ def test_a_batch_is_the_work_of_one_worker(stock: list[LoaderTrace]) -> None:
 
 
 def test_a_late_batch_holds_up_the_others_only_in_order(stock: list[LoaderTrace]) -> None:
+    """A late batch holds up the others only if they must come in order.
+
+    Claim (dataloading/README.md, 2): a worker makes whole batches; a late file holds up the others only in order.
+    """
     in_order, out_of_order = stock
     assert [batch.number for batch in in_order.batches] == list(range(BATCHES))
     numbers = [batch.number for batch in out_of_order.batches]

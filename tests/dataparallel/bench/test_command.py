@@ -16,6 +16,10 @@ from tests.support.user_errors import UserError
 
 
 def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
+    """The bench measures, draws its figure and explains which step costs most.
+
+    Claim (dataparallel/README.md): the bench measures, draws and explains; the steps add up.
+    """
     done = run_command(
         "dataparallel.bench",
         "--batch-sizes",

@@ -23,6 +23,10 @@ def point(batch_size: int, handwritten: float, mode: str = "inference", **others
 
 
 def test_the_steps_and_the_rest_add_up() -> None:
+    """The measured steps and the rest add up to the whole.
+
+    Claim (dataparallel/README.md): the bench measures, draws and explains; the steps add up.
+    """
     steps = point(8, 34.0).median_steps()
     assert list(steps) == [*INFERENCE, "rest"]
     assert sum(steps.values()) == pytest.approx(0.034)

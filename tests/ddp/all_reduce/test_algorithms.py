@@ -124,6 +124,10 @@ def assert_same_sums(builds: list[Build], layouts: list[str], examples: list[Cas
 @settings(max_examples=1, phases=[Phase.generate])  # to shrink would start hundreds of jobs
 @given(examples=lists_of_cases(6))
 def test_algorithms_sum_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
+    """Each algorithm sums as torch does, to the same bits on all ranks.
+
+    Claim (ddp/README.md, 11): every all-reduce sums as torch does, to the same bits on all ranks.
+    """
     assert_same_sums(BY_HAND, [hosts for hosts in ONE_HOST if len(hosts) != 5], [*examples, *LARGE])
     assert_same_sums([SharedMemory], ONE_HOST, examples, **MANY_CHUNKS)
     assert_same_sums([Hierarchical], HOSTS, examples, **MANY_CHUNKS)

@@ -73,6 +73,11 @@ def check(build: Callable[[P2P], ShardedAllReduce], examples: Sequence[Case]) ->
 def test_both_are_torchs_and_together_the_all_reduce(
     build: Callable[[P2P], ShardedAllReduce], examples: list[Case]
 ) -> None:
+    """Reduce-scatter and all-gather give torch's results, and one after the other the bits of the all-reduce.
+
+    Claim (ddp/sharded/README.md, 1): a reduce-scatter and an all-gather are an all-reduce, by ring, shared memory and
+    gloo.
+    """
     for ranks in (1, 2, 4):
         run_ranks(check, ranks, build, [*examples, (LARGE, torch.float32, False), (LARGE, torch.bfloat16, True)])
 

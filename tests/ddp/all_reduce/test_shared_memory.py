@@ -89,6 +89,10 @@ def names_in_use() -> tuple[set[str], bool]:
 
 
 def test_nothing_has_a_name_that_could_be_left_behind() -> None:
+    """Shared memory has no name in the file system.
+
+    Claim (ddp/README.md, 11): nothing in shared memory has a name.
+    """
     for names, remains in run_ranks(names_in_use, 2):
         assert "/memfd:all-reduce (deleted)" in names
         assert not [name for name in names if os.path.exists(name)]

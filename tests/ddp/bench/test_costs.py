@@ -34,6 +34,10 @@ def test_a_part_is_the_difference_of_two_variants_and_waiting_is_the_rest() -> N
 
 @pytest.mark.examples
 def test_every_part_is_measured(tmp_path: Path) -> None:
+    """The bench measures every part of a step.
+
+    Claim (ddp/README.md): the benches run and write their figures.
+    """
     arguments = ("--models", "deep-mlp", "--builds", "1", "--rounds", "2", "--turn", "0.01", "--output", str(tmp_path))
     done = run_command("ddp.bench", "costs", *arguments)
     assert done.returncode == 0, done.stderr

@@ -36,6 +36,10 @@ SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)
 
 @pytest.mark.examples
 def test_every_variant_is_measured(tmp_path: Path) -> None:
+    """The bench measures every variant and writes its JSON and figure.
+
+    Claim (ddp/README.md): the benches run and write their figures.
+    """
     done = run_command(
         "ddp.bench", "engines", *SMALL, "--builds", "1", "--no-variations", "--output", str(tmp_path), timeout_s=280
     )

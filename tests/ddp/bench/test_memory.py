@@ -20,6 +20,10 @@ SMALL = ("--width", "64", "--layers", "2", "--length", "8")
 @pytest.mark.examples
 @pytest.mark.parametrize(("precision", "ranks"), [("fp32", 2), ("bf16", 3)])
 def test_a_rank_holds_and_sends_what_the_formulas_say(tmp_path: Path, precision: str, ranks: int) -> None:
+    """A rank holds and sends what the formulas say.
+
+    Claim (ddp/sharded/README.md, 2, 6): the bench's own count is that of the formulas, in fp32 and bf16.
+    """
     more = ("--ranks", str(ranks), "--precision", precision, "--output", str(tmp_path))
     done = run_command("ddp.bench", "memory", *SMALL, *more, timeout_s=280)
     assert done.returncode == 0, done.stderr
@@ -39,6 +43,10 @@ def test_a_rank_holds_and_sends_what_the_formulas_say(tmp_path: Path, precision:
 
 @pytest.mark.examples
 def test_the_largest_model_within_a_limit(tmp_path: Path) -> None:
+    """The bench finds and trains the largest model within a memory limit.
+
+    Claim (ddp/sharded/README.md, 7): the largest model within a limit is found and trained.
+    """
     more = ("--width", "128", "--ranks", "4", "--limit", "24MiB", "--output", str(tmp_path))
     done = run_command("ddp.bench", "memory", *more, timeout_s=280)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,10 @@ LOOPS = (PLAIN, *AGAINST)
 
 @pytest.mark.examples
 def test_every_loop_and_every_guard_is_measured(tmp_path: Path) -> None:
+    """Every loop and every guard is measured.
+
+    Claim (ddp/README.md): the longer benches run and write their figures.
+    """
     sizes = ("--batch-size", "12", "--builds", "1", "--rounds", "2", "--steps", "2", "--looks", "3", "--device", "cpu")
     done = run_torchrun(2, "ddp.bench", "safety", *sizes, "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -51,6 +51,10 @@ def test_a_late_rank_is_imbalance_and_not_communication() -> None:
 
 
 def test_what_holds_up_the_backward_pass_is_communication_and_not_compute() -> None:
+    """Time in which backward waits for a bucket counts as communication, and compute does not.
+
+    Claim (ddp/README.md, 4): what holds up the backward pass is communication.
+    """
     held_up = Stamps(0.0, 1.0, 8.0, 9.0, 10.0, stalled=3.0)
     assert StepParts.of([[held_up]]) == StepParts(input=1.0, compute=4.0, imbalance=0.0, communication=4.0, update=1.0)
 
@@ -103,7 +107,12 @@ def step_on_a_gpu() -> tuple[list[str], float]:
 
 
 def test_the_wait_for_a_future_is_measured_but_for_the_last_bucket_s() -> None:
-    """Whose wait comes after everything is computed."""
+    """The wait for each bucket's future is measured, except for the last one, after all is computed.
+
+    Whose wait comes after everything is computed.
+
+    Claim (ddp/README.md, 4): what holds up the backward pass is communication.
+    """
     for seen, stalled in run_ranks(step_on_a_gpu, 2, fresh=True):
         buckets = seen.count("future")
         assert buckets > 1

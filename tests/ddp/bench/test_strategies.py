@@ -16,6 +16,10 @@ from tests.support.user_errors import UserError
 
 @pytest.mark.examples
 def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
+    """All strategies of this machine are compared.
+
+    Claim (ddp/README.md): the longer benches run and write their figures.
+    """
     done = run_command(
         "ddp.bench", "strategies", "--builds", "1", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
         "--batch-size", "24", "--output", str(tmp_path),

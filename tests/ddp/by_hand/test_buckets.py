@@ -31,6 +31,10 @@ def positions(tensors: list[Tensor], buckets: list[list[Tensor]]) -> list[list[i
 
 @given(tensor_lists(), limits)
 def test_buckets_are_torchs(tensors: list[Tensor], limits: list[int]) -> None:
+    """Buckets have the parameters and the order of torch's.
+
+    Claim (ddp/README.md, 10): buckets are torch's, and travel while backward goes on.
+    """
     buckets = assign_buckets(tensors, limits)
     places = positions(tensors, buckets)
     theirs, _ = _compute_bucket_assignment_by_size(tensors, limits)

@@ -88,18 +88,31 @@ def in_high_precision(case: Case) -> Case:
 @settings(max_examples=2, phases=[Phase.generate])  # the first example has every setting's simplest value
 @given(all_cases)
 def test_two_ranks_train_to_the_same_bits_as_torch(cases: tuple[Case, ...]) -> None:
+    """On two ranks, the DDP by hand trains random models and settings to the bits of torch's.
+
+    Claim (ddp/README.md, 10): DDP by hand trains to torch's bits over random settings and seventeen models.
+    """
     assert_equal_training(2, list(map(in_few_steps, cases)))
 
 
 @settings(max_examples=2, phases=[Phase.generate])
 @given(some_cases)
 def test_three_ranks_train_as_torch_does(cases: list[Case]) -> None:
+    """On three ranks, the DDP by hand trains as torch's, up to rounding.
+
+    Claim (ddp/README.md, 10): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
+    """
     assert_equal_training(3, list(map(in_high_precision, cases)))
 
 
 @pytest.mark.gpu
 def test_ranks_that_share_a_gpu_train_as_torch_does() -> None:
-    """Over gloo. Not to the last bit: a GPU's kernels need not repeat their own."""
+    """Two ranks that share a GPU over gloo train as with torch's DDP, up to rounding.
+
+    Over gloo. Not to the last bit: a GPU's kernels need not repeat their own.
+
+    Claim (ddp/README.md): on a GPU that two ranks share, both DDPs train, accumulate, clip, save and resume.
+    """
     cases = [
         replace(case, find_unused=model in UNUSED, device="cuda")
         for model in ("images", "channels last", "odd", "tied", "mixed", "branches", "checkpoint")
@@ -148,5 +161,9 @@ def compared_by_algorithm() -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_all_reduce_trains_as_torch_does(world_size: int) -> None:
+    """With each all-reduce, the DDP by hand trains as torch's.
+
+    Claim (ddp/README.md, 10): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
+    """
     for found in run_ranks(compared_by_algorithm, world_size):
         assert found == []

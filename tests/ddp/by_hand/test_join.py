@@ -106,6 +106,9 @@ def all_uneven(world_size: int) -> st.SearchStrategy[list[Uneven]]:
 @settings(max_examples=2, phases=[Phase.generate])
 @given(data=st.data())
 def test_ranks_of_uneven_inputs_train_as_torch_does(world_size: int, data: st.DataObject) -> None:
-    """With two ranks, to the same bits."""
+    """With two ranks, to the same bits.
+
+    Claim (ddp/README.md, 10): uneven inputs are joined as by torch's `Join`.
+    """
     for failed in run_ranks(compared, world_size, data.draw(all_uneven(world_size))):
         assert failed == []

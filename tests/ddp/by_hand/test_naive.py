@@ -42,5 +42,9 @@ def compared() -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_torch_does(world_size: int) -> None:
+    """The naive wrapper trains as torch's DDP.
+
+    Claim (ddp/README.md, 10): the naive wrapper trains as torch's DDP.
+    """
     for found in run_ranks(compared, world_size):
         assert found == []

@@ -24,6 +24,10 @@ def assert_equal(some: list[Program]) -> None:
 @settings(max_examples=2, phases=[Phase.generate])
 @given(st.lists(programs(), min_size=8, max_size=8))
 def test_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> None:
+    """Random programs give the same bits as torch.
+
+    Claim (ddp/README.md, 10): random training programs give torch's bits.
+    """
     assert_equal(some)
 
 
@@ -32,4 +36,8 @@ def test_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> Non
 @settings(max_examples=50, phases=[Phase.generate])
 @given(st.lists(programs(), min_size=10, max_size=10))
 def test_500_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> None:
+    """500 random programs give the same bits as torch.
+
+    Claim (ddp/README.md, 10): five hundred random training programs give torch's bits.
+    """
     assert_equal(some)

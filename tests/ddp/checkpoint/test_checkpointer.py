@@ -111,6 +111,10 @@ def saved_both_ways(folder: Path) -> tuple[Saved | None, Saved | None, bool]:
 
 
 def test_a_background_save_holds_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
+    """A background save holds the state at the time of the call.
+
+    Claim (ddp/README.md, 9): a checkpoint that is written in the background holds the state at the time of the call.
+    """
     (at_once, later, nothing_yet), *others = run_ranks(saved_both_ways, 2, tmp_path)
     assert nothing_yet
     assert at_once == later
@@ -226,7 +230,12 @@ def test_checkpoints_are_overdue_on_rank_0_after_the_interval(tmp_path: Path, mo
 def test_on_a_gpu_the_writer_waits_for_the_copy_and_training_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
 ) -> None:
-    """A wait of the main thread, or a copy before the collective, which would wait for it, would be in the log."""
+    """On a (fake) GPU, the writing thread waits for the copy to the host; the training thread does not.
+
+    A wait of the main thread, or a copy before the collective, which would wait for it, would be in the log.
+
+    Claim (ddp/README.md, 9): on a GPU the writing thread waits for the copy, and training does not (a fake GPU).
+    """
 
     @contextlib.contextmanager
     def collective(env: DistEnv) -> Iterator[None]:

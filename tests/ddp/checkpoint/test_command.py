@@ -66,6 +66,10 @@ def state_of(run_dir: Path) -> dict[str, bytes]:
 def test_inspect_lists_all_and_describes_the_newest_whole_one(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Inspect lists all and describes the newest whole one.
+
+    Claim (ddp/README.md, 9): a checkpoint can be inspected, verified and exported.
+    """
     (run / FOLDER / NAMES[2] / "ranks.pt").write_bytes(b"")
     (run / FOLDER / f"damaged-{NAMES[0]}").mkdir()
     before = state_of(run)
@@ -95,6 +99,10 @@ def test_inspect_if_all_are_damaged(
 def test_verify_checks_every_byte(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Verify checks every byte.
+
+    Claim (ddp/README.md, 9): a checkpoint can be inspected, verified and exported.
+    """
     lines = call(monkeypatch, capsys, "verify", "--run-dir", run).splitlines()
     assert [line.split(": whole, ")[0] for line in lines] == NAMES
     model = run / FOLDER / BEST / "model.pt"
@@ -124,6 +132,10 @@ def test_export_writes_the_weights_of_the_plain_module(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Export writes the weights of the plain module.
+
+    Claim (ddp/README.md, 9): a checkpoint can be inspected, verified and exported.
+    """
     output, before = tmp_path / "weights.pt", state_of(written)
     out = call(monkeypatch, capsys, "export", "--run-dir", written, "--output", output, *arguments)
     assert out == f"{output}: {len(weights(step))} tensors of fashion-cnn, from {NAMES[step // 10 - 1]}\n"

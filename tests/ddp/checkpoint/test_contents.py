@@ -110,6 +110,10 @@ MOMENTUM = ("state", 0, "momentum_buffer")
 def test_contents_that_do_not_fit_are_refused(
     whole: tuple[Job, Path], path: Path, kind: str, place: tuple[Any, ...], value: Any, problem: str
 ) -> None:
+    """Contents of the wrong kind, shape or dtype are refused with their place.
+
+    Claim (ddp/README.md, 9): contents that do not fit the job are refused before they are loaded.
+    """
     job, _ = whole
     take_up(job, path)
     content = storage.read(path, kind)

@@ -146,6 +146,10 @@ DAMAGES = st.one_of(
 def test_a_damaged_one_is_reported_and_the_one_before_it_used(
     damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A damaged checkpoint is reported by name, and the one before it is used.
+
+    Claim (ddp/README.md, 9): the newest checkpoint whose checksums are right is taken; nothing in it is executed.
+    """
     assert_passed_over(damage, pair, caplog)
 
 
@@ -252,6 +256,10 @@ class Malicious:
 @pytest.mark.parametrize("protocol", ["zip", "pickle"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_code_in_a_checkpoint_is_not_executed(tmp_path: Path, kind: str, protocol: str) -> None:
+    """Code in a checkpoint is not executed.
+
+    Claim (ddp/README.md, 9): the newest checkpoint whose checksums are right is taken; nothing in it is executed.
+    """
     path, marker = write(tmp_path, 20), tmp_path / "executed"
     content = {"w": Malicious(marker)}
     if protocol == "zip":

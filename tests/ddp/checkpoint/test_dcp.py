@@ -62,6 +62,10 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_dcp_and_we_read_each_other_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_error: UserError, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Dcp and we read each other s.
+
+    Claim (ddp/sharded/README.md, 9): `torch.distributed.checkpoint` reads ours, and we its.
+    """
     run_ranks(save_each, 2, tmp_path, ["torch", "zero3"])
     for run in ("torch-2", "zero3-2"):
         call(monkeypatch, "export", format="dcp", run_dir=tmp_path / run, output=tmp_path / f"dcp-{run}")

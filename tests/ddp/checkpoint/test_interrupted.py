@@ -72,7 +72,12 @@ class _FailingFile:
 
 @pytest.mark.parametrize("replacing", [pytest.param(False, marks=pytest.mark.faults), True])
 def test_a_full_disk_at_any_write_leaves_what_was_there(tmp_path: Path, replacing: bool) -> None:
-    """Also at any sync, rename and new folder."""
+    """A full disk at any write, sync, rename or new folder leaves the checkpoints that were there.
+
+    Also at any sync, rename and new folder.
+
+    Claim (ddp/README.md, 9): a checkpoint is complete or absent, at a kill in any moment and on a full disk.
+    """
     older = write(tmp_path, 10)
     if replacing:
         write(tmp_path, 20)
@@ -148,6 +153,10 @@ def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
 
 
 def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
+    """A kill at any system call of a save leaves the old checkpoint or the new one.
+
+    Claim (ddp/README.md, 9): a checkpoint is complete or absent, at a kill in any moment and on a full disk.
+    """
     assert_kills_lose_nothing(tmp_path, kills=6)
 
 

@@ -52,6 +52,10 @@ def check(found: dict[Any, Any], expected: list[float]) -> None:
 def test_a_checkpoint_is_resumed_by_another_strategy_at_another_world_size(
     tmp_path: Path, expected: list[float]
 ) -> None:
+    """A checkpoint is resumed by another strategy at another world size.
+
+    Claim (ddp/sharded/README.md, 9): a checkpoint is resumed by another strategy at another world size.
+    """
     run_ranks(save_each, 2, tmp_path, STRATEGIES)
     for saved, strategy in (("torch-2", "zero3"), ("zero3-2", "fsdp2"), ("fsdp2-2", "zero1"), ("zero2-2", "torch")):
         check(run_ranks(resume_each, 3, tmp_path, [saved], [strategy])[0], expected)
@@ -60,6 +64,11 @@ def test_a_checkpoint_is_resumed_by_another_strategy_at_another_world_size(
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (3, 6)])
 def test_all_pairs_of_strategies(tmp_path: Path, expected: list[float], before: int, after: int) -> None:
+    """A checkpoint of each strategy is resumed by each strategy, at other world sizes.
+
+    Claim (ddp/sharded/README.md, 9): a checkpoint is resumed in all pairs of strategies, with BatchNorm,
+    channels-last and momentum.
+    """
     run_ranks(save_each, before, tmp_path, STRATEGIES, timeout_s=300)
     saved = [f"{strategy}-{before}" for strategy in STRATEGIES]
     found = run_ranks(resume_each, after, tmp_path, saved, STRATEGIES, timeout_s=600)[0]
@@ -69,7 +78,13 @@ def test_all_pairs_of_strategies(tmp_path: Path, expected: list[float], before: 
 
 @pytest.mark.slow
 def test_batchnorm_channels_last_and_momentum_travel(tmp_path: Path) -> None:
-    """Of another model, whose buffers are no parameters, and whose parameters lie in another order in memory."""
+    """BatchNorm's buffers, channels-last parameters and momentum survive a change of strategy.
+
+    Of another model, whose buffers are no parameters, and whose parameters lie in another order in memory.
+
+    Claim (ddp/sharded/README.md, 9): a checkpoint is resumed in all pairs of strategies, with BatchNorm,
+    channels-last and momentum.
+    """
     settings: dict[str, Any] = {
         "model": "fashion-cnn",
         "width": None,
@@ -114,6 +129,11 @@ def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
 
 @pytest.mark.parametrize("kind", ["missing", "cut", "other"])
 def test_a_damaged_part_names_its_rank(copy: Path, kind: str) -> None:
+    """A damaged part of a sharded checkpoint is reported with its rank.
+
+    Claim (ddp/sharded/README.md, 9): a part that is missing, damaged or forged is named; no rank reads more than its
+    part.
+    """
     part = copy / "rank-1-of-2.pt"
     if kind == "missing":
         part.unlink()
@@ -136,7 +156,13 @@ def test_a_file_that_is_not_listed_is_not_read(copy: Path) -> None:
 
 
 def test_no_rank_reads_more_than_its_part(tmp_path: Path) -> None:
-    """Files are mapped: what is not taken does not come into memory."""
+    """A rank takes only its part of the files into memory.
+
+    Files are mapped: what is not taken does not come into memory.
+
+    Claim (ddp/sharded/README.md, 9): a part that is missing, damaged or forged is named; no rank reads more than its
+    part.
+    """
     whole = {"model:w": Shard.of_whole(torch.ones(4000, 4000))}  # 64 MB
     path = tmp_path / "step-00000001"
     path.mkdir()

@@ -35,6 +35,10 @@ TORCH_FAILS = {
 
 @pytest.mark.slow
 def test_torch_s_ddp_passes_what_it_should(tmp_path: Path) -> None:
+    """torch's DDP passes all checks but those that the page names.
+
+    Claim (ddp/conformance/README.md): torch's DDP passes 95 % of them.
+    """
     done = run_command("ddp.conformance", "--output", str(tmp_path), "--time-limit", "5", timeout_s=200)
     results = json.loads((tmp_path / "conformance.json").read_text())["results"]
     failed = {result["check"]: result["message"] for result in results if result["status"] != PASS}
@@ -56,6 +60,10 @@ def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Pa
 
 
 def test_a_rank_that_hangs_is_killed_and_the_next_check_gets_new_ranks() -> None:
+    """A rank that hangs is killed and the next check gets new ranks.
+
+    Claim (ddp/conformance/README.md): what hangs is killed, and its ranks are named.
+    """
     with Runner(2, time_limit_s=1.5) as runner:
         hung = runner.run(FIRST, f"{WRAPPERS}:HangsOnRank1")
         assert (hung.status, hung.message) == (HUNG, "ranks 0 and 1 did not answer within 1.5 s")
@@ -63,6 +71,10 @@ def test_a_rank_that_hangs_is_killed_and_the_next_check_gets_new_ranks() -> None
 
 
 def test_a_rank_that_dies_is_named() -> None:
+    """A rank that dies is named.
+
+    Claim (ddp/conformance/README.md): a rank that dies is named; a collective that is left over is found.
+    """
     with Runner(2) as runner:
         died = runner.run(FIRST, f"{WRAPPERS}:DiesOnRank1")
         assert died.status == REFUSED
@@ -71,6 +83,10 @@ def test_a_rank_that_dies_is_named() -> None:
 
 
 def test_a_collective_that_is_left_over_is_found() -> None:
+    """A collective that is left over is found.
+
+    Claim (ddp/conformance/README.md): a rank that dies is named; a collective that is left over is found.
+    """
     with Runner(2, time_limit_s=3) as runner:
         assert runner.run(FIRST, f"{WRAPPERS}:LeavesACollective").status != PASS
 
@@ -154,6 +170,10 @@ RESULTS = Path(conformance.__file__).parent / "results/conformance.csv"
 
 
 def test_the_readme_s_table_is_of_the_results() -> None:
+    """The README's table is that of the results in JSON.
+
+    Claim (ddp/conformance/README.md): the table is of the results, which can be drawn.
+    """
     readme = RESULTS.parent.with_name("README.md").read_text()
     rows = list(csv.DictReader(RESULTS.read_text().splitlines()))
     assert [(row["topic"], row["check"]) for row in rows] == [(check.topic, check.name) for check in CHECKS]
@@ -164,6 +184,10 @@ def test_the_readme_s_table_is_of_the_results() -> None:
 
 
 def test_runs_are_compared_in_a_table_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A table and a picture compare the results of several runs.
+
+    Claim (ddp/conformance/README.md): the table is of the results, which can be drawn.
+    """
     statuses = {"one": (PASS, WRONG), "two": (REFUSED, PASS)}
     for wrapper, of_ranks in statuses.items():
         results = [Result("a check", "averages", ranks, status) for ranks, status in enumerate(of_ranks, 2)]

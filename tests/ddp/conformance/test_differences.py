@@ -42,6 +42,10 @@ def printed() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", cases())
 def test_a_case_prints_what_the_page_quotes(name: str, printed: dict[str, list[str]]) -> None:
+    """A case prints what the page quotes.
+
+    Claim (ddp/conformance/README.md): each case in which torch is wrong prints what the page quotes.
+    """
     if name in OF_BUILDS_FOR_CUDA and torch.version.cuda is None:
         pytest.skip("the quoted error is of a torch that was built for CUDA")
     assert printed[name] == QUOTED[name]

@@ -26,12 +26,20 @@ def test_every_check_has_a_mutant() -> None:
 
 @pytest.mark.parametrize("check", FIRST_OF_TOPIC, ids=lambda check: check.topic)
 def test_a_mutant_of_each_topic_is_caught(runners: dict[int, Runner], check: Check) -> None:
+    """A mutant of each topic is caught.
+
+    Claim (ddp/conformance/README.md): a broken wrapper per check is caught; by default for one check of each topic.
+    """
     require_caught(runners, check)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
 def test_each_mutant_is_caught(runners: dict[int, Runner], check: Check) -> None:
+    """Each mutant is caught.
+
+    Claim (ddp/conformance/README.md): a broken wrapper per check is caught, for all checks.
+    """
     require_caught(runners, check)
 
 

@@ -52,6 +52,11 @@ MACHINES = [
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_each_command_is_one_that_its_program_takes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command is one that its program takes.
+
+    Claim (ddp/README.md): on a GPU: gpu-check names what fails, hangs or does not apply, and nothing outlives it;
+    each of its commands is one that its program takes, for any number of GPUs.
+    """
     pretend_gpus(monkeypatch, machine.gpus)
     seen = set()
     for check in checks(machine):

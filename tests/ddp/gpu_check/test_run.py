@@ -58,6 +58,11 @@ def sleeping() -> list[str]:
 
 
 def test_one_that_fails_or_hangs_does_not_end_the_others_and_nothing_outlives_it(tmp_path: Path) -> None:
+    """One that fails or hangs does not end the others and nothing outlives it.
+
+    Claim (ddp/README.md): on a GPU: gpu-check names what fails, hangs or does not apply, and nothing outlives it;
+    each of its commands is one that its program takes, for any number of GPUs.
+    """
     output = tmp_path / "a folder"
     assert run_ranks(run_fake, 1, str(output), fresh=True) == [1]
     assert sleeping() == []
@@ -156,6 +161,10 @@ def test_overwrite_deletes_the_results_of_an_earlier_check(tmp_path: Path) -> No
 @pytest.mark.examples
 @pytest.mark.timeout(900)
 def test_all_checks_pass_on_the_cpu(tmp_path: Path) -> None:
+    """All checks pass on the CPU.
+
+    Claim (ddp/README.md): on a GPU: all checks of gpu-check that apply to the CPU pass there.
+    """
     done = run_command("ddp.gpu_check", "--device", "cpu", "--output", str(tmp_path / "results"), timeout_s=800)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "results" / "summary.json").read_text())

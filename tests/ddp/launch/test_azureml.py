@@ -32,6 +32,10 @@ def submit_commands() -> list[list[str]]:
 
 
 def test_it_is_a_job_of_two_instances_with_two_ranks_each() -> None:
+    """It is a job of two instances with two ranks each.
+
+    Claim (ddp/README.md): launch: the manifests pass their validators.
+    """
     job = ml.load_job(FILE)
     job._to_job()._validate()  # the next step of sending it, which compares the command with the inputs
     assert job.distribution.type.lower() == "pytorch"

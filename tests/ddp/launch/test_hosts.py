@@ -63,7 +63,12 @@ def test_nothing_is_left(hosts: TwoHosts, number: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_job_over_two_hosts_comes_to_the_bits_of_one(tmp_path: Path, hosts: TwoHosts, ranks: int) -> None:
-    """With torch's DDP, and with the hand-written ones and every all-reduce."""
+    """With each strategy and all-reduce, a job over two hosts ends with the bits of one host.
+
+    With torch's DDP, and with the hand-written ones and every all-reduce.
+
+    Claim (ddp/README.md, 2): over two hosts, each strategy and all-reduce comes to the bits of one.
+    """
     file = tmp_path / "digests.json"
     job = ("-m", "tests.ddp.across_hosts", str(file))
     with hosts.agent(hosts.a, *job, ranks=ranks) as one, hosts.agent(hosts.b, *job, ranks=ranks) as two:
@@ -102,7 +107,12 @@ def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
 def test_a_host_is_lost_and_comes_back(
     tmp_path: Path, hosts: TwoHosts, undisturbed: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
 ) -> None:
-    """The first host's agent waits for another, as a scheduler starts it, and the job goes on from its newest checkpoint."""
+    """A job goes on from its newest checkpoint after a host is lost and comes back.
+
+    The first host's agent waits for another, as a scheduler starts it, and the job goes on from its newest checkpoint.
+
+    Claim (ddp/README.md, 12): a host is lost and comes back; a link is cut for longer than the timeout.
+    """
     folder = tmp_path / "run"
     job = ("-m", "ddp.train", *FLAGS, "--checkpoint-every", "5", "--timeout", "8", "--run-dir", str(folder))
     first, again = tmp_path / "first", tmp_path / "again"

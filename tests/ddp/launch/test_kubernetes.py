@@ -46,7 +46,10 @@ def at(document: Any, path: tuple[str | int, ...]) -> Any:
 
 @pytest.mark.parametrize("version", [OLDEST, ""])
 def test_core_objects_are_valid(version: str) -> None:
-    """With the job that the Trainer makes of the runtime."""
+    """With the job that the Trainer makes of the runtime.
+
+    Claim (ddp/README.md): launch: the manifests pass their validators.
+    """
     for document in (*(manifest(file, kind) for file, kind in CORE), job_of_runtime()):
         kubernetes_validate.validate(document, version or kubernetes_validate.latest_version(), strict=True)
 

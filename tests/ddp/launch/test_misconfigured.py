@@ -116,6 +116,10 @@ def assert_said(ended: list[tuple[int, str]], lines: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", MISCONFIGURATIONS)
 def test_a_misconfiguration_is_one_line(name: str, hosts: TwoHosts, tmp_path: Path) -> None:
+    """A misconfiguration of two hosts is one line that names it.
+
+    Claim (ddp/README.md): launch: misconfigurations of two hosts are one line each.
+    """
     assert_said(run_ranks(hosts, tmp_path, MISCONFIGURATIONS[name]), MISCONFIGURATIONS[name].lines)
 
 
@@ -142,7 +146,12 @@ def test_a_port_that_is_taken(hosts: TwoHosts, tmp_path: Path) -> None:
 
 
 def test_a_firewall_that_drops_the_port(hosts: TwoHosts, tmp_path: Path) -> None:
-    """As a rule of the kernel's routing, before that which takes what is for this host."""
+    """A firewall that drops packets to the port is named in one line.
+
+    As a rule of the kernel's routing, before that which takes what is for this host.
+
+    Claim (ddp/README.md): launch: misconfigurations of two hosts are one line each.
+    """
     drop = f"add pref 5 iif {hosts.a.interface} ipproto tcp dport 29500 blackhole"
     for rule in ("add pref 10 lookup local", "del pref 0", drop):
         hosts.a.run("ip", "rule", *rule.split())

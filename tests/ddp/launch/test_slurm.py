@@ -49,6 +49,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, undisturbed: Any, job: str) -> None:
+    """On a real SLURM of two nodes, a preempted job is requeued and ends with the right bits.
+
+    Claim (ddp/README.md): launch: on a real SLURM of two nodes a preempted job is requeued, and ends with the right
+    bits.
+    """
     number = cluster.sbatch(*JOBS[job])
     folder = cluster.folder / "runs" / f"slurm-{number}"
     wait_for_step(folder, 5)

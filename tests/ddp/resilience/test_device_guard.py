@@ -120,6 +120,11 @@ def saved(run_dir: Path) -> dict[str, Any]:
     ],
 )
 def test_a_job_is_that_of_the_other_guard_and_so_is_all_that_it_saves(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """With the device's guard, a job and its checkpoints have the bits of one with the host's guard.
+
+    Claim (ddp/README.md, 12): where the device decides and the host reads a step later, a job skips, stops, saves,
+    resumes and ends with the same bits.
+    """
     device, host = tmp_path / "device", tmp_path / "host"
     for folder, guard in ((device, DeviceGuard), (host, ResilientGuard)):
         assert run_ranks(run_job, 2, small(**SETTINGS, **settings, run_dir=folder), guard, nans) == [(0, "")] * 2
@@ -132,6 +137,11 @@ def test_a_job_is_that_of_the_other_guard_and_so_is_all_that_it_saves(tmp_path: 
 
 
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_right_bits(tmp_path: Path) -> None:
+    """All ranks stop after the same step and go on to the right bits.
+
+    Claim (ddp/README.md, 12): where the device decides and the host reads a step later, a job skips, stops, saves,
+    resumes and ends with the same bits.
+    """
     run_ranks(run_job, 2, small(**SETTINGS, run_dir=tmp_path / "whole"), ResilientGuard, no_fault)
     settings = SETTINGS | {"run_dir": tmp_path / "stopped"}
     assert run_ranks(run_job, 2, small(**settings), DeviceGuard, stop) == [(REQUEUE, "")] * 2

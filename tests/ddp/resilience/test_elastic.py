@@ -38,6 +38,10 @@ def rank_below(torchrun: subprocess.Popen[str], rank: int) -> psutil.Process:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, victim: int) -> None:
+    """A killed rank costs the steps since the last checkpoint.
+
+    Claim (ddp/README.md, 12): a rank that is killed costs the steps since the last checkpoint.
+    """
     with training(tmp_path / "undisturbed") as run:
         run.finish()
     folder = tmp_path / "run"
@@ -79,6 +83,10 @@ def agent(port: int, output: Path, *job: str, holds_store: bool) -> Iterator[sub
 
 @pytest.mark.slow
 def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
+    """A job of several nodes goes on when one node leaves, and when another joins.
+
+    Claim (ddp/README.md, 12): a node may leave or join.
+    """
     folder = tmp_path / "run"
     port = free_port()
     job = ("-m", "ddp.train", *FLAGS, *LONG, *AT_ANY_WORLD_SIZE, "--run-dir", str(folder))

@@ -77,6 +77,10 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hung]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_that_hangs_is_named_by_all_others(hung: dict[str, Hung], name: str) -> None:
+    """The rank that hangs is named by all others.
+
+    Claim (ddp/README.md, 12): a rank that stops is named by all others, with its stacks in the log.
+    """
     case, (run, statuses, pids) = CASES[name], hung[name]
     finding = r"has been at data of step \d+" if case.worker else r"has given no sign of life"
     for rank in range(case.world_size):
@@ -113,6 +117,10 @@ def corrupt() -> None:
 
 
 def test_a_flipped_bit_ends_the_run_with_the_names_of_tensor_and_rank(tmp_path: Path) -> None:
+    """A flipped bit ends the run with the names of tensor and rank.
+
+    Claim (ddp/README.md, 12): a run ends when its replicas differ, with the names of tensor and rank.
+    """
     flags = ("--model", "mlp", "--check-replicas-every", "5")
     with training(tmp_path / "run", *flags, world_size=3, plant=corrupt) as run:
         assert run.exit_statuses(60.0) == [1, 1, 1]

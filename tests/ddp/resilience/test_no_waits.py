@@ -117,6 +117,10 @@ def step_on(guard: type[ResilientGuard], **settings: Any) -> None:
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_reads_nothing(precision: str, clip_norm: float | None, optimizer: str) -> None:
+    """On a (fake) GPU, a training step reads nothing from the device.
+
+    Claim (ddp/README.md, 12): on a GPU, a step reads nothing from the device.
+    """
     settings: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "optimizer": optimizer}
     step_on(DeviceGuard, **settings)
     with pytest.raises(DataDependentOutputException):  # the guard for CPUs does, and this test finds it

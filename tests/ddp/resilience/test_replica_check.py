@@ -98,7 +98,13 @@ def check_one(network: nn.Module, env: DistEnv, flips: list[Flip]) -> str | None
 
 @pytest.mark.parametrize("by_hashes", [False, True])
 def test_a_flipped_bit_is_named_on_all_of_three_ranks(by_hashes: bool) -> None:
-    """Where a GPU hashes the parameters, the host makes digests only if there is a difference."""
+    """All three ranks name the tensor and the rank of a flipped bit.
+
+    Where a GPU hashes the parameters, the host makes digests only if there is a difference.
+
+    Claim (ddp/README.md, 12): when replicas differ, the tensor and the rank are named.
+    Claim (ddp/README.md, 12): on a GPU, replicas are compared by hashes, and by checksums only after a difference.
+    """
     expected = [
         f"at step 50 the replicas have diverged: parameter {name!r} differs on rank {rank} of 3"
         for rank, name, _ in CASES

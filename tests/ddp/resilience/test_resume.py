@@ -101,6 +101,10 @@ OTHERS: list[tuple[str, Any, Any]] = [
 
 
 def test_another_run_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
+    """A checkpoint of another model, data set, seed, batch size or optimizer is refused by name on every rank.
+
+    Claim (ddp/README.md, 9): another model, data set, seed, batch or optimizer is refused by name.
+    """
     run_dir = tmp_path / "run"
     others = [Opening(RESUME | {name: value}) for name, _, value in OTHERS]
     first, *refusals, fewer, other_data, newer = opened(

@@ -47,6 +47,10 @@ def trained(kind: str) -> list[torch.Tensor]:
 
 
 def test_it_takes_the_steps_of_torchs_and_of_replicas() -> None:
+    """ZeRO-1 by parameter takes the steps of ``ZeroRedundancyOptimizer`` and of replicas.
+
+    Claim (ddp/sharded/README.md, 2): sharded by parameter, ZeRO-1 takes the steps of `ZeroRedundancyOptimizer`.
+    """
     results = {kind: run_ranks(trained, 2, kind) for kind in ("ours", "torch's", "replicas")}
     for kind in ("torch's", "replicas"):
         for ours, theirs in zip(results["ours"], results[kind], strict=True):

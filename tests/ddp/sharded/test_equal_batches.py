@@ -60,6 +60,11 @@ def _evaluated(strategy: str, env: DistEnv, stopped: bool) -> Evaluation:
 
 
 def test_a_rank_without_samples_takes_part_with_one_that_does_not_count() -> None:
+    """A rank without test samples evaluates one that does not count.
+
+    Claim (ddp/sharded/README.md, 9): a rank without test samples takes part in the evaluation with one that does not
+    count.
+    """
     for replicas, *shards in run_ranks(evaluated, 2, ["torch", *SHARDED], False):
         assert replicas.confusion.sum() == 1
         for result in shards:

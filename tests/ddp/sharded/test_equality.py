@@ -76,10 +76,20 @@ def table(shift: int) -> list[Case]:
 
 
 def test_two_ranks_train_to_the_same_bits_as_replicas() -> None:
+    """On two ranks, each ZeRO stage trains to the bits of the DDP by hand.
+
+    Claim (ddp/sharded/README.md): each stage trains to the bits of the hand-written DDP at two ranks, and to rounding
+    at three.
+    """
     assert_equal_training(2, table(0))
 
 
 def test_three_ranks_train_as_replicas() -> None:
+    """On three ranks, each ZeRO stage trains as replicas, up to rounding.
+
+    Claim (ddp/sharded/README.md): each stage trains to the bits of the hand-written DDP at two ranks, and to rounding
+    at three.
+    """
     assert_equal_training(3, table(1))
 
 
@@ -89,4 +99,8 @@ def test_three_ranks_train_as_replicas() -> None:
 @settings(max_examples=4, phases=[Phase.generate])
 @given(all_cases)
 def test_many_cases_train_as_replicas(world_size: int, cases: tuple[Case, ...]) -> None:
+    """Many cases train as replicas.
+
+    Claim (ddp/sharded/README.md): each stage trains as replicas in many cases, at four ranks too.
+    """
     assert_equal_training(world_size, [replace(case, steps=20) for case in cases])

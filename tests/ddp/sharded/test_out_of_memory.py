@@ -87,6 +87,10 @@ def limited() -> dict[str, str]:
 
 
 def test_too_little_memory_names_the_unit_and_what_it_needs() -> None:
+    """Too little memory names the unit and what it needs.
+
+    Claim (ddp/sharded/README.md, 5): too little memory names the unit and what it needs.
+    """
     for messages in run_ranks(limited, 2, fresh=True):
         units = {name: re.findall(r"the unit (\d) needs ([\d,]+) bytes", message) for name, message in messages.items()}
         whole = f"{UNIT:,}"

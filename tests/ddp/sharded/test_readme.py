@@ -33,6 +33,10 @@ def rows(written: dict[str, Any]) -> Iterator[str]:
 
 
 def test_its_tables_are_what_was_measured() -> None:
+    """The README's tables have the numbers of the JSON.
+
+    Claim (ddp/sharded/README.md, 2, 6): the measured tables are those of the JSON.
+    """
     lines = (FOLDER / "README.md").read_text().splitlines()
     for row in rows(json.loads((FOLDER / "results" / "memory.json").read_text())):
         assert row in lines

@@ -96,6 +96,12 @@ def accumulated(stage: int, local: bool) -> None:
 @pytest.mark.parametrize(("local", "ranks"), [(True, 2), (False, 3)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_and_clipping_are_those_of_one_process(stage: int, local: bool, ranks: int) -> None:
+    """Gradient accumulation, with and without no_sync, and clipping end with the parameters of one process.
+
+    Claim (ddp/sharded/README.md, 3): accumulation with and without `no_sync` is that of one process.
+    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
+    all ranks alike.
+    """
     run_ranks(accumulated, ranks, stage, local)
 
 
@@ -131,6 +137,10 @@ def against_fully_shard(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_fully_shard(stage: int) -> None:
+    """Each ZeRO stage trains as torch's ``fully_shard``.
+
+    Claim (ddp/sharded/README.md): each stage trains as `fully_shard`, in fp32 and bf16.
+    """
     run_ranks(against_fully_shard, 2, stage)
 
 
@@ -168,6 +178,11 @@ def torn(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_inf_in_one_shard_skips_the_steps_of_all_optimizers_on_all_ranks(stage: int) -> None:
+    """An inf in one shard makes every rank skip the step of every optimizer.
+
+    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
+    all ranks alike.
+    """
     run_ranks(torn, 3, stage)
 
 
@@ -233,6 +248,10 @@ def counted(stage: int) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
+    """A rank holds the bytes, and sends the bytes, that the formulas say.
+
+    Claim (ddp/sharded/README.md, 6): a rank holds and sends what the formulas say.
+    """
     all_counts = run_ranks(counted, ranks, stage)
     counts = all_counts[0]
     # The sizes of parameters are multiples of 16.
@@ -393,6 +412,10 @@ def by_another_method(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_method_other_than_forward(stage: int) -> None:
+    """A unit whose method other than forward is called gathers its parameters.
+
+    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
+    """
     run_ranks(by_another_method, 2, stage)
 
 
@@ -409,6 +432,10 @@ def from_meta(stage: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_on_the_meta_device(stage: int) -> None:
+    """A model on the meta device is sharded and initialized without a whole copy.
+
+    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
+    """
     first, second = run_ranks(from_meta, 2, stage)
     assert_close(first, second, 0)
     expected = network().state_dict()
@@ -436,6 +463,10 @@ def tied_on_meta() -> None:
 
 
 def test_parameters_that_are_tied_across_units_on_the_meta_device() -> None:
+    """Tied parameters of different units stay tied after the meta device.
+
+    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
+    """
     run_ranks(tied_on_meta, 2)
 
 
@@ -461,6 +492,11 @@ def after_an_exception(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_pass_after_one_that_failed(stage: int) -> None:
+    """After a pass that failed, the next one trains as if it had not been.
+
+    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
+    all ranks alike.
+    """
     run_ranks(after_an_exception, 2, stage)
 
 
@@ -481,6 +517,11 @@ def different_units() -> None:
 
 
 def test_ranks_that_run_different_units() -> None:
+    """Ranks that run different units are refused with the units' names.
+
+    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
+    all ranks alike.
+    """
     run_ranks(different_units, 2)
 
 
@@ -541,10 +582,20 @@ def state_dicts(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_state_dict_is_whole_or_refused(stage: int) -> None:
+    """A state dict is whole or refused.
+
+    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
+    all ranks alike.
+    """
     run_ranks(state_dicts, 2, stage)
 
 
 def test_mistakes() -> None:
+    """Misuse of a sharded model is refused in one line each.
+
+    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
+    all ranks alike.
+    """
     run_ranks(mistakes, 2)
 
 

@@ -75,6 +75,10 @@ def test_a_step_is_recorded_in_order(changes: dict[str, Any], buckets: int) -> N
 
 @pytest.mark.examples
 def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
+    """The command writes the files it names.
+
+    Claim (ddp/README.md, 10): one step is recorded and drawn.
+    """
     arguments = ("--model", "fashion-cnn", "--batch-size", "12", "--steps", "3", "--output", str(tmp_path))
     done = run_command("ddp.timeline", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
@@ -161,6 +165,11 @@ class FakeWork:
 
 
 def test_the_end_of_nccls_sum_is_told_by_a_stream_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an all-reduce of NCCL is the time of an event on a stream that only waits for it.
+
+    Claim (ddp/README.md): on a GPU: a benchmark's ranks get a GPU each, over NCCL, or share one, over gloo; times are
+    those of the GPU's streams.
+    """
     gpu, device = TimedGPU(monkeypatch), torch.device("cuda", 0)
     monkeypatch.setattr(dist, "all_reduce", lambda buffer, async_op: FakeWork(gpu))
     recorder = Recorder(clock_of(device))

@@ -64,6 +64,11 @@ def check_memory(step: list[Span], units: dict[str, int], replica: int) -> None:
 
 @pytest.mark.examples
 def test_a_step_of_stage_3(tmp_path: Path) -> None:
+    """A recorded step of ZeRO-3 gathers, computes, frees and reduces in this order.
+
+    Claim (ddp/sharded/README.md, 4): one step is recorded and drawn: gathered, computed, freed, reduced in this
+    order, in less memory than a replica.
+    """
     done = run_command("ddp.timeline", "--strategy", "zero3", *SMALL, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
