@@ -29,12 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
-from common.distributed.process_group import (
-    DistEnv,
-    find_dist_env,
-    rank_process,
-    rendezvous_store,
-)
+from common.distributed.process_group import DistEnv, find_dist_env, rank_process, rendezvous_store
 from common.randomness import derive_seed, seed_torch
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model, to_device
