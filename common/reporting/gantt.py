@@ -24,13 +24,10 @@ LABEL_SIZE = 9
 LIGHT = 0.64  # the least brightness of a color with black letters on it
 
 
-def new_gantt(
-    rows: Sequence[float], height_inches: float, title: str, *, sharex: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """A figure of charts, one above the other.
+def new_gantt(rows: Sequence[float], height_inches: float, title: str) -> tuple[Figure, list[Axes]]:
+    """A figure of charts, one above the other, with one time axis.
 
     :param rows: relative heights of the charts
-    :param sharex: one time axis for all
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,7 +35,7 @@ def new_gantt(
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(printable(title), fontsize=12, parse_math=False)
-    axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False, sharex=sharex)
+    axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False, sharex=True)
     return figure, list(axes[:, 0])
 
 
