@@ -79,10 +79,6 @@ class Gantt:
         for side in ("top", "right", "left"):
             plot.spines[side].set_visible(False)
 
-    def pixels(self, start: float, stop: float) -> float:
-        """The width of a time span."""
-        return 1000 * (stop - start) / self.ms_per_px
-
     def boxes(self, lane: float, intervals: Sequence[Interval], **style: Any) -> None:
         """Draw boxes of one style in a lane."""
         spans = [(1000 * start, 1000 * (stop - start)) for start, stop in intervals]
@@ -100,7 +96,7 @@ class Gantt:
 
     def write(self, lane: float, start: float, stop: float, *labels: str, **style: Any) -> bool:
         """Write the first of the labels that has room into the middle of a box, and return whether one has."""
-        room = self.pixels(start, stop) - 4
+        room = 1000 * (stop - start) / self.ms_per_px - 4  # pixels
         text = next((label for label in labels if text_pixels(label) < room), "")
         if text:
             look = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, **style}
