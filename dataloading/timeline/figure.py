@@ -71,7 +71,10 @@ def _draw_run(gantt: Gantt, run: LoaderTrace, idle_reason: str) -> None:
             # Without snapping to pixels, boxes narrower than a pixel blend; with it, the last one would hide the others.
             gantt.boxes(y, intervals, color=color, linewidth=0, snap=False)
     for span in run.named("consume"):
-        gantt.write(0, span.start, span.end, str(span.facts["batch"]), color="white", fontsize=8)
+        style: dict[str, Any] = {"color": "white", "fontsize": 8}
+        number = str(span.facts["batch"])
+        if not gantt.write(0, span.start, span.end, number, **style) and 1000 * span.seconds > 11 * gantt.ms_per_px:
+            gantt.plot.text(500 * (span.start + span.end), 0, number, rotation=90, ha="center", va="center", **style)
     for batch in run.work:
         for lane, (start, stop) in _shares(run, batch).items():
             _frame(gantt, start, stop, run.lanes.index(lane), str(batch))
