@@ -244,14 +244,10 @@ class TrainConfig(LearningConfig):
             return
         if by_hand:
             require_shardable(self.all_reduce, self.strategy)
-        if self.compile:
-            raise UsageError(f"--compile is for replicas: the hooks of --strategy {self.strategy} break its graphs")
-        if self.async_checkpoint:
-            raise UsageError(
-                f"--async-checkpoint is for replicas: with --strategy {self.strategy} every rank writes its part"
-            )
-        if self.check_replicas_every is not None:
-            raise UsageError(f"--check-replicas-every: with --strategy {self.strategy} there are none to compare")
+        # The hooks of shards break the compiler's graphs, every rank writes its own part of a checkpoint, and no two are alike.
+        for name in ("compile", "async_checkpoint", "check_replicas_every"):
+            if getattr(self, name):
+                raise UsageError(f"{flag_of(name)} is for replicas: leave it out with --strategy {self.strategy}")
 
     def _check_buckets(self) -> None:
         given = {"bucket_mib": self.bucket_mib is not None, "gradient_precision": self.gradient_precision != "fp32"}

@@ -63,10 +63,7 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, stamp: torch.cuda.Event | float) -> float:
-        """:param stamp: or what the host's clock told, of work that the host has waited for"""
-        if isinstance(stamp, float):
-            return stamp
+    def seconds(self, stamp: torch.cuda.Event) -> float:
         stamp.synchronize()
         return self._began + 1e-3 * float(self._origin.elapsed_time(stamp))
 

@@ -24,13 +24,10 @@ LABEL_SIZE = 9
 LIGHT = 0.64  # the least brightness of a color with black letters on it
 
 
-def new_gantt(
-    rows: Sequence[float], height_inches: float, title: str, *, sharex: bool = False
-) -> tuple[Figure, list[Axes]]:
-    """A figure of charts, one above the other.
+def new_gantt(rows: Sequence[float], height_inches: float, title: str) -> tuple[Figure, list[Axes]]:
+    """A figure of charts, one above the other, with one time axis.
 
     :param rows: relative heights of the charts
-    :param sharex: one time axis for all
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,7 +35,7 @@ def new_gantt(
     figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(printable(title), fontsize=12, parse_math=False)
-    axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False, sharex=sharex)
+    axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False, sharex=True)
     return figure, list(axes[:, 0])
 
 
@@ -82,10 +79,6 @@ class Gantt:
         for side in ("top", "right", "left"):
             plot.spines[side].set_visible(False)
 
-    def pixels(self, start: float, stop: float) -> float:
-        """The width of a time span."""
-        return 1000 * (stop - start) / self.ms_per_px
-
     def boxes(self, lane: float, intervals: Sequence[Interval], **style: Any) -> None:
         """Draw boxes of one style in a lane."""
         spans = [(1000 * start, 1000 * (stop - start)) for start, stop in intervals]
@@ -103,7 +96,7 @@ class Gantt:
 
     def write(self, lane: float, start: float, stop: float, *labels: str, **style: Any) -> bool:
         """Write the first of the labels that has room into the middle of a box, and return whether one has."""
-        room = self.pixels(start, stop) - 4
+        room = 1000 * (stop - start) / self.ms_per_px - 4  # pixels
         text = next((label for label in labels if text_pixels(label) < room), "")
         if text:
             look = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, **style}

@@ -212,19 +212,15 @@ def _summary(run: LoaderTrace) -> dict[str, Any]:
     return {
         "order": [batch.number for batch in run.batches],
         "total_ms": 1000 * run.end,
-        "first_batch_ms": 1000 * run.batches[0].taken,
         "waited_share": run.waited / run.end,
-        "held_up_ms": {number: 1000 * seconds for number, seconds in run.held_up().items()},
         "batches": [batch._asdict() for batch in run.batches],
     }
 
 
 def _lines(run: LoaderTrace) -> list[str]:
-    held_up, longest = max((seconds, number) for number, seconds in run.held_up().items())
     return [
         first_batch(run),
         f"the main process waited {100 * run.waited / run.end:.0f} % of {1000 * run.end:.0f} ms",
-        f"a finished batch stood behind another for at most {1000 * held_up:.0f} ms (batch {longest})",
         f"taken in the order {' '.join(str(batch.number) for batch in run.batches)}",
     ]
 

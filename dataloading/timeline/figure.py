@@ -1,4 +1,4 @@
-"""The timeline's picture: a lane per process or thread, a curve of the queue, and one batch in close-up."""
+"""The timeline's picture: a lane per process or thread, and a curve of the queue."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.reporting.gantt import LABEL_SIZE, Gantt, new_gantt, save_gantt
 from common.reporting.run_figures import COLORS
-from common.reporting.spans import Interval, Span
-from dataloading.timeline.tracing import BatchTimes, LoaderTrace
+from common.reporting.spans import Interval
+from dataloading.timeline.tracing import LoaderTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,21 +37,19 @@ LABEL_PX = 26  # the width of a batch's number, and what is around it
 
 
 def plot_timeline(path: Path, runs: Sequence[LoaderTrace], title: str, idle_reason: str) -> None:
-    """Draw the runs one above the other on one time axis, and a batch of the first run in close-up.
+    """Draw the runs one above the other on one time axis.
 
     :param path: of the PNG
     :param idle_reason: why a worker is idle while the main process waits for another worker's batch
     """
-    close_up = sorted(runs[0].batches, key=lambda batch: batch.finished - batch.began)[len(runs[0].batches) // 2]
-    heights = [*([1.0 + len(runs[0].lanes), 0.9] * len(runs)), 0.5 + len(_shares(runs[0], close_up.number))]
+    heights = [1.0 + len(runs[0].lanes), 0.9] * len(runs)
     figure, axes = new_gantt(heights, 2.6 + 0.5 * sum(heights), title)
     end = max(run.end for run in runs)
     for i, run in enumerate(runs):
         _draw_run(Gantt(axes[2 * i], 0, end, run.title), run, idle_reason)
         _draw_queue(Gantt(axes[2 * i + 1], 0, end).plot, run)
     _bracket(axes[0], 0, runs[0].batches[0].taken, first_batch(runs[0]))
-    axes[-2].set_xlabel("ms since the main process asked for the loader's iterator")
-    _draw_close_up(axes[-1], runs[0], close_up)
+    axes[-1].set_xlabel("ms since the main process asked for the loader's iterator")
     names = {span.name for run in runs for span in run.spans}
     save_gantt(path, figure, dict(style for name, style in STYLES.items() if name in names), rows=1)
 
@@ -66,11 +64,16 @@ def first_batch(run: LoaderTrace) -> str:
 
 
 def _draw_run(gantt: Gantt, run: LoaderTrace, idle_reason: str) -> None:
-    _draw_spans(gantt, run.spans, run.lanes)
+    # Every span is a box in its lane, with inner spans drawn over outer ones.
+    for name, (_, color) in STYLES.items():
+        for y, lane in enumerate(run.lanes):
+            intervals = [(span.start, span.end) for span in run.spans if (span.name, span.lane) == (name, lane)]
+            # Without snapping to pixels, boxes narrower than a pixel blend; with it, the last one would hide the others.
+            gantt.boxes(y, intervals, color=color, linewidth=0, snap=False)
     for span in run.named("consume"):
         style: dict[str, Any] = {"color": "white", "fontsize": 8}
         number = str(span.facts["batch"])
-        if not gantt.write(0, span.start, span.end, number, **style) and gantt.pixels(span.start, span.end) > 11:
+        if not gantt.write(0, span.start, span.end, number, **style) and 1000 * span.seconds > 11 * gantt.ms_per_px:
             gantt.plot.text(500 * (span.start + span.end), 0, number, rotation=90, ha="center", va="center", **style)
     for batch in run.work:
         for lane, (start, stop) in _shares(run, batch).items():
@@ -79,16 +82,6 @@ def _draw_run(gantt: Gantt, run: LoaderTrace, idle_reason: str) -> None:
         _explain_late(gantt, run, run.late, idle_reason)
     gantt.plot.set_yticks(range(len(run.lanes)), run.lanes)
     gantt.plot.set_ylim(len(run.lanes) - 0.5, -1.5)
-    gantt.plot.tick_params(labelbottom=False)
-
-
-def _draw_spans(gantt: Gantt, spans: Sequence[Span], lanes: Sequence[str]) -> None:
-    """Every span as a box in its lane, with inner spans drawn over outer ones."""
-    for name, (_, color) in STYLES.items():
-        for y, lane in enumerate(lanes):
-            intervals = [(span.start, span.end) for span in spans if (span.name, span.lane) == (name, lane)]
-            # Without snapping to pixels, boxes narrower than a pixel blend; with it, the last one would hide the others.
-            gantt.boxes(y, intervals, color=color, linewidth=0, snap=False)
 
 
 def _shares(run: LoaderTrace, number: int) -> dict[str, Interval]:
@@ -150,21 +143,6 @@ def _draw_queue(plot: Axes, run: LoaderTrace) -> None:
     plot.set_ylim(0, max(waiting) + 0.6)
     plot.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
     plot.set_ylabel("batches finished,\nnot yet taken", rotation=0, ha="right", va="center", fontsize=LABEL_SIZE)
-
-
-def _draw_close_up(plot: Axes, run: LoaderTrace, batch: BatchTimes) -> None:
-    lanes = [lane for lane in run.lanes if lane in _shares(run, batch.number)]
-    how = "the threads share it" if len(lanes) > 1 else "one image after the other"
-    title = (
-        f"batch {batch.number} in close-up: {how}, {_ms(batch.finished - batch.began)} "
-        "(above, stages shorter than a pixel blend)"
-    )
-    gantt = Gantt(plot, batch.began, batch.finished, title)
-    spans = [span for span in run.spans if span.facts.get("batch") == batch.number and span.name != "consume"]
-    _draw_spans(gantt, spans, lanes)
-    plot.set_yticks(range(len(lanes)), lanes)
-    plot.set_ylim(len(lanes) - 0.5, -0.5)
-    plot.set_xlabel("ms")
 
 
 def _ms(seconds: float) -> str:

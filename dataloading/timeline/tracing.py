@@ -162,17 +162,6 @@ class LoaderTrace:
         """Seconds that the main process spent without a batch to work on."""
         return self.end - sum(span.seconds for span in self.named("consume"))
 
-    def held_up(self) -> dict[int, float]:
-        """For each batch, the seconds that the main process waited for another batch although this one was finished."""
-        return {
-            batch.number: sum(
-                max(0.0, min(batch.taken, wait.end) - max(batch.finished, wait.start))
-                for wait in self.named("wait")
-                if wait.facts["batch"] != batch.number
-            )
-            for batch in self.batches
-        }
-
     def queue(self) -> list[Span]:
         """A counter of the batches that are finished and not yet taken."""
         changes = [(0.0, 0), *((b.finished, 1) for b in self.batches), *((b.taken, -1) for b in self.batches)]

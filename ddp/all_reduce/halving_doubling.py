@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ddp.all_reduce.p2p import P2P
-from ddp.all_reduce.send_receive import SendReceiveAllReduce
+from ddp.all_reduce.p2p import P2P, SendReceiveAllReduce
 
 
 class HalvingDoubling(SendReceiveAllReduce):

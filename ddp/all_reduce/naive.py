@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ddp.all_reduce.send_receive import SendReceiveAllReduce
+from ddp.all_reduce.p2p import SendReceiveAllReduce
 
 
 class Naive(SendReceiveAllReduce):

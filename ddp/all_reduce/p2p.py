@@ -1,4 +1,6 @@
-"""Point-to-point messages between the ranks of a group; if one does not arrive, all ranks name the rank that was lost.
+"""Point-to-point messages between the ranks of a group, and the base of all-reduces that are made of them.
+
+If a message does not arrive, all ranks name the rank that was lost.
 
 Gloo's own errors name no rank, or the wrong one: when rank 0 ends, rank 1 gives up and leaves, and rank 2 sees the connection
 of rank 1 close. So ranks report which rank they suspect (:mod:`common.resilience.failure_detector`) and agree on the lost one.
@@ -13,10 +15,13 @@ import secrets
 import socket
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.errors import UsageError
 from common.resilience.failure_detector import RankLost, Suspicions
+from ddp.all_reduce.base import AllReduce
 
 
 class P2P:
@@ -124,3 +129,38 @@ class P2P:
         :param cause: what this rank saw
         """
         return self._suspicions.report(None if suspect is None else self._members[suspect], cause)
+
+
+class SendReceiveAllReduce(AllReduce):
+    """Point-to-point messages to the other ranks, and memory for those that arrive. For CPU tensors.
+
+    :param p2p: the ranks over which tensors are summed
+    """
+
+    def __init__(self, p2p: P2P) -> None:
+        super().__init__()
+        self._p2p = p2p
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """:raises UsageError: for another device than the CPU"""
+        require_cpu(device)
+        return super().allocate(numel, dtype, device)
+
+    def _scratch(self, like: Tensor) -> Tensor:
+        """Memory for a tensor ``like`` this one, the same in every call: the page faults of new memory would cost as much as
+        the transfer."""
+        if self._memory.numel() < like.nbytes:
+            self._memory = torch.empty(like.nbytes, dtype=torch.uint8)
+        return self._memory[: like.nbytes].view(like.dtype)
+
+    def _receive_and_add(self, buffer: Tensor, source: int) -> None:
+        incoming = self._scratch(buffer)
+        self._p2p.receive(incoming, source)
+        buffer += incoming
+
+
+def require_cpu(device: torch.device) -> None:
+    """:raises UsageError: for another device than the CPU"""
+    if device.type != "cpu":
+        raise UsageError(f"an all-reduce by hand sums tensors of the CPU, not of {device}: use --all-reduce backend")

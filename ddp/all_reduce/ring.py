@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp.all_reduce.send_receive import SendReceiveAllReduce
+from ddp.all_reduce.p2p import SendReceiveAllReduce
 from ddp.all_reduce.sharded import ShardedAllReduce
 
 

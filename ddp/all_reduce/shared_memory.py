@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.errors import UsageError
 from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
-from ddp.all_reduce.p2p import P2P
+from ddp.all_reduce.p2p import P2P, require_cpu
 from ddp.all_reduce.sharded import ShardedAllReduce
 
 BLOCK_BYTES = 256 << 10  # of each rank's buffer; blocks of two ranks stay in a core's second-level cache
@@ -73,7 +73,7 @@ class SharedMemory(ShardedAllReduce):
 
         :raises UsageError: on all ranks, if there is too little memory; for another device than the CPU
         """
-        _require_cpu(device)
+        require_cpu(device)
         segment = _Segment(self._p2p, self._sockets, numel * dtype.itemsize)
         self._segments.append(segment)
         return segment.memory[self._p2p.rank].view(dtype)
@@ -88,7 +88,7 @@ class SharedMemory(ShardedAllReduce):
     @contextlib.contextmanager
     def _summing(self, buffer: Tensor) -> Iterator[None]:
         """A block that sums. If it fails on this rank, the ranks that wait for this one see that at once."""
-        _require_cpu(buffer.device)
+        require_cpu(buffer.device)
         try:
             yield
         except BaseException:
@@ -252,11 +252,6 @@ def _available_bytes() -> int:
     import psutil  # not at the top: only this all-reduce needs it
 
     return int(psutil.virtual_memory().available)
-
-
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise UsageError(f"--all-reduce shared-memory sums tensors of the CPU, not of {device}: use backend")
 
 
 def _mib(nbytes: int) -> str:

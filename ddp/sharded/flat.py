@@ -149,13 +149,14 @@ class FlatParameters(FlatLayout):
         parameter = self.whole[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        name = list(self.owners)[index] if gradient.is_sparse or index in self._ready else ""
         if gradient.is_sparse:
-            raise RuntimeError(f"the gradient of {name} is sparse: build its embedding with sparse=False")
+            raise RuntimeError(
+                f"the gradient of {list(self.owners)[index]} is sparse: build its embedding with sparse=False"
+            )
         if index in self._ready:
             raise RuntimeError(
-                f"the gradient of {name} became ready twice in one backward pass: do several checkpoints use it? checkpoint "
-                "with use_reentrant=False"
+                f"the gradient of {list(self.owners)[index]} became ready twice in one backward pass: do several checkpoints use "
+                "it? checkpoint with use_reentrant=False"
             )
         if not self._filled:
             self._begin_gradient()

@@ -16,7 +16,7 @@ does meanwhile, ``ddp.train --profile`` shows.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,10 +28,9 @@ from common.distributed.worker_group import WorkerGroup
 from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.spans import Span, shifted
-from common.reporting.timing import Spread
 from common.reporting.trace_events import trace_events, write_trace
 from ddp.timeline.config import StepTimelineConfig
-from ddp.timeline.parts import ROWS, divide, in_total
+from ddp.timeline.parts import divide, in_total
 
 WARMUP = 3  # unrecorded steps; buckets are final, and the order of units is known, after the first
 BLOCK = 5  # consecutive steps between two reports of progress
@@ -112,26 +111,12 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     facts = {"config": asdict(config), **run.facts, "shown": shown, "steps": written}
     write_results(config.output / "steps.json", facts)
     drawn = f"drawn is step {shown + 1} of {len(steps)}, the one of median duration"
-    lines = [*table(parts), *subject.sentences(config, run.facts, parts)]
-    return "\n".join([title, *lines, drawn, files_line(config.output, FILES, traces=True)])
+    sentences = subject.sentences(config, run.facts, parts)
+    return "\n".join([title, *sentences, drawn, files_line(config.output, FILES, traces=True)])
 
 
 def _seconds(step: Sequence[Sequence[Span]]) -> float:
     return statistics.fmean(rank[0].seconds for rank in step)
-
-
-def table(parts: Sequence[Sequence[Mapping[str, float]]]) -> list[str]:
-    """Lines of the medians over the steps, a column for each rank.
-
-    :param parts: of each step, on each rank, in seconds
-    """
-    ranks = range(len(parts[0]))
-    lines = [f"{'ms, median [quartiles]':<38}" + "".join(f"{f'rank {rank}':>28}" for rank in ranks)]
-    for name, words in ROWS.items():
-        if name in parts[0][0]:
-            spreads = [Spread.of([1e3 * step[rank][name] for step in parts]) for rank in ranks]
-            lines.append(f"{words:<38}" + "".join(f"{f'{spread:.1f}':>28}" for spread in spreads))
-    return lines
 
 
 if __name__ == "__main__":

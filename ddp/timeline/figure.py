@@ -54,7 +54,7 @@ def plot_step(path: Path, ranks: Sequence[Step], headings: Sequence[str], look: 
     charts = [_Chart(shifted(step, origin), look) for step in ranks]
     has_memory = bool(in_lane(ranks[0], COUNTERS))
     inches = [height for chart in charts for height in (chart.inches, MEMORY_INCHES)[: 1 + has_memory]]
-    figure, axes = new_gantt(inches, 1.2 + 0.35 * len(ranks) + sum(inches), title, sharex=True)
+    figure, axes = new_gantt(inches, 1.2 + 0.35 * len(ranks) + sum(inches), title)
     begun = {lane: [moment - origin for moment in begun_by_all(ranks, lane)] for lane in COLLECTIVES}
     most = max(sum(count.facts.values()) for step in ranks for count in in_lane(step, COUNTERS)) if has_memory else 0
     for rank, (chart, heading) in enumerate(zip(charts, headings, strict=True)):

@@ -31,24 +31,6 @@ Parts = dict[str, float]
 And bytes: ``peak``, the most of tensors at a time, and ``rest``, those at the end of the step.
 """
 
-ROWS = {
-    "step": "step",
-    "data": "  data",
-    "forward": "  forward",
-    "backward": "  backward",
-    "compute": "    computation without waits",
-    "wait_gather": "    waits for gathers",
-    "wait_reduce": "    waits for reduce-scatters",
-    "waiting": "    waits for slower ranks",
-    "optimizer": "  optimizer",
-    "all_reduce": "all-reduces",
-    "gather": "gathers",
-    "reduce_scatter": "reduce-scatters",
-    "hidden": "  hidden behind computation",
-    "exposed": "  exposed",
-}
-"""How to call them in a table."""
-
 
 def divide(ranks: Sequence[Step]) -> list[Parts]:
     """Compute the parts of one step on each rank.

@@ -35,7 +35,6 @@ def test_a_gpus_stamps_are_seconds_of_the_hosts_clock(monkeypatch: pytest.Monkey
     assert gpu.waits == 3
     assert [b - a for a, b in itertools.pairwise(seconds)] == pytest.approx([0.04, 0.04])
     assert before + 0.04 <= seconds[0] <= after + 0.04
-    assert clock.seconds(before) == before  # what the host itself has told
 
 
 def test_the_cpus_stamps_are_the_hosts_clock() -> None:

@@ -136,7 +136,7 @@ def test_impossible_requests_are_refused_on_all_ranks() -> None:
     first, *others = run_ranks(refused, 3)
     assert others == [{**first, "memory": mock.ANY, "limit": mock.ANY}] * 2
     for device in (first["device"], first["allocated device"]):
-        assert device == "--all-reduce shared-memory sums tensors of the CPU, not of meta: use backend"
+        assert device == "an all-reduce by hand sums tensors of the CPU, not of meta: use --all-reduce backend"
     assert f"found no {3 * 2**32:,.1f} MiB of memory on {socket.gethostname()}, which has " in first["memory"]
     assert "found no 12.0 MiB of memory" in first["limit"]
     assert "ulimit -f" in first["limit"]

@@ -85,13 +85,7 @@ def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     assert done.stdout.startswith(
         "fashion-cnn, global batch 12, 2 ranks of 1 thread, all-reduce: backend, 2 buckets of "
     )
-    for words in (
-        "rank 1",
-        "  optimizer",
-        "hidden: ",
-        "all-reduces share the cores",
-        "of 3, the one of median duration",
-    ):
+    for words in ("hidden: ", "all-reduces share the cores", "of 3, the one of median duration"):
         assert words in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "trace.json", "steps.json"}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -241,7 +235,7 @@ def test_a_step_on_gpus(tmp_path: Path) -> None:
         (("--strategy", "zero3", "--model", "mlp"), "--model mlp is for --strategy handwritten"),
         (("--strategy", "zero1", "--bucket-mib", "1"), "--bucket-mib 1.0 is for --strategy handwritten"),
         (("--layers", "2"), "--layers 2 is for the sharded strategies, zero1, zero2, zero3"),
-        (("--strategy", "zero2", "--all-reduce", "tree"), "--all-reduce tree has no halves for --strategy zero2"),
+        (("--strategy", "zero2", "--all-reduce", "tree"), "--all-reduce tree has no reduce-scatter and all-gather for"),
         (("--strategy", "zero3", "--ranks", "5"), "--batch-size 12 does not divide over 5 ranks"),
         (("--strategy", "zero3", "--width", "100"), "--width 100 is no multiple of 64"),
     ],
