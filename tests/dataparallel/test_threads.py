@@ -38,21 +38,6 @@ def threads(count: int) -> DeviceThreads:
 # Calls
 
 
-def test_results_come_in_the_calls_order_and_all_run_at_once() -> None:
-    meeting = threading.Barrier(3)
-
-    def call(number: int) -> tuple[int, str]:
-        meeting.wait(timeout=20)
-        return number, threading.current_thread().name
-
-    workers = threads(3)
-    for _ in range(3):
-        results = workers.run([functools.partial(call, number) for number in range(3)])
-        assert [number for number, _ in results] == [0, 1, 2]
-        assert len({name for _, name in results}) == 3
-        assert all(name.startswith("replica") for _, name in results)
-
-
 def test_each_device_keeps_its_thread() -> None:
     """Each device keeps its thread, in whatever order the calls before have ended.
 
@@ -243,14 +228,6 @@ def results_of_a_child(wrapper: HandwrittenDataParallel, x: Tensor) -> list[Any]
         child.join()
 
 
-def test_it_works_in_a_forked_child_after_use_in_the_parent() -> None:
-    wrapper = wrapped(linear(), 3)
-    output, grads, _ = outcome(wrapper, rows(5))
-    wrapper.zero_grad()
-    assert results_of_a_child(wrapper, rows(5)) == [tensor.tolist() for tensor in (output, *grads.values())]
-    assert_same(wrapper(rows(5)), output)
-
-
 class AllAtOnce(nn.Module):
     """A layer that all replicas reach together: at the next hundredth of a second."""
 
@@ -263,12 +240,18 @@ class AllAtOnce(nn.Module):
         return self.layer(x)
 
 
-def test_replicas_of_a_forked_child_may_all_begin_at_once() -> None:
-    """Without a renewed autograd engine, some of the children crash."""
+def test_it_works_in_a_forked_child_whose_replicas_all_begin_at_once() -> None:
+    """A child that is forked after use in the parent has the parent's outputs and gradients, and leaves the parent as it was.
+
+    Without a renewed autograd engine, some of the children crash.
+    """
     wrapper, x = wrapped(AllAtOnce(), 8), rows(16)
-    expected = wrapper(x).detach().tolist()
+    output, grads, _ = outcome(wrapper, x)
+    wrapper.zero_grad()
+    expected = [tensor.tolist() for tensor in (output, *grads.values())]
     for _ in range(40):
-        assert results_of_a_child(wrapper, x)[0] == expected
+        assert results_of_a_child(wrapper, x) == expected
+    assert_same(wrapper(x), output)
 
 
 def replica_threads() -> list[threading.Thread]:
