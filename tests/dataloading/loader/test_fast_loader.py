@@ -270,27 +270,6 @@ def test_a_batch_that_is_kept_is_never_overwritten(dataset: LFWBatches, pool: st
     loader.close()
 
 
-VIEWS: list[Callable[[torch.Tensor], Any]] = [
-    lambda images: images[0],
-    lambda images: images[:1].squeeze(0),
-    lambda images: images.numpy()[0],
-    lambda images: images.permute(1, 2, 3, 0)[..., 0],
-]
-
-
-@every_pool
-def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, pool: str) -> None:
-    loader = make(dataset, pool)
-    seen = []
-    for _ in range(3):
-        for number, batch in enumerate(loader):
-            seen.append((number * BATCH_SIZE, VIEWS[number % len(VIEWS)](batch.images)))
-            del batch
-    for sample, view in seen:
-        np.testing.assert_array_equal(view, fresh(dataset, [sample]).images[0])
-    loader.close()
-
-
 @every_pool
 def test_the_memory_of_dropped_batches_is_reused(dataset: LFWBatches, pool: str) -> None:
     """The memory of dropped batches is reused.

@@ -103,8 +103,6 @@ def test_the_steps_of_the_climb_differ_in_one_thing_each() -> None:
     assert bucketed == dataclasses.replace(overlapped, hook="all-reduce at the end")
 
 
-
-
 @pytest.mark.parametrize(("gpus", "large", "ranks"), [(0, False, 2), (1, True, 1), (4, True, 4)])
 def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
     monkeypatch: pytest.MonkeyPatch, gpus: int, large: bool, ranks: int
