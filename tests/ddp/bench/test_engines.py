@@ -116,6 +116,7 @@ def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
 
 @pytest.mark.gpu
 def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
+    """One rank on a GPU is measured over NCCL, without shared memory."""
     arguments = (*SMALL, "--builds", "1", "--ranks", "1", "--model", DEEP, "--output", str(tmp_path))
     done = run_command("ddp.bench", "engines", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr

@@ -323,4 +323,5 @@ failed, test_program = as_tests(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_torch_compile_with_inductor() -> None:
+    """Modules and wrappers that inductor compiles have averaged gradients."""
     assert failures([with_inductor], fresh=True) == {}  # it leaves threads that compile

@@ -189,6 +189,7 @@ def test_where_a_step_is_recorded(
 
 @pytest.mark.gpu
 def test_a_step_on_gpus(tmp_path: Path) -> None:
+    """A step on GPUs is recorded with its phases in order and its all-reduces after forward."""
     batch_size = 24 * torch.cuda.device_count()
     arguments = ("--model", "resnet18", "--steps", "6", "--batch-size", str(batch_size), "--output", str(tmp_path))
     done = run_command("ddp.timeline", *arguments, timeout_s=280)
