@@ -224,16 +224,6 @@ def test_a_user_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "error: --lr 0 is out of range\n")
 
 
-def test_a_command_that_succeeds_just_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    @command
-    def right() -> None:
-        """What it does."""
-
-    right()
-    assert (right.__name__, right.__doc__) == ("right", "What it does.")
-    assert capsys.readouterr() == ("", "")
-
-
 def test_nothing_heavy_is_imported_with_it() -> None:
     program = "import sys, common.cli; print(*{'torch', 'numpy', 'matplotlib', 'PIL'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)

@@ -137,6 +137,7 @@ def test_a_contradiction_is_refused_by_name(environment: dict[str, str], line: s
 
 
 def test_the_hosts_and_tasks_of_slurm() -> None:
+    """SLURM's short forms of hosts and of tasks per node are expanded in order."""
     assert expand_hosts("n[1-3,07],gpu5") == ["n1", "n2", "n3", "n07", "gpu5"]
     assert expand_hosts("r[1-2]n[008-010],head") == [f"r{r}n{n}" for r in (1, 2) for n in ("008", "009", "010")] + [
         "head"

@@ -99,6 +99,7 @@ def test_it_draws_a_batch_and_times_some(run_here: RunHere, few: Path, tmp_path:
 
 
 def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> None:
+    """The command augments and resizes the images, and skips a bad file with a warning."""
     folder = shutil.copytree(few, tmp_path / "people")
     save_picture(folder / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(31, 32))
     (folder / "Bo_Ek" / "broken.jpg").write_bytes(b"")

@@ -174,6 +174,7 @@ def test_arguments_that_cannot_be_scattered(
 
 @pytest.mark.parametrize(("layer", "name"), [(0, "0.weight"), (1, "1.running_mean")])
 def test_a_module_on_another_device(layer: int, name: str) -> None:
+    """A module that is not on the first device is refused with the name of the tensor."""
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
     module[layer].to("meta")
     with pytest.raises(RuntimeError, match=f"^the module's {name} is on meta, and not on the first device, cpu: call"):
@@ -205,6 +206,7 @@ def test_a_constant_is_returned_when_all_replicas_agree(constant: Any) -> None:
     ],
 )
 def test_replicas_that_do_not_agree(function: Callable[[int], Any], first: str, other: str) -> None:
+    """Constants in which the replicas differ are refused with both values."""
     with pytest.raises(TypeError) as caught:
         wrapped(Returning(), 2)(torch.arange(2.0), function)
     assert str(caught.value).startswith(f"the replicas return {first} and {other}: only tensors can be joined")

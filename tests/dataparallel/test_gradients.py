@@ -34,33 +34,6 @@ def test_several_forwards_before_one_backward_and_a_graph_that_is_kept() -> None
     assert_same(gradients(module), gradients(plain))
 
 
-class Conditional(nn.Module):
-    """Uses one parameter only for a negative sample, and another never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.rare, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.rare + self.always if (x < 0).any() else x + self.always
-
-
-@pytest.mark.parametrize("using", [(), (0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
-def test_the_sum_counts_only_replicas_that_used_the_parameter(using: tuple[int, ...]) -> None:
-    module = Conditional()
-    x = torch.arange(1.0, 7.0).view(3, 2)
-    x[list(using)] *= -1
-    wrapped(module, 3)(x).sum().backward()
-    assert module.never.grad is None
-    assert module.always.grad is not None
-    assert module.always.grad.tolist() == [3, 3]
-    if using:
-        assert module.rare.grad is not None
-        assert torch.equal(module.rare.grad, x[list(using)].sum(0))
-    else:
-        assert module.rare.grad is None
-
-
 def test_gradients_of_gradients_equal_the_plain_ones() -> None:
     """A penalty on the gradients of inputs and parameters."""
     plain, module = Tied(), Tied()

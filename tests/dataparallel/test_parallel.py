@@ -164,6 +164,7 @@ def test_recurrent_layers(kind: Callable[..., nn.RNNBase]) -> None:
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("count", [2, 3])
 def test_embeddings(sparse: bool, count: int) -> None:
+    """Dense and sparse embeddings have the plain module's gradients."""
     module = nn.Embedding(7, 3, padding_idx=2, sparse=sparse).double()
     plain, tokens = copy.deepcopy(module), torch.tensor([[0, 2], [1, 1], [6, 0], [5, 6], [2, 2]])
     for forward in (plain, wrapped(module, count)):
@@ -176,6 +177,8 @@ def test_embeddings(sparse: bool, count: int) -> None:
 
 
 def test_one_wrapper_inside_another() -> None:
+    """A wrapper inside another has the plain module's outputs and gradients."""
+
     def make(count: int) -> nn.Module:
         torch.manual_seed(0)
         inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -191,14 +190,6 @@ def test_help_names_every_flag_and_default() -> None:
         "12 on glyphs",
     ):
         assert part in text, part
-
-
-@pytest.mark.slow
-def test_it_works_from_any_folder(tmp_path: Path) -> None:
-    """As installed: the packages are found without the clone as the current folder."""
-    done = run_command("ddp.train", *TINY, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert os.listdir(tmp_path / "runs") == ["glyphs-fashion-cnn"]
 
 
 @pytest.mark.examples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -115,15 +114,6 @@ OUT_OF_RANGE = (
 def test_a_value_out_of_its_range_is_refused(flag: str) -> None:
     with pytest.raises(UsageError, match=rf"^--{flag.partition('=')[0]} .* is out of range: it must be "):
         parse(TrainConfig, "ddp.train", None, [f"--{flag}"])
-
-
-def test_it_survives_json() -> None:
-    for dataset in ("fashion-mnist", "lfw"):
-        config = TrainConfig(dataset=dataset, data_dir="somewhere")
-        settings = config.as_json()
-        assert json.loads(json.dumps(settings)) == settings
-        assert settings["data_dir"] == "somewhere"
-        assert TrainConfig(**settings).as_json() == settings  # as ddp.evaluate reads it
 
 
 @given(batch_size=st.integers(1, 500), world_size=st.integers(1, 9), grad_accumulation_steps=st.integers(1, 9))

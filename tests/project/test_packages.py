@@ -46,5 +46,6 @@ def test_a_folder_without_code_and_a_common_that_comes_later_do_no_harm(tmp_path
 
 
 def test_the_three_packages_check_alike() -> None:
+    """The three subjects refuse a foreign package called common by the same lines."""
     texts = [(REPOSITORY / subject / "__init__.py").read_text().split('"""')[-1] for subject in SUBJECTS]
     assert texts[0] == texts[1] == texts[2]

@@ -70,6 +70,7 @@ def test_all_say_it_although_a_rank_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_world_sizes_that_differ() -> None:
+    """Ranks with different world sizes are all told which rank has which."""
     assert (
         meet([(0, 2, {}), (1, 3, {}), (2, 3, {})])
         == [
@@ -81,6 +82,7 @@ def test_world_sizes_that_differ() -> None:
 
 
 def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes with the same rank are named to all ranks."""
     names = iter(["one", "two", "three"])
     monkeypatch.setattr("socket.gethostname", lambda: next(names))
     told = meet([(0, 3, {}), (1, 3, {}), (1, 3, {})])

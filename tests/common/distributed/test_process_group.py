@@ -160,17 +160,6 @@ def test_alone_there_is_no_group_and_nothing_to_wait_for() -> None:
     assert not dist.is_initialized()
 
 
-def sums_and_threads() -> tuple[float, int]:
-    with process_group() as env:
-        return env.sum_over_ranks(torch.tensor(float(env.rank))).item(), torch.get_num_threads()
-
-
-def test_ranks_find_each_other_and_share_the_cores() -> None:
-    for total, threads in run_ranks(sums_and_threads, 3):
-        assert total == 0 + 1 + 2
-        assert threads >= 1
-
-
 def user_errors(bad_ranks: list[int]) -> tuple[str, bool] | None:
     with process_group() as env:
         try:

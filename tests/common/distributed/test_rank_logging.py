@@ -36,7 +36,7 @@ def talk(folder: Path) -> str:
     return console.getvalue()
 
 
-def test_the_console_shows_rank_0_and_the_warnings_of_all_ranks(tmp_path: Path) -> None:
+def test_the_console_shows_rank_0_and_all_warnings_and_each_rank_s_file_has_everything(tmp_path: Path) -> None:
     consoles = run_ranks(talk, 2, tmp_path)
     assert ["begun" in text for text in consoles] == [True, False]
     for rank, text in enumerate(consoles):
@@ -44,14 +44,9 @@ def test_the_console_shows_rank_0_and_the_warnings_of_all_ranks(tmp_path: Path) 
         assert "captured" in text
         assert re.search(rf"ERROR   \[rank {rank}/2 \S+ cpu\] ZeroDivisionError: oh", text)
         assert "Traceback" not in text  # Python prints it, once
-
-
-def test_each_rank_s_file_has_everything(tmp_path: Path) -> None:
-    run_ranks(talk, 2, tmp_path)
-    for rank in range(2):
-        text = (tmp_path / f"rank{rank}.log").read_text()
+        in_file = (tmp_path / f"rank{rank}.log").read_text()
         for part in ("begun", "careful", "captured", "ZeroDivisionError: oh"):
-            assert part in text
+            assert part in in_file
 
 
 def test_torchrun_s_report_has_the_traceback_of_the_rank_that_failed() -> None:

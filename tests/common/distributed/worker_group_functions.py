@@ -33,9 +33,6 @@ class Service:
     def total(self, value: float) -> float:
         return self.env.sum_over_ranks(torch.tensor(value * (self.env.rank + 1), device=self.env.device)).item()
 
-    def variable(self, name: str) -> str | None:
-        return os.environ.get(name)
-
     def threads(self) -> int:
         return torch.get_num_threads()
 

@@ -39,11 +39,10 @@ class Job:
         timeout_s: float,
         victim: int,
         how: str,
-        patient: bool,
         device: str,
     ) -> None:
         self.folder = folder
-        arguments = (device, folder, timeout_s, victim, how, patient)
+        arguments = (device, folder, timeout_s, victim, how)
         self.processes = [
             FORK_SERVER.Process(target=_rank, args=({**os.environ, **environment}, *arguments))
             for environment in environments
@@ -76,28 +75,22 @@ def hanging_job(
     timeout_s: float,
     victim: int = -1,
     how: str = "",
-    patient: bool = True,
     device: str = "cpu",
 ) -> Iterator[Job]:
     """A job in which rank ``victim`` does ``how`` (stop, loop, loader, raise or kill) at data of step ``HANG_STEP``, or all do
-    (deadlock); killed at the end.
-
-    :param patient: with the times of :func:`_patience`, and not those of production
-    """
+    (deadlock); killed at the end."""
     folder.mkdir()
-    job = Job(folder, environments, timeout_s, victim, how, patient, device)
+    job = Job(folder, environments, timeout_s, victim, how, device)
     try:
         yield job
     finally:
         kill(job.processes)
 
 
-def _rank(
-    environment: dict[str, str], device: str, folder: Path, timeout_s: float, victim: int, how: str, patient: bool
-) -> None:
+def _rank(environment: dict[str, str], device: str, folder: Path, timeout_s: float, victim: int, how: str) -> None:
     take_environment(environment)
     with (
-        _patience() if patient else contextlib.nullcontext(),
+        _patience(),
         process_group(device, timeout_s=GROUP_TIMEOUT_S, threads=1) as env,
         rank_logging(env, folder),
         Watchdog(env, timeout_s) as watchdog,

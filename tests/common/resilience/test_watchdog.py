@@ -325,19 +325,6 @@ def test_a_stopped_rank_is_named(jobs: dict[str, Job], victim: int) -> None:
     named(jobs[f"stop-{victim}"], victim, SILENT)
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_with_the_times_of_production(tmp_path: Path) -> None:
-    victim = 1
-    with (
-        rendezvous(3) as environments,
-        hanging_job(tmp_path / "job", environments, TIMEOUT_S, victim, "stop", patient=False) as job,
-    ):
-        stopped = int(job.wait_for("hanging").read_text())
-        assert [job.exit_status(rank) for rank in (0, 2)] == [1, 1]
-        os.kill(stopped, signal.SIGCONT)
-        named(job, victim, SILENT)
-
-
 @pytest.mark.faults
 def test_a_rank_in_an_endless_loop_is_named(jobs: dict[str, Job]) -> None:
     named(jobs["loop"], 1, STAYS)

@@ -228,6 +228,7 @@ def test_a_stop_that_became_another_exception_is_a_stop() -> None:
 
 @pytest.mark.parametrize("behind", [SystemExit(2), ValueError("not a stop")])
 def test_other_exceptions_stay(behind: BaseException) -> None:
+    """An exception that does not come from a stop signal passes unchanged."""
     with pytest.raises(RuntimeError, match="first"), unwrapped_stops():
         raise RuntimeError("first") from behind
 

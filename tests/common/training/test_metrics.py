@@ -157,11 +157,6 @@ def test_tensorboard_gets_every_number_and_a_resumed_run_replaces_what_it_repeat
     }
 
 
-def test_no_tensorboard_files_unless_asked(tmp_path: Path) -> None:
-    write_steps(tmp_path, 1)
-    assert not (tmp_path / "tensorboard").exists()
-
-
 def test_without_tensorboard_installed_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match=r"^--tensorboard needs the extra: pip install 'raw-ddp\[tensorboard\]'$"):

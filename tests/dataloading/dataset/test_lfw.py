@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -17,20 +16,15 @@ from torchvision import transforms
 from common.errors import UsageError
 from dataloading.dataset.augmentation import ImageAugmentation
 from dataloading.dataset.decoders import installed
-from dataloading.dataset.latency import DelayedStorage
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey
-from dataloading.dataset.storage import BadFile, LocalFolder, Reader, Storage, Unskippable
+from dataloading.dataset.storage import BadFile, LocalFolder, Reader, Unskippable
 from tests.dataloading.conftest import PEOPLE, PICTURES
 from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture
 
 
 def pixels(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.asarray(image)
-
-
-def samples_of(files: LFWDataset) -> list[Any]:
-    return [files[sample] for sample in range(len(files))]
 
 
 def test_a_folder_of_lfws_layout_gives_its_files_by_name_and_their_people(pictures: Path) -> None:
@@ -62,21 +56,6 @@ def test_a_transform_makes_of_the_image_what_it_likes(pictures: Path) -> None:
     image, _ = files[3]
     assert (image.dtype, image.shape) == (torch.float32, (3, HEIGHT, WIDTH))
     torch.testing.assert_close(image, transforms.functional.to_tensor(files.image(3)), rtol=0, atol=0)
-
-
-def test_every_root_gives_the_same_samples(pictures: Path) -> None:
-    expected = samples_of(LFWDataset(pictures, transforms.ToTensor(), with_label=True))
-    fsspec.filesystem("memory").put(str(pictures), "/faces", recursive=True)
-    delayed = DelayedStorage(LocalFolder(str(pictures)), 0)
-    roots: list[str | Storage] = [pictures.as_uri(), "memory://faces", delayed]
-    for root in roots:
-        files = LFWDataset(root, transforms.ToTensor(), with_label=True)
-        assert files.people == PEOPLE
-        assert len(files) == PICTURES
-        for (image, person), (wanted, its_person) in zip(samples_of(files), expected, strict=True):
-            assert torch.equal(image, wanted)
-            assert person == its_person
-    fsspec.filesystem("memory").rm("/faces", recursive=True)
 
 
 @pytest.mark.parametrize("content", [[], ["notes.txt"], ["empty/"], ["deep/er/a.jpg"], [".hidden.jpg"]])

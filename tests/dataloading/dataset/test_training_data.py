@@ -1,4 +1,4 @@
-"""dataloading/dataset/training_data.py: which people are classes, which images are for testing, and the same batches from every loader."""
+"""dataloading/dataset/training_data.py: which people are classes, and which images are for testing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from torch.utils.data import DataLoader
 
-from common.data.datasets import Augmentation, Batch, BatchKey, ImageData, Images, keep_batch
+from common.data.datasets import Augmentation, Batch, BatchKey, ImageData, Images
 from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.training_data import load_lfw
-from dataloading.loader.fast_loader import FastLoader
 from dataloading.synthetic import face_cache
 
 PEOPLE = {"Ann_Ash": 23, "Bob_Birch": 10, "Cy_Cedar": 4, "Di_Dill": 2, "Ed_Elm": 1}
@@ -155,20 +153,3 @@ def test_a_missing_folder_and_a_damaged_file_are_named(folder: Path, tmp_path: P
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(UsageError, match=f"^{path} is "):
         load(broken)
-
-
-def test_every_loader_brings_the_same_batches(folder: Path) -> None:
-    dataset = load(folder, augmentation=AUGMENTATION).train
-    assert isinstance(dataset, LFWBatches)
-    keys = [BatchKey(epoch, np.arange(31)[start::4]) for epoch in (0, 1) for start in range(4)]
-    expected = [(batch.images.numpy().copy(), batch.labels.tolist()) for batch in map(dataset.__getitems__, keys)]
-    loaders: list[Any] = [
-        DataLoader(dataset, batch_sampler=keys, collate_fn=keep_batch, num_workers=2),  # type: ignore[arg-type]
-        FastLoader(dataset, batch_sampler=keys, num_workers=0),
-        FastLoader(dataset, batch_sampler=keys, num_workers=2, pool="threads"),
-        FastLoader(dataset, batch_sampler=keys, num_workers=2, pool="processes"),
-    ]
-    for loader in loaders:
-        for (images, labels), batch in zip(expected, loader, strict=True):
-            np.testing.assert_array_equal(batch.images, images)
-            assert batch.labels.tolist() == labels

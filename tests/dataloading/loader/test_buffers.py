@@ -6,7 +6,6 @@ import gc
 import os
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -27,17 +26,6 @@ def pool(keep: int = 2) -> BufferPool:
 def tensor(buffers: BufferPool, images: int = 8) -> torch.Tensor:
     """A batch, of which the pool's memory is the only owner beside the caller."""
     return torch.from_numpy(buffers.take(images).pixels)
-
-
-def test_the_memory_of_a_dropped_batch_is_reused() -> None:
-    buffers = pool()
-    handle = buffers.take(8)
-    assert handle.pixels.shape == (8, *SHAPE)
-    assert handle.pixels.dtype == np.uint8
-    address, number = handle.pixels.ctypes.data, handle.number
-    del handle
-    again = buffers.take(8)
-    assert (again.pixels.ctypes.data, again.number) == (address, number)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from torchvision.transforms import PILToTensor
 
 from common.data.datasets import Batch, BatchKey, ImageDataset
 from common.errors import UsageError
-from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.batches import LFWBatches, ThreadedFetch
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import BadFile
@@ -233,13 +232,6 @@ def test_processes_are_the_default_where_much_work_holds_the_gil(
     assert FastLoader(dataset, pool="threads").pool == "threads"
 
 
-def test_by_default_it_has_as_many_workers_as_there_are_cores(
-    dataset: LFWBatches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dataloading.loader.fast_loader.usable_cores", lambda: 5)
-    assert FastLoader(dataset).num_workers == 5
-
-
 def test_no_more_than_prefetch_batches_are_requested_ahead(dataset: LFWBatches) -> None:
     begun: list[int] = []
 
@@ -275,27 +267,6 @@ def test_a_batch_that_is_kept_is_never_overwritten(dataset: LFWBatches, pool: st
         order = ShuffledSampler(PICTURES, seed=2).order(epoch)
         for number, batch in enumerate(batches):
             assert_equal(batch, fresh(dataset, order[number * BATCH_SIZE :][:BATCH_SIZE], epoch))
-    loader.close()
-
-
-VIEWS: list[Callable[[torch.Tensor], Any]] = [
-    lambda images: images[0],
-    lambda images: images[:1].squeeze(0),
-    lambda images: images.numpy()[0],
-    lambda images: images.permute(1, 2, 3, 0)[..., 0],
-]
-
-
-@every_pool
-def test_a_view_of_a_batch_is_never_overwritten_either(dataset: LFWBatches, pool: str) -> None:
-    loader = make(dataset, pool)
-    seen = []
-    for _ in range(3):
-        for number, batch in enumerate(loader):
-            seen.append((number * BATCH_SIZE, VIEWS[number % len(VIEWS)](batch.images)))
-            del batch
-    for sample, view in seen:
-        np.testing.assert_array_equal(view, fresh(dataset, [sample]).images[0])
     loader.close()
 
 
@@ -415,21 +386,6 @@ def test_nothing_is_left_after_a_bad_file(own_pictures: Path, pool: str) -> None
     assert Traces() == before
 
 
-def test_nothing_is_left_of_a_dataloader_with_threads_inside(pictures: Path) -> None:
-    def load(end: Callable[[Iterator[Any]], None]) -> None:
-        fetch = ThreadedFetch(LFWDataset(pictures, PILToTensor()), threads=3)
-        end(iter(DataLoader(fetch, BATCH_SIZE, num_workers=2, collate_fn=collate)))
-        for thread in threading.enumerate():
-            if thread.name == "QueueFeederThread":  # multiprocessing's; it closes a pipe at its end
-                thread.join()
-
-    load(_to_the_end)
-    before = Traces()
-    for end in ENDS:
-        load(end)
-        assert Traces() == before, end
-
-
 @pytest.mark.parametrize("pool", ["kept threads", "kept processes"])
 @pytest.mark.parametrize("close", [True, False])
 def test_a_persistent_pool_stays_until_it_is_closed_or_its_loader_is_freed(
@@ -455,7 +411,7 @@ def test_a_persistent_pool_stays_until_it_is_closed_or_its_loader_is_freed(
     assert Traces() == before
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@every_pool
 def test_two_epochs_at_once_do_not_disturb_each_other(dataset: LFWBatches, pool: str) -> None:
     before = Traces()
     loader = make(dataset, pool)

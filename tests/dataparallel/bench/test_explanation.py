@@ -49,6 +49,7 @@ def test_a_gain_within_the_noise_is_none() -> None:
 
 
 def test_the_words_on_cpu_threads() -> None:
+    """The explanation of CPU devices names the batch size from which each variant wins, and the steps."""
     text = "\n".join(explain(ON_CPU, [point(8, 34.0), point(512, 16.0), point(8, 44.0, "training")]))
     for words in (
         "CPU devices are threads of this process.",

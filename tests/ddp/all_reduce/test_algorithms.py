@@ -134,15 +134,6 @@ def test_algorithms_sum_as_torch_does_to_the_same_bits_on_all_ranks(examples: li
     assert_same_sums([SharedMemory], ["aaa"], [*AROUND_SMALL, *[(2_500_001, torch.float32)] * 3])
 
 
-@pytest.mark.slow
-@settings(max_examples=5, phases=[Phase.generate])
-@given(examples=lists_of_cases(20))
-def test_algorithms_sum_as_torch_does_in_many_cases(examples: list[Case]) -> None:
-    assert_same_sums(BY_HAND, ONE_HOST, examples)
-    assert_same_sums([SharedMemory], ONE_HOST, examples, **MANY_CHUNKS)
-    assert_same_sums([Hierarchical], HOSTS, examples, **MANY_CHUNKS)
-
-
 def summed_at_once() -> None:
     with process_group(timeout_s=250):
         algorithms = [build(P2P()) for build in ALGORITHMS]

@@ -103,11 +103,6 @@ def test_the_steps_of_the_climb_differ_in_one_thing_each() -> None:
     assert bucketed == dataclasses.replace(overlapped, hook="all-reduce at the end")
 
 
-def test_powersgd_has_one_bucket() -> None:
-    hooks = variations("cpu")["hooks"]
-    assert all(variant.bucket_mib == 10**6 for variant in hooks.values() if variant.hook == "PowerSGD")
-
-
 @pytest.mark.parametrize(("gpus", "large", "ranks"), [(0, False, 2), (1, True, 1), (4, True, 4)])
 def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
     monkeypatch: pytest.MonkeyPatch, gpus: int, large: bool, ranks: int
@@ -121,6 +116,7 @@ def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
 
 @pytest.mark.gpu
 def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
+    """One rank on a GPU is measured over NCCL, without shared memory."""
     arguments = (*SMALL, "--builds", "1", "--ranks", "1", "--model", DEEP, "--output", str(tmp_path))
     done = run_command("ddp.bench", "engines", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr

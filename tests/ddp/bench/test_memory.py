@@ -59,6 +59,7 @@ def test_the_largest_model_within_a_limit(tmp_path: Path) -> None:
 
 
 def test_the_papers_table() -> None:
+    """The formulas give the bytes per parameter of the ZeRO paper's table."""
     assert sum(formula(0, 4, "fp32").values()) == 16
     for ranks in (1, 2, 64):
         assert sum(formula(1, ranks, "fp32").values()) == pytest.approx(8 + 8 / ranks)
@@ -70,12 +71,14 @@ def test_the_papers_table() -> None:
 
 @pytest.mark.parametrize("limit", ["1", "0MiB", "12MB", "much"])
 def test_a_limit_that_is_no_size(user_error: UserError, limit: str) -> None:
+    """A limit that is no size is refused with an example."""
     assert (
         user_error(main, "memory", "--limit", limit) == f"error: --limit {limit} is no size: use, say, 256MiB or 1GiB"
     )
 
 
 def test_a_width_that_heads_do_not_divide(user_error: UserError) -> None:
+    """A width that is no multiple of a head is refused with the nearest."""
     assert "--width 200 is no multiple of 64, the width of a head: use 192 or 256" in user_error(
         main, "memory", "--width", "200"
     )
@@ -83,6 +86,7 @@ def test_a_width_that_heads_do_not_divide(user_error: UserError) -> None:
 
 @pytest.mark.examples
 def test_a_limit_that_is_too_small(tmp_path: Path) -> None:
+    """A limit below the smallest model is refused with what it needs."""
     done = run_command("ddp.bench", "memory", *SMALL, "--ranks", "2", "--limit", "0.01MiB", "--output", str(tmp_path))
     assert done.returncode == 2
     expected = r"error: --limit 0\.01MiB is too little for the smallest model, of one block: replicas needs \d+ MiB\. Give more, .*"

@@ -52,6 +52,7 @@ def test_the_causes_add_up_to_what_is_lost() -> None:
 
 
 def test_the_strategies_on_cpus() -> None:
+    """On CPUs, DDP is compared with each number of processes, and DataParallel with the largest."""
     config = StrategiesConfig(device="cpu", processes=(4, 1, 2))
     names = [strategy.name for strategy in strategies(config)]
     assert names[-3:] == ["DDP, 1 process", "DDP, 2 processes", "DDP, 4 processes"]

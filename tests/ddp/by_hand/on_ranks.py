@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 
 from common.distributed.process_group import process_group
 from tests.support.launch import run_ranks
@@ -33,3 +36,17 @@ def _failure(programs: Sequence[Program]) -> dict[str, str]:
                 return {program.__name__: traceback.format_exc()}  # the other ranks may wait for this one
             gc.collect()  # no hook of this program's wrappers meets the next program
     return {}
+
+
+def as_tests(programs: Sequence[Program], world_size: int = 2) -> Any:
+    """A file's fixture ``failed`` and its test ``test_program``: each program is a test that passes where it did not fail."""
+
+    @pytest.fixture(scope="module")
+    def failed() -> dict[str, str]:
+        return failures(programs, world_size)
+
+    @pytest.mark.parametrize("program", programs, ids=lambda program: program.__name__)
+    def test_program(program: Program, failed: dict[str, str]) -> None:
+        assert program.__name__ not in failed, failed[program.__name__]
+
+    return failed, test_program

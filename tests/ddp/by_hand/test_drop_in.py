@@ -9,7 +9,6 @@ import warnings
 import weakref
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ from ddp.conformance.tools import (
     one_pass,
     passes,
 )
-from tests.ddp.by_hand.on_ranks import Program, failures
+from tests.ddp.by_hand.on_ranks import as_tests
 
 
 def message_of(error: Exception | None) -> str:
@@ -294,28 +293,20 @@ def a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first() -> None:
     assert sum(message.at < products[-1] for message in record.gradients) >= 2
 
 
-PROGRAMS = [
-    optimizers_in_backward_step_after_delayed_averages,
-    delayed_averages_are_of_what_is_in_the_gradients,
-    a_failed_pass_leaves_nothing_to_the_next_one,
-    pruned_parameters_were_not_replaced,
-    what_was_accumulated_is_averaged_though_unused_buckets_are_skipped,
-    another_process_group_is_that_of_mixed_precision_too,
-    parameters_of_every_kind_may_be_the_only_ones,
-    tied_weights_are_cast_together_in_mixed_precision,
-    a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
-    replaced_parameters_are_named_though_unused_ones_are_allowed,
-    a_block_of_join_says_what_it_cannot_do_and_ends_after_errors,
-    nothing_outlives_its_use,
-    a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first,
-]
-
-
-@pytest.fixture(scope="module")
-def failed() -> dict[str, str]:
-    return failures(PROGRAMS)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_program(program: Program, failed: dict[str, str]) -> None:
-    assert program.__name__ not in failed, failed[program.__name__]
+failed, test_program = as_tests(
+    [
+        optimizers_in_backward_step_after_delayed_averages,
+        delayed_averages_are_of_what_is_in_the_gradients,
+        a_failed_pass_leaves_nothing_to_the_next_one,
+        pruned_parameters_were_not_replaced,
+        what_was_accumulated_is_averaged_though_unused_buckets_are_skipped,
+        another_process_group_is_that_of_mixed_precision_too,
+        parameters_of_every_kind_may_be_the_only_ones,
+        tied_weights_are_cast_together_in_mixed_precision,
+        a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
+        replaced_parameters_are_named_though_unused_ones_are_allowed,
+        a_block_of_join_says_what_it_cannot_do_and_ends_after_errors,
+        nothing_outlives_its_use,
+        a_static_graph_overlaps_on_a_rank_that_had_no_batch_at_first,
+    ]
+)

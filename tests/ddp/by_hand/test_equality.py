@@ -123,18 +123,12 @@ def test_ranks_that_share_a_gpu_train_as_torch_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=12, phases=[Phase.generate])
-@given(all_cases)
-def test_two_ranks_train_to_the_same_bits_as_torch_in_many_cases(cases: tuple[Case, ...]) -> None:
-    assert_equal_training(2, cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @settings(max_examples=8, phases=[Phase.generate])
 @given(some_cases)
-def test_more_ranks_train_as_torch_does_in_many_cases(world_size: int, cases: list[Case]) -> None:
-    assert_equal_training(world_size, list(map(in_high_precision, cases)))
+def test_ranks_train_as_torch_does_in_many_cases(world_size: int, cases: list[Case]) -> None:
+    """Two ranks come to the same bits in 20 steps; more ranks to the same numbers, but for rounding, in few."""
+    assert_equal_training(world_size, cases if world_size == 2 else list(map(in_high_precision, cases)))
 
 
 # Several buckets are summed at once, while gradients are still computed.

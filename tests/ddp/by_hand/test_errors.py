@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +26,7 @@ from ddp.conformance.tools import (
     of_all_ranks,
     one_pass,
 )
-from tests.ddp.by_hand.on_ranks import Program, failures
+from tests.ddp.by_hand.on_ranks import as_tests
 
 Wrap = HandwrittenDistributedDataParallel
 
@@ -149,21 +148,14 @@ def hooks_that_do_not_give_what_they_should() -> None:
     expect_error(RuntimeError, text, lambda: model.register_comm_hook(None, raising))
 
 
-PROGRAMS = [
-    modules_that_differ,
-    settings_that_differ_or_cannot_be,
-    wrappers_within_wrappers,
-    passes_that_leave_a_parameter_out,
-    parameters_that_two_checkpoints_share,
-    hooks_that_do_not_give_what_they_should,
-]
-
-
-@pytest.fixture(scope="module")
-def failed() -> dict[str, str]:
-    return failures(PROGRAMS, world_size=3)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_program(program: Program, failed: dict[str, str]) -> None:
-    assert program.__name__ not in failed, failed[program.__name__]
+failed, test_program = as_tests(
+    [
+        modules_that_differ,
+        settings_that_differ_or_cannot_be,
+        wrappers_within_wrappers,
+        passes_that_leave_a_parameter_out,
+        parameters_that_two_checkpoints_share,
+        hooks_that_do_not_give_what_they_should,
+    ],
+    world_size=3,
+)

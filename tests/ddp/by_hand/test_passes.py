@@ -34,7 +34,7 @@ from ddp.conformance.tools import (
     of_all_ranks,
     one_pass,
 )
-from tests.ddp.by_hand.on_ranks import Program, failures
+from tests.ddp.by_hand.on_ranks import as_tests, failures
 
 ENGINES: tuple[Any, ...] = (HandwrittenDistributedDataParallel, DistributedDataParallel)
 
@@ -299,36 +299,29 @@ def with_inductor() -> None:
     compiled("inductor")
 
 
-PROGRAMS = [
-    a_backward_pass_that_failed_may_be_repeated_without_a_forward_pass,
-    an_output_that_is_a_view_may_be_changed_in_place,
-    checkpoints_in_a_hidden_output_are_not_taken_for_the_whole_pass,
-    parameters_that_were_converted_are_named_also_if_they_were_converted_back,
-    gradients_that_were_moved_are_averaged_where_they_are,
-    two_wrappers_of_a_layer_are_not_mixed_up_in_one_pass,
-    gradients_that_are_zeroed_after_an_error_stay_zero,
-    outputs_may_be_dataclasses_of_every_kind,
-    trained_tensors_need_not_be_parameters,
-    tensors_that_cannot_be_written_to_are_refused_by_all_ranks,
-    passes_are_averaged_or_not_as_their_forward_passes_were,
-    two_outputs_may_have_a_backward_pass_each,
-    gradients_may_have_a_graph,
-    a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to,
-    modules_and_wrappers_may_be_compiled,
-]
-
-
-@pytest.fixture(scope="module")
-def failed() -> dict[str, str]:
-    return failures(PROGRAMS)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_program(program: Program, failed: dict[str, str]) -> None:
-    assert program.__name__ not in failed, failed[program.__name__]
+failed, test_program = as_tests(
+    [
+        a_backward_pass_that_failed_may_be_repeated_without_a_forward_pass,
+        an_output_that_is_a_view_may_be_changed_in_place,
+        checkpoints_in_a_hidden_output_are_not_taken_for_the_whole_pass,
+        parameters_that_were_converted_are_named_also_if_they_were_converted_back,
+        gradients_that_were_moved_are_averaged_where_they_are,
+        two_wrappers_of_a_layer_are_not_mixed_up_in_one_pass,
+        gradients_that_are_zeroed_after_an_error_stay_zero,
+        outputs_may_be_dataclasses_of_every_kind,
+        trained_tensors_need_not_be_parameters,
+        tensors_that_cannot_be_written_to_are_refused_by_all_ranks,
+        passes_are_averaged_or_not_as_their_forward_passes_were,
+        two_outputs_may_have_a_backward_pass_each,
+        gradients_may_have_a_graph,
+        a_wrapper_in_a_reentrant_checkpoint_averages_if_backward_is_to,
+        modules_and_wrappers_may_be_compiled,
+    ]
+)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_torch_compile_with_inductor() -> None:
+    """Modules and wrappers that inductor compiles have averaged gradients."""
     assert failures([with_inductor], fresh=True) == {}  # it leaves threads that compile

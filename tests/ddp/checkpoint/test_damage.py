@@ -150,17 +150,6 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
 
     Claim (ddp/README.md, 9): the newest checkpoint whose checksums are right is taken; nothing in it is executed.
     """
-    assert_passed_over(damage, pair, caplog)
-
-
-@pytest.mark.faults
-@settings(max_examples=1200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(damage=DAMAGES)
-def test_a_thousand_damaged_ones(damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    assert_passed_over(damage, pair, caplog)
-
-
-def assert_passed_over(damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     path, older = pair.restored(), pair.run_dir / FOLDER / OLDER
     damage(path, pair)
@@ -189,20 +178,14 @@ def assert_passed_over(damage: Damage, pair: Pair, caplog: pytest.LogCaptureFixt
         (flipped([("ranks.pt", 300, 1)]), r"ranks\.pt has other content than was written \(SHA-256\)"),
         (flipped([("manifest.json", 0, 7)]), r"manifest\.json has other content than was written \(SHA-256\)"),
         (flipped([("SHA256SUMS", 0, 7)]), r"SHA256SUMS has other content than was written"),
-        (flipped([("SHA256SUMS", 64, 1)]), r"SHA256SUMS has other content than was written"),
-        (truncated("SHA256SUMS", 75), r"manifest\.json has other content than was written \(SHA-256\)"),
         (missing({"SHA256SUMS"}), r"SHA256SUMS cannot be read \(No such file or directory\)"),
         (of_the_other({"SHA256SUMS"}), r"manifest\.json has other content than was written \(SHA-256\)"),
-        (flipped([("manifest.json", 13, 0)]), r"manifest\.json has other content than was written \(SHA-256\)"),
-        (missing({"optimizer.pt"}), r"optimizer\.pt cannot be read \(No such file or directory\)"),
         (missing({"manifest.json"}), r"manifest\.json cannot be read \(No such file or directory\)"),
         (replaced("dangling link", "model.pt"), r"model\.pt cannot be read \(No such file or directory\)"),
         (replaced("circular link", "model.pt"), r"model\.pt cannot be read \(Too many levels of symbolic links\)"),
         (replaced("folder", "model.pt"), r"model\.pt cannot be read \(Not a regular file\)"),
         (replaced("file", None), r"SHA256SUMS cannot be read \(Not a directory\)"),
-        (replaced("dangling link", None), r"SHA256SUMS cannot be read \(No such file or directory\)"),
         (of_the_other(set(FILES)), r"manifest\.json is that of step 10"),
-        (of_the_other({"model.pt"}), r"model\.pt has other content than was written \(SHA-256\)"),
     ],
 )
 def test_the_problem_is_named(pair: Pair, damage: Damage, problem: str) -> None:
@@ -301,12 +284,6 @@ def test_a_checkpoint_that_is_no_run_s_is_damage(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match=r"manifest\.json is not one of a run"):
         storage.newest(tmp_path)
     assert path.is_dir()
-
-
-def test_files_that_are_not_listed_are_ignored(tmp_path: Path) -> None:
-    path = write(tmp_path, 10)
-    (path / "notes.txt").write_text("the good one")
-    assert_is(path, 10)
 
 
 @pytest.mark.parametrize("version", [4, 99])

@@ -120,6 +120,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
+    """Each rank has a file, with its half of the model and optimizer."""
     _, manifest = newest(saved.with_name(f"{strategy}-2"))
     assert sorted(manifest.files) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
     sizes = [manifest.files[f"rank-{rank}-of-2.pt"] for rank in range(2)]

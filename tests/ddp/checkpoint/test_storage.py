@@ -91,14 +91,6 @@ def test_names_sort_in_time(tmp_path: Path) -> None:
     assert paths[0].name == "epoch-0000-step-00000005"
 
 
-def test_without_checkpoints_there_is_no_newest(tmp_path: Path) -> None:
-    assert storage.newest(tmp_path) is None
-    assert storage.newest(tmp_path / "elsewhere") is None
-    (tmp_path / FOLDER).mkdir()
-    assert storage.newest(tmp_path) is None
-    clean(tmp_path / "elsewhere" / FOLDER)
-
-
 # Which checkpoints are kept
 
 

@@ -53,6 +53,7 @@ def test_the_ddp_by_hand_gives_torchs_weights_and_a_broken_one_does_not() -> Non
 
 @pytest.mark.gpu
 def test_on_a_gpu_over_nccl_and_shared_over_gloo() -> None:
+    """The check of equivalence passes on one rank over NCCL and on two that share a GPU over gloo."""
     for ranks, backend in ((1, "nccl"), (2, "gloo")):
         flags = ("torch.distributed.run", f"--nproc_per_node={ranks}", "-m", "ddp.gpu_check.equivalence")
         done = run_command(*flags, "--device", "cuda", "--backend", backend, timeout_s=280)

@@ -39,6 +39,7 @@ TRACE = [
 
 
 def test_what_the_gpu_idles_behind_a_synchronization() -> None:
+    """The idle time behind each synchronization is summed per step."""
     found = Gaps.of(TRACE)
     assert found.steps == 2
     assert (found.seconds, found.busy, found.behind) == pytest.approx((0.020, 0.016, 0.003))
@@ -67,6 +68,7 @@ def test_the_command_reads_a_trace(
 
 
 def test_a_trace_of_the_cpu_alone() -> None:
+    """A trace without a GPU has no busy and no idle time."""
     found = Gaps.of([event("ProfilerStep#5", "user_annotation", 0, 10), event("aten::mm", "cpu_op", 1, 2)])
     assert (found.busy, found.behind, found.per_step()["idle behind a synchronization"]) == (0, 0, 0)
 

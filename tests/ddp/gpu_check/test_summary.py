@@ -82,6 +82,7 @@ def test_numbers_of_a_training_are_medians_without_its_first_window(tmp_path: Pa
 
 
 def test_numbers_of_pinned_memory(tmp_path: Path) -> None:
+    """The rates of pinned and ordinary memory, and their ratio, follow from the times."""
     content = {
         "bytes": 2e9,
         "device_seconds": {"ordinary": [0.4, 0.4], "page-locked": [0.1, 0.1]},

@@ -131,6 +131,7 @@ def test_a_host_that_never_comes(hosts: TwoHosts, tmp_path: Path) -> None:
 
 
 def test_another_version_of_the_project(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Hosts with different sources of this project are told so."""
     for package in ("common", "ddp", "dataloading", "dataparallel"):
         shutil.copytree(REPOSITORY / package, tmp_path / "other" / package)
     with open(tmp_path / "other" / "ddp" / "config.py", "a") as file:
@@ -204,6 +205,7 @@ def test_the_rendezvous_id_of_a_dead_job(hosts: TwoHosts, tmp_path: Path) -> Non
 
 
 def test_several_agents_of_torchrun_on_a_node_of_slurm() -> None:
+    """Several agents of torchrun on a node are refused with the flag of srun."""
     step = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     done = run_torchrun(1, "ddp.train", *FLAGS, env=step)
     (line,) = error_lines(done.stderr)

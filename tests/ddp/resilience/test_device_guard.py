@@ -108,6 +108,14 @@ def saved(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+def assert_same_end(run_dir: Path, other: Path) -> list[dict[str, Any]]:
+    """Two runs end with the same bits and records; returns the records."""
+    (tensors, records), (expected_tensors, expected_records) = final_state(run_dir), final_state(other)
+    assert_identical(tensors, expected_tensors)
+    assert records == expected_records
+    return records
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -128,9 +136,7 @@ def test_a_job_is_that_of_the_other_guard_and_so_is_all_that_it_saves(tmp_path: 
     device, host = tmp_path / "device", tmp_path / "host"
     for folder, guard in ((device, DeviceGuard), (host, ResilientGuard)):
         assert run_ranks(run_job, 2, small(**SETTINGS, **settings, run_dir=folder), guard, nans) == [(0, "")] * 2
-    (tensors, records), (expected_tensors, expected_records) = final_state(device), final_state(host)
-    assert_identical(tensors, expected_tensors)
-    assert records == expected_records
+    records = assert_same_end(device, host)
     assert [record["step"] for record in records if record["kind"] == "skipped"] == SKIPPED
     assert_identical(saved(device), saved(host))
     assert [path.name[-1] for path in sorted((device / storage.FOLDER).iterdir())] == ["3", "5", "9", "0"]
@@ -147,11 +153,7 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_right_bits(tmp_path
     assert run_ranks(run_job, 2, small(**settings), DeviceGuard, stop) == [(REQUEUE, "")] * 2
     assert newest_step(tmp_path / "stopped") == 2  # it was asked in step 1, whose flags are read in step 2
     assert run_ranks(run_job, 2, small(**settings, resume=True), DeviceGuard, no_fault) == [(0, "")] * 2
-    (tensors, records), (expected_tensors, expected_records) = (
-        final_state(tmp_path / name) for name in ("stopped", "whole")
-    )
-    assert_identical(tensors, expected_tensors)
-    assert records == expected_records
+    assert_same_end(tmp_path / "stopped", tmp_path / "whole")
 
 
 def test_a_user_error_of_one_rank_ends_all_and_nothing_is_saved_after_it(tmp_path: Path) -> None:
@@ -177,9 +179,5 @@ def test_on_a_gpu_both_guards_come_to_the_same_bits(tmp_path: Path, precision: s
     for name, guard in (("device", DeviceGuard), ("host", ResilientGuard)):
         config = small(**SETTINGS, precision=precision, deterministic=True, run_dir=tmp_path / name)
         assert run_ranks(run_job, 1, config, guard, nans_on_rank_0, fresh=True) == [(0, "")]
-    (tensors, records), (expected_tensors, expected_records) = (
-        final_state(tmp_path / name) for name in ("device", "host")
-    )
-    assert_identical(tensors, expected_tensors)
-    assert records == expected_records
+    assert_same_end(tmp_path / "device", tmp_path / "host")
     assert_identical(saved(tmp_path / "device"), saved(tmp_path / "host"))

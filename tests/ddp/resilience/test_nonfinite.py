@@ -5,6 +5,7 @@ By both guards: the one that reads in every step, and the one that lets the devi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -103,13 +104,19 @@ def poisoned(job: Job, how: str, batches: Iterator[Batch]) -> None:
         return train_step(job, batches)
 
 
-def skipping(config: TrainConfig, how: str, guard: Guard) -> Seen:
+@contextlib.contextmanager
+def started(config: TrainConfig, guard: Guard) -> Iterator[tuple[Job, Iterator[Batch]]]:
+    """A job of this rank with this guard, and the batches of its first epoch."""
     with process_group(threads=1) as env, MetricsWriter(config.run_dir, silent=not env.is_main) as metrics:
         with mock.patch("ddp.train.build_guard", guard):
             job = build_job(config, env, load_data(config, env))
         job.metrics = metrics
         job.sampler.set_epoch(0)
-        batches = job.guard.batches(job.loader)
+        yield job, job.guard.batches(job.loader)
+
+
+def skipping(config: TrainConfig, how: str, guard: Guard) -> Seen:
+    with started(config, guard) as (job, batches):
         for _ in range(2):
             train_step(job, batches)
         before, scale = state_of(job), job.scaler.get_scale()
@@ -215,13 +222,8 @@ def test_the_scaler_skips_a_gradient_that_overflows_by_itself(tmp_path: Path, gu
 
 def too_many(config: TrainConfig, guard: Guard) -> tuple[str, int, bool]:
     """What is said of the last of these steps, all of which go wrong; and whether the weights are as they were."""
-    with process_group(threads=1) as env, MetricsWriter(config.run_dir, silent=not env.is_main) as metrics:
-        with mock.patch("ddp.train.build_guard", guard):
-            job = build_job(config, env, load_data(config, env))
-        job.metrics = metrics
-        job.sampler.set_epoch(0)
+    with started(config, guard) as (job, batches):
         before = copy.deepcopy(job.network.state_dict())
-        batches = job.guard.batches(job.loader)
         for _ in range(config.max_skipped_steps):
             poisoned(job, NAN_IMAGES, batches)
         if guard is DeviceGuard:  # says it one step later, and does not take that step

@@ -291,6 +291,7 @@ def looked_at_in_between(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_pass_between_backward_and_step(stage: int) -> None:
+    """A forward pass between backward and the step does not hide the step's parameters from the next."""
     run_ranks(looked_at_in_between, 2, stage)
 
 
@@ -368,6 +369,7 @@ def unused_on_one_rank() -> None:
 
 
 def test_a_parameter_that_one_rank_does_not_use() -> None:
+    """A parameter that one rank does not use gets a gradient on all."""
     run_ranks(unused_on_one_rank, 2)
 
 
@@ -600,6 +602,7 @@ def test_mistakes() -> None:
 
 
 def test_units_that_do_not_fit() -> None:
+    """A unit that is no submodule, or lies within another, is refused by name."""
     net = network()
     mistakes: list[tuple[list[Any], str]] = [
         ([nn.Linear(1, 1)], "a Linear is no submodule of the model"),
@@ -612,6 +615,7 @@ def test_units_that_do_not_fit() -> None:
 
 
 def test_the_units_of_a_model() -> None:
+    """Each parameter belongs to exactly one unit, and a tied one to the root."""
     net = network()
     assert [unit.name for unit in divide(net)] == ["", "blocks.0", "blocks.1"]
     assert [unit.name for unit in divide(net, [net.norm, net.blocks[1], net.norm])] == ["", "blocks.1", "norm"]
