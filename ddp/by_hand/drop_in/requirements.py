@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,9 @@ def group_of(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dist.ProcessG
     return mesh.get_group(mesh_dim=0)
 
 
-def require_wrappable(module: nn.Module) -> None:
+def require_wrappable(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> None:
     from torch.distributed.tensor import DTensor
 
     parameters = [*replicated(module, buffers=False).values()]
@@ -33,11 +36,15 @@ def require_wrappable(module: nn.Module) -> None:
         raise NotImplementedError(
             "the module has DTensor parameters: use torch's DistributedDataParallel for 2-d parallelism"
         )
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids={list(device_ids)} must be None or name one device")
     kinds = {parameter.device.type for parameter in parameters}
     if len(kinds) > 1:
         raise ValueError(
             f"the module's parameters are on {' and '.join(sorted(kinds))}: move them to devices of one kind"
         )
+    if kinds == {"cpu"} and output_device is not None:
+        raise ValueError(f"output_device={output_device}, but the module is on the CPU: leave it out")
     if kinds == {"cpu"} and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         raise ValueError("torch's SyncBatchNorm works on GPUs alone: see ddp/batchnorm.py for one that works on a CPU")
 

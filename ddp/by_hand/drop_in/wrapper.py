@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, argument for argument, on top of the one that is written to be read.
+"""torch's DistributedDataParallel, argument for argument and method for method, on top of the one that is written to be read.
 
     from ddp.by_hand import DistributedDataParallel  # instead of torch.nn.parallel
 
@@ -8,6 +8,7 @@ from torch on purpose, ddp/conformance/differences/README.md shows each case wit
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from ddp.by_hand import comm_hook
 from ddp.by_hand.buckets import MIB
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.delayed import DelayedAverage
-from ddp.by_hand.drop_in.hooks import HookedDDP
+from ddp.by_hand.drop_in.logging_data import LoggingDDP
 from ddp.by_hand.drop_in.mixed_precision import MixedPrecision, averaged_in, call_in, cast_buffers
 from ddp.by_hand.drop_in.reducer import DropInReducer
 from ddp.by_hand.drop_in.requirements import (
@@ -40,10 +41,10 @@ from ddp.by_hand.replicas import make_equal, trained_parameters
 
 
 @TorchDDP.register  # so that isinstance() holds, by which torch.distributed.checkpoint and others recognize a wrapper
-class DistributedDataParallel(HookedDDP):
+class DistributedDataParallel(LoggingDDP):
     """A drop-in for ``torch.nn.parallel.DistributedDataParallel``, whose documentation holds for every argument but these:
 
-    :param dim, output_device, check_reduction: not used
+    :param dim: not used, as in torch's
     :param broadcast_buffers: not deprecated here; ``forward_sync_buffers`` takes precedence
     :param lazy_bucket_allocation: refused: buckets live as long as the wrapper
     :param batched_grad_copy: of no effect: small gradients are always copied together, and on GPUs all of a bucket
@@ -86,13 +87,19 @@ class DistributedDataParallel(HookedDDP):
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("pass delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither")
         delayed = dict(delay_all_reduce_named_params or ())
+        if any(parameter is param_to_hook_all_reduce for parameter in delayed.values()):
+            raise ValueError(
+                "param_to_hook_all_reduce is delayed itself: name a parameter whose gradient is ready after theirs"
+            )
         if lazy_bucket_allocation:
             raise NotImplementedError("lazy_bucket_allocation: buckets live as long as this wrapper; pass False")
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated and does nothing; leave it out", FutureWarning, stacklevel=2)
         if device_mesh is not None:
             process_group = group_of(device_mesh, process_group)
-        require_wrappable(module)
+        require_wrappable(module, device_ids, output_device)
         require_copies_when_nested(module, gradient_as_bucket_view)
-        self.mixed_precision = mixed_precision
+        self.dim, self.output_device, self.mixed_precision = dim, output_device, mixed_precision
         self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
@@ -147,8 +154,8 @@ class DistributedDataParallel(HookedDDP):
                 self._hooks.append(hook)
                 weakref.finalize(self.begin_backward, hook.remove)
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
-        self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none(), True))
-        self.reducer.after_none.append(lambda: DistributedDataParallel._after_backward(self_or_none(), False))
+        self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
+        self.reducer.after_none.append(lambda: DistributedDataParallel._after_none(self_or_none()))
 
     def _rebuild_reducer(self) -> None:
         self._remove_autograd_hooks()
@@ -166,9 +173,11 @@ class DistributedDataParallel(HookedDDP):
 
     def _set_static_graph(self) -> None:
         """As ``static_graph=True``; before the first forward pass."""
-        if not self.static_graph:
-            self.static_graph = True
-            self._rebuild_reducer()
+        if self.static_graph:
+            warnings.warn("static_graph is True already", stacklevel=2)
+            return
+        self.static_graph = True
+        self._rebuild_reducer()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Train on with other ranks."""
@@ -181,7 +190,11 @@ class DistributedDataParallel(HookedDDP):
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
         """Leave these parameters and buffers, by name, to each rank; before wrapping."""
+        ignored = set(params_and_buffers_to_ignore)
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in ignored:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
 
     # A step
 
@@ -200,12 +213,21 @@ class DistributedDataParallel(HookedDDP):
         return call_in(self.mixed_precision, self.module, inputs, kwargs)
 
     @staticmethod
-    def _after_backward(wrapper: DistributedDataParallel | None, has_averages: bool) -> None:
+    def _after_backward(wrapper: DistributedDataParallel | None) -> None:
         if wrapper is not None:
             require_same_parameters(wrapper.reducer.unused(), wrapper.module)
-            if has_averages:
-                wrapper.await_buffers()
-                in_backward.step(wrapper._fused or ())
+            wrapper.await_buffers()
+            in_backward.step(wrapper._fused or ())
+
+    @staticmethod
+    def _after_none(wrapper: DistributedDataParallel | None) -> None:
+        if wrapper is not None:
+            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
+
+    def _check_reducer_finalized(self) -> None:
+        """:raises RuntimeError: if the latest backward pass was not completed"""
+        if self.reducer._running:
+            raise RuntimeError("the latest backward pass ended with an error, so its gradients are not averages")
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -227,21 +249,6 @@ class DistributedDataParallel(HookedDDP):
             raise NotImplementedError(
                 "require_manual_backward_finalization: backward always waits for the averages here"
             )
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """The ranks, the parameters, and the bytes of the buckets, by torch's names. Times are not among them:
-        ``python -m ddp.timeline`` and ``python -m ddp.bench`` measure the parts of a step."""
-        trained = trained_parameters(self.module)
-        before = "rebuilt_" if self.reducer.rebuilt else ""
-        return {
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "backend_name": self.process_group.name(),
-            "module_name": type(self.module).__name__,
-            "num_parameter_tensors": len(trained),
-            "total_parameter_size_bytes": sum(parameter.nbytes for parameter in trained.values()),
-            f"{before}bucket_sizes": ", ".join(str(bucket.buffer.nbytes) for bucket in self.reducer.buckets),
-        }
 
     # Hooks
 
