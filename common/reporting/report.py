@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,10 +15,7 @@ from common.files.atomic_files import write_json
 from common.files.run_directory import METRICS_FILE, RESULTS, files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.training.evaluation import Evaluation
-from common.training.metrics import TIMES, Record, read_metrics
-
-if TYPE_CHECKING:
-    pass
+from common.training.metrics import Record, read_metrics
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -43,7 +40,7 @@ def of_gpus(records: Sequence[Record]) -> dict[str, float]:
 
     medians = {}
     for name in (field.name for field in dataclasses.fields(DeviceTotals)):
-        values = [record[name] for record in records if type(record.get(name)) in (int, float)]
+        values = [record[name] for record in records if name in record]
         if values:
             medians[name] = max(values) if name == "gpu_memory" else statistics.median(values)
     return medians
@@ -81,11 +78,10 @@ def finish(
     :param remedies: as in :func:`data_verdict`
     """
     records = read_metrics(run_dir)
-    recorded = [r for r in records if r["kind"] == "epoch" and r.keys() >= set(TIMES)]
+    recorded = [record for record in records if record["kind"] == "epoch"]
     seconds = sum(r["seconds"] for r in recorded)
     totals: dict[str, Any] = {
         "epochs": epochs,
-        "epochs_recorded": len(recorded),
         "train_seconds": seconds,
         "images_per_s": sum(r["seconds"] * r["images_per_s"] for r in recorded) / seconds if seconds else None,
         "data_wait": sum(r["seconds"] * r["data_wait"] for r in recorded) / seconds if seconds else None,
@@ -100,11 +96,10 @@ def finish(
     else:
         images, labels = shown.images.numpy(), shown.labels.tolist()
         plot_samples(run_dir / "samples.png", images, labels, predictions.tolist(), data.classes, title)
-    times = "the times of training are lost: metrics.jsonl has no record of an epoch\n"
+    times = ""  # if metrics.jsonl was lost after the last epoch
     if seconds:
-        part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"
         times = (
-            f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} {data.unit}/s{part}\n"
+            f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} {data.unit}/s\n"
             f"{data_verdict(totals['data_wait'], remedies)}\n"
         )
     return (

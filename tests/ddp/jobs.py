@@ -17,7 +17,7 @@ from common.distributed.process_group import DistEnv, process_group
 from common.reporting import report
 from common.training.device_meter import DeviceTotals
 from common.training.evaluation import evaluate
-from common.training.metrics import TIMES, read_metrics
+from common.training.metrics import read_metrics
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data
@@ -93,7 +93,7 @@ def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, 
         tensors |= {f"rank{rank}.{name}": value for name, value in own["buffers"].items()}
     tensors |= {f"scaler.{name}": torch.as_tensor(value) for name, value in manifest.progress["scaler"].items()}
     tensors["progress"] = torch.tensor([manifest.step, manifest.epoch, manifest.progress["best"]["accuracy"]])
-    timings = {*TIMES, *(field.name for field in dataclasses.fields(DeviceTotals))}
+    timings = {"seconds", "images_per_s", "data_wait", *(field.name for field in dataclasses.fields(DeviceTotals))}
     records = [{k: v for k, v in record.items() if k not in timings} for record in read_metrics(run_dir)]
     return tensors, records
 
