@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from common.training.models import MLP, MODELS, RESNETS, FashionCNN, build_model
+from common.training.models import MODELS, RESNETS, FashionCNN, build_model
 
 GREY, RGB = (1, 28, 28), (3, 32, 32)
 
@@ -76,13 +76,6 @@ def test_dropout_is_the_only_randomness_and_only_in_training(name: str) -> None:
     model = build_model(name, GREY, 10, dropout=0.5)
     assert not torch.equal(*twice(model))
     assert torch.equal(*twice(model.eval()))
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_an_mlp_of_another_depth_and_width_has_its_layers(depth: int) -> None:
-    model = MLP(12, 5, dropout=0.0, width=8, depth=depth)
-    assert parameters(model) == (12 * 8 + 8) + (depth - 1) * (8 * 8 + 8) + (8 * 5 + 5)
-    assert model(torch.rand(2, 3, 2, 2)).shape == (2, 5)
 
 
 def test_an_unknown_model_is_refused_with_those_there_are() -> None:
