@@ -266,8 +266,6 @@ def _value_type(hint: Any) -> tuple[type, bool]:
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     if is_list := typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
-    if hint not in (bool, int, float, str, Path):
-        raise TypeError(f"a command's option cannot be of type {hint}")
     return typing.cast(type, hint), is_list
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,14 @@ from common.files.run_directory import METRICS_FILE, RESULTS, files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.training.evaluation import Evaluation
 from common.training.metrics import Record, read_metrics
+
+# The numbers of common/training/device_meter.py in the summary: their words, and the unit in which they are given.
+GPU_WORDS = {
+    "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
+    "gpu_busy": ("working {:.0f} % of the time", 100.0),
+    "mfu": ("{:.0f} % MFU", 100.0),
+    "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
+}
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -34,12 +41,8 @@ def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
 
 def of_gpus(records: Sequence[Record]) -> dict[str, float]:
     """The medians of what the windows of steps say of GPUs, and the most memory; nothing of a run on CPUs."""
-    if not any("gpu_memory" in record for record in records):
-        return {}
-    from common.training.device_meter import DeviceTotals
-
     medians = {}
-    for name in (field.name for field in dataclasses.fields(DeviceTotals)):
+    for name in GPU_WORDS:
         values = [record[name] for record in records if name in record]
         if values:
             medians[name] = max(values) if name == "gpu_memory" else statistics.median(values)
@@ -48,13 +51,7 @@ def of_gpus(records: Sequence[Record]) -> dict[str, float]:
 
 def gpu_line(medians: dict[str, float]) -> str:
     """:func:`of_gpus` as a line of the summary, or nothing."""
-    words = {
-        "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
-        "gpu_busy": ("working {:.0f} % of the time", 100.0),
-        "mfu": ("{:.0f} % MFU", 100.0),
-        "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
-    }
-    parts = [text.format(unit * medians[name]) for name, (text, unit) in words.items() if name in medians]
+    parts = [text.format(unit * medians[name]) for name, (text, unit) in GPU_WORDS.items() if name in medians]
     return f"GPU: {', '.join(parts)}\n" if parts else ""
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Record = dict[str, Any]
-logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -54,8 +51,6 @@ class MetricsWriter:
         path = self._path = folder / METRICS_FILE
         with writing(path, remedy):
             kept = [] if after is None else [record for record in read_metrics(folder) if _is_done(record, *after)]
-            if after is not None:
-                _report_lacking(path, kept, epochs=after[1])
             write_bytes(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         self._board = _summary_writer(folder / "tensorboard", after[0] if after else None) if tensorboard else None
@@ -116,16 +111,6 @@ def _record_in(line: str) -> Record | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def _report_lacking(path: Path, records: Sequence[Record], epochs: int) -> None:
-    """Log which of the epochs that are done have no record: the figures and the times of the summary lack them too."""
-    recorded = {record["epoch"] for record in records if record["kind"] == "epoch"}
-    if lacking := sorted(set(range(epochs)) - recorded):
-        logger.warning(
-            f"{path} is damaged: it lacks the records of epochs {', '.join(str(epoch + 1) for epoch in lacking)}; training "
-            "goes on from the checkpoint, and the figures show the others"
-        )
 
 
 def _is_done(record: Record, steps: int, epochs: int) -> bool:

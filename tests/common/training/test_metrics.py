@@ -112,13 +112,6 @@ def test_a_damaged_line_is_passed_over(damaged: str, tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [1, 3, 4]
 
 
-def test_epochs_without_a_record_are_named_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write("epoch", 20, epoch=1)
-    MetricsWriter(tmp_path, after=(30, 3)).close()
-    assert "it lacks the records of epochs 1, 3;" in caplog.text
-
-
 def test_a_pipe_in_its_place_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
     with pytest.raises(UsageError, match=rf"{tmp_path / FILE} cannot be written \(Not a regular file\)"):
