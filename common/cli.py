@@ -115,7 +115,7 @@ def parse(
     )
     hints = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
-        kind = _value_type(hints[field.name])
+        kind, is_list = _value_type(hints[field.name])
         settings: dict[str, Any] = {"help": _help_of(field), "default": field.default, "dest": field.name}
         if kind is bool:
             settings["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
@@ -127,7 +127,7 @@ def parse(
                 settings["metavar"] = f"{{{','.join((*choices, 'MODULE:FUNCTION'))}}}"
             elif kind in (str, Path) and not choices:
                 settings["type"] = _filled(kind)
-            if _is_list(hints[field.name]):
+            if is_list:
                 settings |= {"type": _list_of(kind, choices), "choices": None}
                 settings["metavar"] = f"{'|'.join(choices or [kind.__name__.upper()])},..."
             if field.metadata["implied"] is not None:
@@ -165,18 +165,16 @@ def from_settings(config_type: type[Config], program: str, settings: Mapping[str
 
 def _check_range(field: dataclasses.Field[Any], value: float) -> None:
     """:raises UsageError: naming the flag, the value and the range"""
-    limits = field.metadata
-    tests: list[tuple[str, Callable[[float, float], bool]]] = [
-        ("minimum", operator.ge),
-        ("maximum", operator.le),
-        ("above", operator.gt),
-        ("below", operator.lt),
-    ]
-    words = {"minimum": "at least", "maximum": "at most", "above": "above", "below": "below"}
-    wanted = [(words[name], limits[name], holds) for name, holds in tests if limits[name] is not None]
+    tests = {
+        "minimum": ("at least", operator.ge),
+        "maximum": ("at most", operator.le),
+        "above": ("above", operator.gt),
+        "below": ("below", operator.lt),
+    }
+    limits = {name: field.metadata[name] for name in tests if field.metadata[name] is not None}
     finite = isinstance(value, int) or math.isfinite(value)
-    if not (finite and all(holds(value, limit) for _, limit, holds in wanted)):
-        allowed = " and ".join([*(["finite"] if not finite else []), *(f"{word} {limit}" for word, limit, _ in wanted)])
+    if not (finite and all(tests[name][1](value, limit) for name, limit in limits.items())):
+        allowed = " and ".join(["finite"] * (not finite) + [f"{tests[name][0]} {limits[name]}" for name in limits])
         raise UsageError(f"{flag_of(field.name)} {value} is out of range: it must be {allowed}")
 
 
@@ -243,12 +241,6 @@ def _name_or_function(choices: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-def _is_list(hint: Any) -> bool:
-    """Whether the type is ``tuple[int, ...]`` or ``tuple[int, ...] | None``."""
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return any(typing.get_origin(part) is tuple for part in parts)
-
-
 def _list_of(kind: Callable[[str], Any], choices: Sequence[str] | None) -> Callable[[str], tuple[Any, ...]]:
     """argparse's ``type`` for a list of values between commas."""
 
@@ -268,15 +260,13 @@ def _list_of(kind: Callable[[str], Any], choices: Sequence[str] | None) -> Calla
     return read
 
 
-def _value_type(hint: Any) -> type:
-    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``."""
+def _value_type(hint: Any) -> tuple[type, bool]:
+    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``, and whether it is the type of a list's values."""
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is tuple:
+    if is_list := typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
-    if hint not in (bool, int, float, str, Path):
-        raise TypeError(f"a command's option cannot be of type {hint}")
-    return typing.cast(type, hint)
+    return typing.cast(type, hint), is_list
 
 
 def _help_of(field: dataclasses.Field[Any]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -23,16 +22,10 @@ LOOK_S = 0.001
 ENOUGH_S = 0.1  # a thread that still runs then is computing, and holds no lock
 
 
-def has_the_defect(python: tuple[int, ...]) -> bool:
-    """Whether children of this version of Python may wait for ever."""
-    return python < (3, 10, 15) or (3, 11) <= python < (3, 11, 10)
-
-
 @functools.cache  # registered once
 def rest_before_forks() -> None:
-    """Call :func:`let_threads_rest` before every fork from now on, in the Pythons that need it."""
-    if has_the_defect(sys.version_info[:3]):
-        os.register_at_fork(before=let_threads_rest)
+    """Call :func:`let_threads_rest` before every fork from now on. For Pythons with the defect."""
+    os.register_at_fork(before=let_threads_rest)
 
 
 def let_threads_rest() -> None:

@@ -78,20 +78,14 @@ LAUNCHERS = (
 )
 
 
-def launcher_name(environment: Environment = os.environ) -> str:
+def launcher_name() -> str:
     """The name of the program that started this process, for a person to read."""
-    if "TORCHELASTIC_RUN_ID" in environment:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
-    if "RANK" in environment and "AZUREML_NODE_COUNT" in environment:
+    if "RANK" in os.environ and "AZUREML_NODE_COUNT" in os.environ:
         return "Azure ML"
-    names = [launcher.name for launcher in LAUNCHERS if launcher.started(environment)]
-    return (
-        names[0]
-        if names
-        else "variables set by hand"
-        if "RANK" in environment
-        else "no launcher: one process by itself"
-    )
+    alone = "variables set by hand" if "RANK" in os.environ else "no launcher: one process by itself"
+    return next((launcher.name for launcher in LAUNCHERS if launcher.started(os.environ)), alone)
 
 
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:

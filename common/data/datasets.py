@@ -11,11 +11,11 @@ looks the same in one epoch whichever worker or rank fetches it, at every world 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -142,21 +142,8 @@ class ImageDataset(Dataset[Any]):
     def shape(self) -> tuple[int, int, int]:
         return self.images.shape[1:]
 
-    def __getitem__(self, sample: int) -> tuple[Tensor, Tensor]:
-        """Image uint8 ``[channels, height, width]`` and label int64 ``[]``, as they are in epoch 0."""
-        return self.__getitems__([sample])[0]
-
-    @overload
-    def __getitems__(self, key: BatchKey) -> Batch: ...
-
-    @overload
-    def __getitems__(self, key: list[int]) -> list[tuple[Tensor, Tensor]]: ...
-
-    def __getitems__(self, key: BatchKey | list[int]) -> Batch | list[tuple[Tensor, Tensor]]:
-        """A whole batch for a :class:`BatchKey`; samples, as they are in epoch 0, for a list of indices, as a ``DataLoader``
-        with a ``batch_size`` asks for."""
-        if not isinstance(key, BatchKey):
-            return as_samples(self.__getitems__(BatchKey(0, np.array(key, np.int64))))
+    def __getitems__(self, key: BatchKey) -> Batch:
+        """A whole batch, augmented for the key's epoch."""
         images = self.images[key.samples]
         if self.augmentation:
             images = self.augmentation(images, self.seed, key.epoch, key.samples)
@@ -241,19 +228,14 @@ def load(
     if name == "glyphs" and folder is not None:
         raise UsageError(f"--data-dir {folder} is for fashion-mnist and files: glyphs are rendered, not read")
     source: ModuleType
-    read: Callable[[str, int], tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]
     if name == "glyphs":
-        from common.data import glyphs  # here, since it imports Pillow
-
-        source, read = glyphs, glyphs.render
+        from common.data import glyphs as source  # here, since it imports Pillow
     else:
-        from common.data import fashion_mnist
-
-        source, read = fashion_mnist, lambda split, count: fashion_mnist.read(folder, split)
+        from common.data import fashion_mnist as source
     splits = {}
     for split, limit in (("train", train_samples), ("test", test_samples)):
         count = first_samples(split, limit, source.SAMPLES[split], name)
-        images, labels = read(split, count)
+        images, labels = source.render(split, count) if name == "glyphs" else source.read(folder, split)
         splits[split] = images[:count, None], labels[:count]
 
     images, labels = splits["train"]

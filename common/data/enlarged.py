@@ -42,8 +42,6 @@ class EnlargedImages(Dataset[Batch]):
 
     def __getitems__(self, key: BatchKey) -> Batch:
         images, labels = self._images.__getitems__(key)
-        n, _, rows, columns = images.shape
-        # One wide row for each row, which is then copied as often as it is needed, for all channels.
-        wide = images.numpy().repeat(self._side // columns, axis=3)[:, :, :, None]
-        squares = np.broadcast_to(wide, (n, CHANNELS, rows, self._side // rows, self._side))
-        return Batch(torch.from_numpy(np.ascontiguousarray(squares).reshape(n, *self.shape)), labels)
+        factor = self._side // images.shape[-1]
+        wide = images.numpy().repeat(factor, axis=3)  # first: whole rows and channels are faster to copy than pixels
+        return Batch(torch.from_numpy(wide.repeat(factor, axis=2).repeat(CHANNELS, axis=1)), labels)

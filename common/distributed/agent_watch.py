@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
+
+from common.signals.stop_request import end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,5 @@ def _watch(agent: int, over: threading.Event) -> None:
         )
         os.kill(os.getpid(), signal.SIGTERM)
         if not over.wait(LEAVE_S):
-            for child in multiprocessing.active_children():  # loader workers
-                child.kill()
-            os._exit(1)
+            end_at_once(1)
         return

@@ -57,10 +57,10 @@ class DistEnv:
         A launcher may have bound each rank to some of them (``torchrun --numa-binding``, srun), which all ranks together do not
         share. Then its own process, the parent of this one, has them all.
         """
-        mine = usable_cores()
+        mine = of_node = usable_cores()
         with contextlib.suppress(OSError):
-            return max(1, min(mine, max(mine, usable_cores(os.getppid())) // self.local_world_size))
-        return max(1, mine // self.local_world_size)
+            of_node = max(mine, usable_cores(os.getppid()))
+        return max(1, min(mine, of_node // self.local_world_size))
 
     @property
     def nccl_device(self) -> torch.device | None:

@@ -68,11 +68,10 @@ class _ConsoleHandler(_OneLineAtATime, _Console):
 
 
 @contextlib.contextmanager
-def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
+def rank_logging(env: DistEnv) -> Iterator[None]:
     """Within this block, send log records to the console and to files; log an exception that ends the block too.
 
-    :param env: this rank
-    :param folder: directory of the log files, if it is known already (see :func:`add_log_file`)
+    :param env: this rank; :func:`add_log_file` gives it a file
     """
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
@@ -81,8 +80,6 @@ def rank_logging(env: DistEnv, folder: Path | None = None) -> Iterator[None]:
     root.addHandler(console)
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    if folder is not None:
-        add_log_file(env, folder)
     try:
         with unwrapped_stops():
             yield

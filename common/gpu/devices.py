@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import MutableMapping
 
 import torch
 
@@ -72,7 +71,7 @@ NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
 WITHOUT_OVERLAP = "ProcessGroupNCCL2"
 
 
-def choose_implementation(environment: MutableMapping[str, str] = os.environ) -> None:
+def choose_implementation() -> None:
     """Have torch build the older implementation, unless the user has chosen. To be called before the first group of this process:
     torch reads the variable then (``_register_builtin_nccl_backend``), and not again. Versions with only one ignore it."""
-    environment.setdefault(NCCL2_VARIABLE, "0")
+    os.environ.setdefault(NCCL2_VARIABLE, "0")

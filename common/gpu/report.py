@@ -24,15 +24,11 @@ def cores_beside(device: torch.device) -> set[int]:
     its: Any = torch.cuda.get_device_properties(device)
     address = f"{its.pci_domain_id:04x}:{its.pci_bus_id:02x}:{its.pci_device_id:02x}.0"
     try:
-        return parse_cores((PCI / address / "local_cpulist").read_text())
+        ranges = (PCI / address / "local_cpulist").read_text().strip()
     except OSError:
         return set()
-
-
-def parse_cores(ranges: str) -> set[int]:
-    """The kernel's short form of cores: ``0-2,8`` is 0, 1, 2 and 8."""
     cores: set[int] = set()
-    for part in filter(None, ranges.strip().split(",")):
+    for part in filter(None, ranges.split(",")):  # 0-2,8 is 0, 1, 2 and 8
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores
@@ -74,13 +70,6 @@ def gpu_software() -> dict[str, Any]:
     }
 
 
-def software_line() -> str:
-    """The same, to be read."""
-    versions = gpu_software()
-    variables = ", ".join(f"{name}={value}" for name, value in versions.pop("variables").items())
-    return f"{', '.join(f'{name} {version}' for name, version in versions.items())}; {variables or 'no variables'}"
-
-
 def _dotted(version: int | None) -> str | None:
     """cuDNN's number with dots: 92600 is 9.26.0."""
     return None if version is None else f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
@@ -94,7 +83,10 @@ def log_gpu(device: torch.device, runs: str) -> None:
 
     :param runs: the class that carries out the collectives of this GPU
     """
-    logger.info(f"{kind_of(device)}: {runs}, {software_line()}")
+    software = gpu_software()
+    variables = ", ".join(f"{name}={value}" for name, value in software.pop("variables").items())
+    versions = ", ".join(f"{name} {version}" for name, version in software.items())
+    logger.info(f"{kind_of(device)}: {runs}, {versions}; {variables or 'no variables'}")
     if runs == WITHOUT_OVERLAP:
         logger.info(
             f"{runs} does not overlap DDP's all-reduces with the backward pass: {NCCL2_VARIABLE}=0 chooses the one that does"

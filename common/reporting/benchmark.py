@@ -23,18 +23,16 @@ def run_alone(
     output: Path,
     measure: Callable[[], Measurement],
     report: Callable[[Measurement], str],
-    device: torch.device = CPU,
 ) -> None:
     """Measure and report, for a command that starts its own processes.
 
     :param command: its name, for the error under torchrun
     :param output: folder of the results; it is tried before the measurement begins
     :param report: writes the results and returns the text to print
-    :param device: named in log lines
     :raises UsageError: under torchrun, and for a folder that cannot be written
     """
     require_alone(command)
-    with rank_logging(DistEnv.alone(device)):
+    with rank_logging(DistEnv.alone(CPU)):
         prepare_output(output)
         measurement = measure()
         with results_in(output):

@@ -8,38 +8,27 @@ read the host's clock there would tell when work was queued, and not when it was
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Clock(Protocol):
-    """Stamps, and when they were."""
-
-    def start(self) -> None:
-        """Begin anew. Earlier stamps can no longer be read."""
-
-    def stamp(self) -> Any:
-        """The present point of this rank's work. The host does not wait for it."""
-
-    def seconds(self, stamp: Any) -> float:
-        """When the work reached it, in seconds of ``time.perf_counter``. The host waits until it has."""
 
 
 class HostClock:
     """The clock of work on the CPU, where a call returns when its work is done."""
 
     def start(self) -> None:
-        pass
+        """Begin anew. Earlier stamps can no longer be read."""
 
-    def stamp(self) -> float:
+    def stamp(self) -> Any:
+        """The present point of this rank's work. The host does not wait for it."""
         return time.perf_counter()
 
-    def seconds(self, stamp: float) -> float:
-        return stamp
+    def seconds(self, stamp: Any) -> float:
+        """When the work reached it, in seconds of ``time.perf_counter``. The host waits until it has."""
+        return float(stamp)
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """The clock of work on a GPU.
 
     Events tell the time between two of them, in milliseconds of 32 bits. So their seconds count from an event for which the
@@ -68,6 +57,6 @@ class DeviceClock:
         return self._began + 1e-3 * float(self._origin.elapsed_time(stamp))
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> HostClock:
     """The clock of this device's work."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

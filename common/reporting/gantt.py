@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import printable
+from common.reporting.run_figures import new_figure
 from common.reporting.spans import Interval
 
 if TYPE_CHECKING:
@@ -29,13 +29,7 @@ def new_gantt(rows: Sequence[float], height_inches: float, title: str) -> tuple[
 
     :param rows: relative heights of the charts
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(printable(title), fontsize=12, parse_math=False)
-    axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False, sharex=True)
+    figure, axes = new_figure(len(rows), 1, (WIDTH_INCHES, height_inches), title, height_ratios=rows, sharex=True)
     return figure, list(axes[:, 0])
 
 
@@ -53,11 +47,13 @@ def save_gantt(path: Path, figure: Figure, legend: Mapping[str, Any], *, rows: i
     figure.savefig(path, dpi=DPI)
 
 
-def text_pixels(text: str, size: float = LABEL_SIZE) -> float:
+def text_pixels(text: str) -> float:
     """The width of a text, or of the longest of its lines."""
     from matplotlib.textpath import TextPath
 
-    return max(float(TextPath((0, 0), line, size=size).get_extents().width) for line in text.split("\n")) * DPI / 72
+    return (
+        max(float(TextPath((0, 0), line, size=LABEL_SIZE).get_extents().width) for line in text.split("\n")) * DPI / 72
+    )
 
 
 class Gantt:

@@ -124,10 +124,11 @@ def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title:
     figure.savefig(path, dpi=110)
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float], title: str) -> tuple[Figure, Any]:
+def new_figure(rows: int, columns: int, size: tuple[float, float], title: str, **subplots: Any) -> tuple[Figure, Any]:
     """Create a figure with the Agg backend. (pyplot would keep it alive in a global list, and might look for a display.)
 
     :param size: width and height in inches
+    :param subplots: settings of matplotlib's ``subplots``
     :returns: the figure, and its axes ``[rows, columns]``
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -136,7 +137,7 @@ def new_figure(rows: int, columns: int, size: tuple[float, float], title: str) -
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(printable(title), fontsize=11, parse_math=False)  # it may have a path: no $ begins a formula
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    return figure, figure.subplots(rows, columns, squeeze=False, **subplots)
 
 
 def _line(plot: Axes, records: Sequence[Record], name: str, color: int, label: str = "", marker: str = "") -> None:

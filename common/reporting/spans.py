@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.reporting.clock import Clock, HostClock
+from common.reporting.clock import HostClock
 
 COUNTERS = "counters"  # the lane of counters: there a span has no length, and its facts are the values from then on
 
@@ -51,7 +51,7 @@ class Recorder:
     :param folder: an existing folder, where other processes write their spans; without one, they cannot
     """
 
-    def __init__(self, clock: Clock | None = None, folder: Path | None = None) -> None:
+    def __init__(self, clock: HostClock | None = None, folder: Path | None = None) -> None:
         self.clock, self._folder, self._owner = clock or HostClock(), folder, os.getpid()
         self._pid, self._spans = self._owner, deque[tuple[str, Any, Any, str, dict[str, Any]]]()
         self._last: dict[str, Any] = {}  # the stamp at which the next lap of a lane begins

@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
-import multiprocessing
 import os
 import secrets
 import sys
@@ -50,6 +49,7 @@ from common.resilience.failure_detector import (
     missing_ranks,
     silent_ranks,
 )
+from common.signals.stop_request import end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -257,9 +257,7 @@ class Watchdog:
             if folder is not None:
                 self._write_collectives(folder / FLIGHT_RECORDER_FOLDER / self._start)
             time.sleep(READ_DECISION_S)
-        for child in multiprocessing.active_children():  # loader workers
-            child.kill()
-        os._exit(1)
+        end_at_once(1)
 
     def _write_collectives(self, folder: Path) -> None:
         from common.resilience.flight_recorder import write_collectives

@@ -103,7 +103,7 @@ class StopRequest:
         if self.number is None:
             self.number, self._asked_at = number, now
         elif now - self._asked_at > SAME_REQUEST_S:
-            _end_at_once(exit_status([number]))
+            end_at_once(exit_status([number]))
 
 
 @contextlib.contextmanager
@@ -148,7 +148,8 @@ def _handled_by(handler: Callable[[int, types.FrameType | None], None]) -> Itera
             signal.signal(number, other)
 
 
-def _end_at_once(status: int) -> NoReturn:
+def end_at_once(status: int) -> NoReturn:
+    """End this process and its loader workers, without any cleaning up."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(status)
@@ -235,7 +236,7 @@ def stop_signals() -> Iterator[None]:
                 2,
                 f"stopped by {signal_name(number)}, which waited {STUCK_S:g} s for a call into C++ to return\n".encode(),
             )
-            _end_at_once(exit_status([number]) if is_requeued() else 128 + number)
+            end_at_once(exit_status([number]) if is_requeued() else 128 + number)
 
     with (
         _noticed_at_once(end_if_stuck),

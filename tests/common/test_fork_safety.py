@@ -79,9 +79,3 @@ def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
     for found in run_ranks(forks, 2):
         assert {status for status, _ in found} == {7}
         assert min(times for _, times in found) >= 1
-
-
-def test_pythons_with_the_defect_are_known() -> None:
-    for version, defect in (((3, 10, 14), True), ((3, 10, 15), False), ((3, 11, 9), True), ((3, 11, 10), False)):
-        assert forking.has_the_defect(version) is defect
-    assert not forking.has_the_defect((3, 12, 0))

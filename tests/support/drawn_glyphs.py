@@ -14,11 +14,11 @@ DRAWN = {split: glyphs.render(split, count) for split, count in (("train", 3000)
 _render = glyphs.render
 
 
-def render(split: str, count: int, seed: int = 0) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def render(split: str, count: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """As :func:`common.data.glyphs.render`."""
     images, labels = DRAWN[split]
-    if seed or count > len(images):
-        return _render(split, count, seed)
+    if count > len(images):
+        return _render(split, count)
     return images[:count].copy(), labels[:count].copy()
 
 

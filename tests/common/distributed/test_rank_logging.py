@@ -26,8 +26,9 @@ def talk(folder: Path) -> str:
         contextlib.redirect_stderr(console),
         warnings.catch_warnings(),
         process_group() as env,
-        rank_logging(env, folder),
+        rank_logging(env),
     ):
+        add_log_file(env, folder)
         warnings.simplefilter("always")  # a warning is shown once per process otherwise
         logging.getLogger("test").info("begun")
         logging.getLogger("test").warning("careful")

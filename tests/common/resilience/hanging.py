@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from common.distributed.process_group import process_group
-from common.distributed.rank_logging import rank_logging
+from common.distributed.rank_logging import add_log_file, rank_logging
 from common.distributed.worker_group import take_environment
 from common.resilience import watchdog as watchdog_module
 from common.resilience.watchdog import Watchdog
@@ -92,10 +92,11 @@ def _rank(environment: dict[str, str], device: str, folder: Path, timeout_s: flo
     with (
         _patience(),
         process_group(device, timeout_s=GROUP_TIMEOUT_S, threads=1) as env,
-        rank_logging(env, folder),
+        rank_logging(env),
         Watchdog(env, timeout_s) as watchdog,
         StopRequest().listening() as stop,
     ):
+        add_log_file(env, folder)
         watchdog.stop_requested = stop.__bool__
         hangs = env.rank == victim or how == "deadlock"
         total, step = torch.zeros(1), HANG_STEP
