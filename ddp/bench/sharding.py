@@ -36,12 +36,10 @@ class ShardedVariant:
 
     :param stage: of ddp/sharded; 0 for replicas, by the hand-written DDP; None for torch's ``fully_shard``
     :param all_reduce: a :class:`ddp.all_reduce.sharded.ShardedAllReduce`, by its name
-    :param low_precision: compute and reduce in bfloat16; replicas do not
     """
 
     stage: int | None
     all_reduce: str = "backend"
-    low_precision: bool = False
 
     def wrap(self, network: GPT) -> nn.Module:
         """The network, shared by the ranks. A collective.
@@ -56,19 +54,16 @@ class ShardedVariant:
 
             algorithm = build_all_reduce(self.all_reduce)
             return HandwrittenDistributedDataParallel(network, broadcast_buffers=False, all_reduce=algorithm)
-        from ddp.sharded import Precision, shard
+        from ddp.sharded import shard
 
-        precision = Precision(torch.bfloat16 if self.low_precision else None)
-        return shard(network, self.stage, units=network.blocks, precision=precision, all_reduce=self.all_reduce)
+        return shard(network, self.stage, units=network.blocks, all_reduce=self.all_reduce)
 
     def _fully_shard(self, network: GPT) -> nn.Module:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
-        low = torch.bfloat16 if self.low_precision else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
         for block in network.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(network, mp_policy=policy)
+            fully_shard(block)
+        fully_shard(network)
         if next(network.parameters()).is_meta:
             network.to_empty(device="cpu")
             for part in network.modules():
