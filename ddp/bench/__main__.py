@@ -28,6 +28,7 @@ REMOVED = {
     "--hosts": "the tests of ddp/all_reduce simulate hosts",
     "--dtype": "tensors are float32; give the --sizes in bytes",
     "--workers": "compare loaders by dataloading.bench",
+    "--looks": "safety times whole steps",
     "--limit": "divide a rank's memory by the bytes per parameter at the peak",
     "memory --precision": "parameters are float32",
 }

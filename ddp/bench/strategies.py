@@ -30,7 +30,6 @@ from common.reporting.turns import cells, progress_of, run_benchmark, table, tak
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
-from ddp.bench.figures import plot_strategies
 from ddp.bench.step_parts import Runner, StepParts
 from ddp.config import TrainConfig, require_samples
 
@@ -61,7 +60,7 @@ class StrategiesConfig:
     rounds: int = option(6, "measured rounds per build; in each, every strategy takes one turn", minimum=2)
     steps: int = option(5, "steps of each strategy in a round", minimum=1)
     device: str = option("auto", "auto takes CUDA where there are several GPUs", choices=DEVICES)
-    output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figures")
+    output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
         gpus = 0 if self.device == "cpu" else count_gpus()
@@ -199,7 +198,7 @@ CAUSES = {
 
 
 def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str:
-    """Write the JSON and the figures, and return the summary to print."""
+    """Write the JSON and the figure, and return the summary to print."""
     single, ideal = measured[0], statistics.median(measured[0].seconds)
     rows = [asdict(one) | {"parts": [parts._asdict() for parts in one.parts]} for one in measured]
     title = f"{config.model}, global batch {config.batch_size}, {config.precision}, {config.device}"
@@ -208,12 +207,6 @@ def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str
     milliseconds = {name: [1e3 * seconds for seconds in one.seconds] for name, one in by_name.items()}
     speedups = {name: paired_ratio(single.seconds, one.seconds) for name, one in by_name.items()}
     causes = {name: lost(one, single) for name, one in by_name.items()}
-    plot_strategies(
-        config.output / "strategies.png",
-        {name: (milliseconds[name], one.memory) for name, one in by_name.items()},
-        {name: (devices[name], speedup) for name, speedup in speedups.items()},
-        title,
-    )
     # Each step as a stack of the ideal and the causes. A negative cause makes the lowest part shorter than the ideal.
     excess = {name: {cause: s * devices[name] / ideal for cause, s in own.items()} for name, own in causes.items()}
     stacks = {
@@ -242,6 +235,4 @@ def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str
         "",
         "ms per step beyond a single process's step divided by the devices, by cause:",
     ]
-    return write_report(
-        config, "strategies", {"strategies": rows}, ["strategies", "lost"], [*lines, *table(beyond, 28)]
-    )
+    return write_report(config, "strategies", {"strategies": rows}, ["lost"], [*lines, *table(beyond, 28)])

@@ -19,7 +19,7 @@ from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds
 from ddp.bench.allreduce.config import BACKEND, ELEMENT, MI, SHARED, AllReduceConfig, size_name
-from ddp.bench.figures import plot_all_reduce
+from ddp.bench.allreduce.figure import plot_all_reduce
 
 WARMUP = 1
 TURN_S = 0.02  # least length of a turn
