@@ -52,9 +52,8 @@ class MemoryConfig:
 
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
-    sequences: int = option(1, "of each rank in a step", minimum=1)
     length: int = option(64, "tokens of a sequence", minimum=1)
-    ranks: tuple[str, ...] = option(("2", "3", "4"), "numbers of ranks", choices=("1", "2", "3", "4", "6", "8"))
+    ranks: tuple[int, ...] = option((2, 3, 4), "numbers of ranks", minimum=1, maximum=8)
     output: Path = option(Path("runs/bench-memory"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
@@ -105,8 +104,7 @@ class LedgerWorker:
 
     def _train(self, layers: int, width: int) -> tuple[dict[str, int], int]:
         config = self._config
-        size = (config.sequences, config.length)
-        tokens, targets = (torch.randint(VOCABULARY, size) for _ in range(2))
+        tokens, targets = (torch.randint(VOCABULARY, (1, config.length)) for _ in range(2))
         torch.manual_seed(0)
         with torch.device("meta" if self._stage != 0 else "cpu"):  # only replicas are whole anywhere
             network = GPT(VOCABULARY, width, layers, config.length)
@@ -162,7 +160,7 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
     parameters = parameters_of(config.width, config.layers, config.length)
     rows = []
     with Progress(DistEnv.alone(CPU), "bench", len(config.ranks) * len(STAGES)) as progress:
-        for ranks in map(int, config.ranks):
+        for ranks in config.ranks:
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.
                 with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
@@ -177,7 +175,7 @@ def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, fp32"
-    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == int(ranks)] for ranks in config.ranks}
+    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in config.ranks}
     plot_stacked(
         config.output / "memory.png",
         {

@@ -28,6 +28,7 @@ from common.training.models import require_heads
 from ddp.bench.turns import TurnsConfig, compare, training_step
 
 VOCABULARY = 96  # printable characters
+SEQUENCES = 4  # of each rank in a step
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,6 @@ class ShardingConfig(TurnsConfig):
 
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
-    sequences: int = option(4, "of each rank in a step", minimum=1)
     length: int = option(128, "tokens of a sequence", minimum=1)
     turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
@@ -113,7 +113,7 @@ def sharded_step(variant: ShardedVariant, config: ShardingConfig, env: DistEnv) 
     The learning rate is 0: constant weights make every step the same work.
     """
     generator = torch.Generator().manual_seed(env.rank)
-    size = (config.sequences, config.length)
+    size = (SEQUENCES, config.length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     torch.manual_seed(0)
     model = variant.wrap(GPT(VOCABULARY, config.width, config.layers, config.length))

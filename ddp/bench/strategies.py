@@ -45,7 +45,6 @@ class StrategiesConfig:
     """
 
     model: str = option("fashion-cnn", "the model that is trained, on glyphs", choices=MODELS)
-    image_size: int = option(None, "as in ddp.train", minimum=8, maximum=1024)
     batch_size: int = option(144, "samples per step, over all processes", minimum=1, maximum=12_000)
     processes: tuple[int, ...] = option(
         None,
@@ -119,13 +118,11 @@ class StrategyMeasurement:
 
     :param seconds: seconds per step, one entry per round
     :param parts: the parts of a step, one entry per round, means over ranks and steps
-    :param memory: peak MB of the largest process: resident on the CPU, allocated on a GPU
     """
 
     strategy: Strategy
     seconds: list[float]
     parts: list[StepParts]
-    memory: float
 
     def medians(self) -> StepParts:
         """The median of each part."""
@@ -140,14 +137,12 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     """Start all jobs, let them take turns, and end them; once per build."""
     train_config = TrainConfig(
         model=config.model,
-        image_size=config.image_size,
         batch_size=config.batch_size,
         precision=config.precision,
         epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
     )
     chosen = {strategy.name: strategy for strategy in strategies(config)}
     data = load_dataset(train_config)  # once, for all processes
-    memory = dict.fromkeys(chosen, 0.0)
 
     @contextlib.contextmanager
     def build(names: list[str]) -> Iterator[dict[str, Callable[[], StepParts]]]:
@@ -159,13 +154,11 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
                 where: Any = {"device": config.device, "threads": one.threads, "name": f"'{name}', rank"}
                 jobs[name] = stack.enter_context(WorkerGroup(one.processes, Runner, *arguments, **where))
             yield {name: functools.partial(_turn, ranks, config.steps) for name, ranks in jobs.items()}
-            for name, ranks in jobs.items():
-                memory[name] = max(memory[name], *ranks.call("peak_memory"))
 
     with progress_of(config, 1) as progress:
         parts = take_turns(config, chosen, build, progress, f"{len(chosen)} strategies")
     return [
-        StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name], memory[name])
+        StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name])
         for name, strategy in chosen.items()
     ]
 
@@ -225,14 +218,6 @@ def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str
         "ms per step [quartiles]": cells(milliseconds, ".1f"),
         "times as fast as one": {name: f"{speedup:.2f}" for name, speedup in speedups.items()},
         "efficiency": {name: f"{100 * one.median / devices[name]:.0f} %" for name, one in speedups.items()},
-        "peak MB per process": {name: f"{one.memory:.0f}" for name, one in by_name.items()},
     }
-    several = [name for name in by_name if devices[name] > 1]
-    beyond = {cause: {name: f"{1e3 * causes[name][cause]:.2f}" for name in several} for cause in CAUSES.values()}
-    lines = [
-        title,
-        *table(columns, 28),
-        "",
-        "ms per step beyond a single process's step divided by the devices, by cause:",
-    ]
-    return write_report(config, "strategies", {"strategies": rows}, ["lost"], [*lines, *table(beyond, 28)])
+    content = {"strategies": rows, "lost": causes}
+    return write_report(config, "strategies", content, ["lost"], [title, *table(columns, 28)])
