@@ -84,8 +84,6 @@ example sharding 'ZeRO-1, 2 and 3 by hand against replicas and fully_shard, by t
     'python -m ddp.bench sharding OPTIONS'
 example memory 'what a rank holds and sends at each stage of sharding, beside the formulas' - \
     'python -m ddp.bench memory OPTIONS'
-example fits 'the largest model of each stage that trains within 64 MiB per rank, found by search' - \
-    'python -m ddp.bench memory --ranks 4 --width 128 --limit 64MiB OPTIONS'
 example one-step 'one training step on every rank, as a picture: what travels while backward goes on' - \
     'python -m ddp.timeline OPTIONS'
 example timeline-zero3 'one training step of ZeRO-3 on every rank, and its memory, as a picture' - \

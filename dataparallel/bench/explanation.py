@@ -64,15 +64,7 @@ def explain(config: DataParallelBenchConfig, points: Sequence[Point]) -> list[st
             columns[str(point.batch_size)] = {name: f"{1e3 * seconds:.2f}" for name, seconds in times.items()}
         lines += ["", f"{mode}, ms per call by batch size; below, the steps of '{ours[0].timed}'", *table(columns, 10)]
         lines += [_verdict(ours, name) for name in (TORCH, HANDWRITTEN, PROCESSES) if name in ours[0].seconds]
-        lines += [_shares(point) for point in dict.fromkeys((ours[0], ours[-1]))]
     return lines
-
-
-def _shares(point: Point) -> str:
-    """The steps of the handwritten variant, the longest first."""
-    steps = point.median_steps()
-    shares = sorted(((seconds / sum(steps.values()), name) for name, seconds in steps.items()), reverse=True)
-    return f"the steps at batch size {point.batch_size}: {', '.join(f'{name} {100 * share:.0f} %' for share, name in shares)}"
 
 
 def _verdict(points: Sequence[Point], name: str) -> str:

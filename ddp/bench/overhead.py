@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
         seconds = measure(config, env, loops)
         against = BARE if env.world_size == 1 else BARE_DDP
         compared = {name: against for name in loops if name != against}
-        report(config, env, "overhead", seconds, compared, LIMIT, {"against": against}, [])
+        report(config, env, "overhead", seconds, compared, LIMIT, {"against": against})
 
 
 def bare_step(job: Job, wrapper: str) -> Step:
@@ -186,7 +186,6 @@ def report(
     against: Mapping[str, str],
     limit: float,
     content: Mapping[str, object],
-    lines: list[str],
 ) -> None:
     """Write the JSON and the figure, and print the summary; on rank 0.
 
@@ -194,7 +193,6 @@ def report(
     :param against: for each loop the loop that it is compared with
     :param limit: the largest ratio that is allowed, drawn as a line
     :param content: what else the JSON holds
-    :param lines: what else is printed
     """
     if not env.is_main:
         return
@@ -210,4 +208,4 @@ def report(
         print(f"{loop:>24}: {milliseconds} ms per step")
     for pair, values in ratios.items():
         print(f"{pair:>48}: {Spread.of(values):.3f}")
-    print("\n".join([*lines, files_line(config.output, (f"{name}.json", f"{name}.png"))]))
+    print(files_line(config.output, (f"{name}.json", f"{name}.png")))

@@ -28,6 +28,7 @@ from common.training.models import require_heads
 from ddp.bench.turns import TurnsConfig, compare, training_step
 
 VOCABULARY = 96  # printable characters
+SEQUENCES = 4  # of each rank in a step
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,10 @@ class ShardedVariant:
 
     :param stage: of ddp/sharded; 0 for replicas, by the hand-written DDP; None for torch's ``fully_shard``
     :param all_reduce: a :class:`ddp.all_reduce.sharded.ShardedAllReduce`, by its name
-    :param low_precision: compute and reduce in bfloat16; replicas do not
     """
 
     stage: int | None
     all_reduce: str = "backend"
-    low_precision: bool = False
 
     def wrap(self, network: GPT) -> nn.Module:
         """The network, shared by the ranks. A collective.
@@ -56,19 +55,16 @@ class ShardedVariant:
 
             algorithm = build_all_reduce(self.all_reduce)
             return HandwrittenDistributedDataParallel(network, broadcast_buffers=False, all_reduce=algorithm)
-        from ddp.sharded import Precision, shard
+        from ddp.sharded import shard
 
-        precision = Precision(torch.bfloat16 if self.low_precision else None)
-        return shard(network, self.stage, units=network.blocks, precision=precision, all_reduce=self.all_reduce)
+        return shard(network, self.stage, units=network.blocks, all_reduce=self.all_reduce)
 
     def _fully_shard(self, network: GPT) -> nn.Module:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
-        low = torch.bfloat16 if self.low_precision else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
         for block in network.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(network, mp_policy=policy)
+            fully_shard(block)
+        fully_shard(network)
         if next(network.parameters()).is_meta:
             network.to_empty(device="cpu")
             for part in network.modules():
@@ -103,7 +99,6 @@ class ShardingConfig(TurnsConfig):
 
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
-    sequences: int = option(4, "of each rank in a step", minimum=1)
     length: int = option(128, "tokens of a sequence", minimum=1)
     turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
     output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
@@ -118,7 +113,7 @@ def sharded_step(variant: ShardedVariant, config: ShardingConfig, env: DistEnv) 
     The learning rate is 0: constant weights make every step the same work.
     """
     generator = torch.Generator().manual_seed(env.rank)
-    size = (config.sequences, config.length)
+    size = (SEQUENCES, config.length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     torch.manual_seed(0)
     model = variant.wrap(GPT(VOCABULARY, config.width, config.layers, config.length))

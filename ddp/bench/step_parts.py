@@ -18,8 +18,6 @@ What holds up the backward pass before ``ready`` is no *compute* either. One imp
 
 from __future__ import annotations
 
-import gc
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,9 +107,6 @@ class Runner:
                 "torch": lambda module: nn.DataParallel(module, list(range(devices))),
             }
             job.model = wrappers[wrapper](job.model.module)  # instead of DDP
-            gc.collect()
-            if kind == "cuda":
-                torch.cuda.reset_peak_memory_stats(env.device)
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of the backward pass's stream
@@ -141,12 +136,6 @@ class Runner:
             self._stalls.clear()
             stamps.append(self._stamps)
         return stamps
-
-    def peak_memory(self) -> float:
-        """Peak memory in MB: allocated on the GPU if there is one, else resident (libraries included)."""
-        if self._env.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._env.device) / 1e6
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
     def _average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """DDP's default communication hook. It also records the moment at which the last bucket is ready, and on a GPU, how long

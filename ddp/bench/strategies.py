@@ -30,7 +30,6 @@ from common.reporting.turns import cells, progress_of, run_benchmark, table, tak
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
-from ddp.bench.figures import plot_strategies
 from ddp.bench.step_parts import Runner, StepParts
 from ddp.config import TrainConfig, require_samples
 
@@ -46,7 +45,6 @@ class StrategiesConfig:
     """
 
     model: str = option("fashion-cnn", "the model that is trained, on glyphs", choices=MODELS)
-    image_size: int = option(None, "as in ddp.train", minimum=8, maximum=1024)
     batch_size: int = option(144, "samples per step, over all processes", minimum=1, maximum=12_000)
     processes: tuple[int, ...] = option(
         None,
@@ -61,7 +59,7 @@ class StrategiesConfig:
     rounds: int = option(6, "measured rounds per build; in each, every strategy takes one turn", minimum=2)
     steps: int = option(5, "steps of each strategy in a round", minimum=1)
     device: str = option("auto", "auto takes CUDA where there are several GPUs", choices=DEVICES)
-    output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figures")
+    output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
         gpus = 0 if self.device == "cpu" else count_gpus()
@@ -120,13 +118,11 @@ class StrategyMeasurement:
 
     :param seconds: seconds per step, one entry per round
     :param parts: the parts of a step, one entry per round, means over ranks and steps
-    :param memory: peak MB of the largest process: resident on the CPU, allocated on a GPU
     """
 
     strategy: Strategy
     seconds: list[float]
     parts: list[StepParts]
-    memory: float
 
     def medians(self) -> StepParts:
         """The median of each part."""
@@ -141,14 +137,12 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
     """Start all jobs, let them take turns, and end them; once per build."""
     train_config = TrainConfig(
         model=config.model,
-        image_size=config.image_size,
         batch_size=config.batch_size,
         precision=config.precision,
         epochs=10**6,  # the learning-rate schedule needs an end; the benchmark stops long before it
     )
     chosen = {strategy.name: strategy for strategy in strategies(config)}
     data = load_dataset(train_config)  # once, for all processes
-    memory = dict.fromkeys(chosen, 0.0)
 
     @contextlib.contextmanager
     def build(names: list[str]) -> Iterator[dict[str, Callable[[], StepParts]]]:
@@ -160,13 +154,11 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
                 where: Any = {"device": config.device, "threads": one.threads, "name": f"'{name}', rank"}
                 jobs[name] = stack.enter_context(WorkerGroup(one.processes, Runner, *arguments, **where))
             yield {name: functools.partial(_turn, ranks, config.steps) for name, ranks in jobs.items()}
-            for name, ranks in jobs.items():
-                memory[name] = max(memory[name], *ranks.call("peak_memory"))
 
     with progress_of(config, 1) as progress:
         parts = take_turns(config, chosen, build, progress, f"{len(chosen)} strategies")
     return [
-        StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name], memory[name])
+        StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name])
         for name, strategy in chosen.items()
     ]
 
@@ -199,7 +191,7 @@ CAUSES = {
 
 
 def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str:
-    """Write the JSON and the figures, and return the summary to print."""
+    """Write the JSON and the figure, and return the summary to print."""
     single, ideal = measured[0], statistics.median(measured[0].seconds)
     rows = [asdict(one) | {"parts": [parts._asdict() for parts in one.parts]} for one in measured]
     title = f"{config.model}, global batch {config.batch_size}, {config.precision}, {config.device}"
@@ -208,12 +200,6 @@ def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str
     milliseconds = {name: [1e3 * seconds for seconds in one.seconds] for name, one in by_name.items()}
     speedups = {name: paired_ratio(single.seconds, one.seconds) for name, one in by_name.items()}
     causes = {name: lost(one, single) for name, one in by_name.items()}
-    plot_strategies(
-        config.output / "strategies.png",
-        {name: (milliseconds[name], one.memory) for name, one in by_name.items()},
-        {name: (devices[name], speedup) for name, speedup in speedups.items()},
-        title,
-    )
     # Each step as a stack of the ideal and the causes. A negative cause makes the lowest part shorter than the ideal.
     excess = {name: {cause: s * devices[name] / ideal for cause, s in own.items()} for name, own in causes.items()}
     stacks = {
@@ -232,16 +218,6 @@ def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str
         "ms per step [quartiles]": cells(milliseconds, ".1f"),
         "times as fast as one": {name: f"{speedup:.2f}" for name, speedup in speedups.items()},
         "efficiency": {name: f"{100 * one.median / devices[name]:.0f} %" for name, one in speedups.items()},
-        "peak MB per process": {name: f"{one.memory:.0f}" for name, one in by_name.items()},
     }
-    several = [name for name in by_name if devices[name] > 1]
-    beyond = {cause: {name: f"{1e3 * causes[name][cause]:.2f}" for name in several} for cause in CAUSES.values()}
-    lines = [
-        title,
-        *table(columns, 28),
-        "",
-        "ms per step beyond a single process's step divided by the devices, by cause:",
-    ]
-    return write_report(
-        config, "strategies", {"strategies": rows}, ["strategies", "lost"], [*lines, *table(beyond, 28)]
-    )
+    content = {"strategies": rows, "lost": causes}
+    return write_report(config, "strategies", content, ["lost"], [title, *table(columns, 28)])

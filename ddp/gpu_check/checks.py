@@ -84,7 +84,7 @@ def sizes_of(machine: Machine) -> dict[str, str]:
             "faces": "--train-samples 96 --test-samples 24 --image-size 32 --model fashion-cnn",
             "overhead": "--batch-size 144 --builds 1 --rounds 2 --steps 2",
             "overhead_large": "--model resnet50 --image-size 28 --batch-size 4 --builds 1 --rounds 2 --steps 1",
-            "safety": "--batch-size 144 --builds 1 --rounds 2 --steps 4 --looks 5",
+            "safety": "--batch-size 144 --builds 1 --rounds 2 --steps 4",
             "strategies": "--processes 1,2 --builds 1 --rounds 2 --steps 2",
             "engines": "--models deep-mlp --rounds 2 --turn 0.05",
             "allreduce": "--sizes 4096,1048576 --rounds 2",
@@ -99,7 +99,7 @@ def sizes_of(machine: Machine) -> dict[str, str]:
         "faces": f"--batch-size {48 * ranks} --log-every 5",
         "overhead": f"--batch-size {48 * ranks} --builds 2 --rounds 4 --steps 20",
         "overhead_large": f"--model resnet50 --precision bf16 --batch-size {batch // 2} --builds 1 --rounds 4 --steps 5",
-        "safety": f"--batch-size {48 * ranks} --builds 2 --rounds 2 --steps 20 --looks 100",
+        "safety": f"--batch-size {48 * ranks} --builds 2 --rounds 2 --steps 20",
         "strategies": f"--processes {','.join(map(str, range(1, min(ranks, 4) + 1)))} --model resnet50 --precision bf16 "
         f"--batch-size {machine.shared_images} --builds 1 --rounds 3 --steps 5",
         "engines": "--models resnet50,mlp,deep-mlp --rounds 5",

@@ -70,12 +70,11 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
-def least_shared_memory_seconds(size: int, ranks: int, memory_bandwidth: float) -> float:
-    """The least time of an all-reduce in memory that all ranks share, of more bytes than the caches hold.
+def shared_memory_limit(ranks: int, memory_bandwidth: float) -> float:
+    """The highest bus bandwidth of an all-reduce in memory that all ranks share, of more bytes than the caches hold.
 
     Each rank's tensor must be read once, and the sum written to it once: 2 * ranks * size bytes.
 
-    :param size: bytes of one rank's tensor
     :param memory_bandwidth: bytes per second, of all ranks together
     """
-    return 2 * ranks * size / memory_bandwidth
+    return memory_bandwidth * (ranks - 1) / ranks**2

@@ -22,47 +22,36 @@ BY_HAND = tuple(name for name in ALL_REDUCES if name not in (BACKEND, "hierarchi
 class AllReduceConfig:
     """Settings of ``ddp.bench allreduce``.
 
-    :raises UsageError: for a size that is not a whole number of elements, or an algorithm by hand on a GPU
+    :raises UsageError: for a size that is not a whole number of elements
     """
 
     ranks: int = option(
         None, "processes (default: one per GPU; on the CPU 2, each with one thread)", minimum=2, maximum=64
     )
-    device: str = option(
-        "auto", "auto takes CUDA where there is a GPU for each rank, unless algorithms are named", choices=DEVICES
-    )
-    algorithms: tuple[str, ...] = option(
-        None,
-        "algorithms to compare with the backend's own (default: all on the CPU, none on GPUs)",
-        choices=BY_HAND,
-    )
+    device: str = option("auto", "auto takes CUDA where there is a GPU for each rank", choices=DEVICES)
     sizes: tuple[int, ...] = option(SIZES, "sizes of the float32 tensors in bytes", minimum=ELEMENT)
     rounds: int = option(15, "measured rounds; in each, every algorithm takes one turn", minimum=2)
     output: Path = option(Path("runs/bench-allreduce"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
-        if self.device == "auto" and self.algorithms:
-            object.__setattr__(self, "device", "cpu")
-        placement = self.placement
-        if placement.gpus and self.algorithms:
-            raise UsageError("--algorithms is for tensors of the CPU: leave it out, or --device cuda")
         for size in self.sizes:
             if size % ELEMENT:
                 raise UsageError(f"--sizes {size} is no multiple of the {ELEMENT} bytes of a float32")
         if len(self.sizes) < 2:
             raise UsageError(f"--sizes {self.sizes[0]}: give two or more, which a line needs")
-        defaults = {
-            "ranks": placement.ranks,
-            "device": placement.device,
-            "algorithms": self.algorithms or (() if placement.gpus else BY_HAND),
-            "sizes": tuple(sorted(self.sizes)),
-        }
+        placement = self.placement
+        defaults = {"ranks": placement.ranks, "device": placement.device, "sizes": tuple(sorted(self.sizes))}
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
 
     @property
     def placement(self) -> Placement:
         return place_ranks(self.device, self.ranks, least=2)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The backend's own first, then those by hand, which sum tensors of the CPU."""
+        return (BACKEND,) if self.placement.gpus else (BACKEND, *BY_HAND)
 
 
 def size_name(size: int) -> str:

@@ -15,11 +15,10 @@ from common.distributed.worker_group import WorkerGroup
 from common.reporting.benchmark import CPU
 from common.reporting.timing import interleave
 from common.reporting.turns import calls_of_a_turn, cells, ratios, table, timed_steps, write_report
-from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import build_all_reduce
-from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, least_shared_memory_seconds
+from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit
 from ddp.bench.allreduce.config import BACKEND, ELEMENT, MI, SHARED, AllReduceConfig, size_name
-from ddp.bench.figures import plot_all_reduce
+from ddp.bench.allreduce.figure import plot_all_reduce
 
 WARMUP = 1
 TURN_S = 0.02  # least length of a turn
@@ -29,17 +28,15 @@ MEMORY_BYTES = 128 * MI  # of each rank's tensor: far larger than the caches
 class AllReduceWorker:
     """The service of one rank: it holds every algorithm, and a tensor of the largest size for each.
 
-    Algorithms that do not allocate memory of their own share one tensor. All tensors hold zeros: repeated sums cannot make
+    All tensors hold zeros: repeated sums cannot make
     them infinite or denormal, and denormal numbers would change the time.
     """
 
     def __init__(self, env: DistEnv, algorithms: Sequence[str], numel: int) -> None:
         self._device = env.device
         self._all_reduces = {name: build_all_reduce(name) for name in algorithms}
-        plain = torch.zeros(numel, device=env.device)
         self._buffers = {
-            name: plain if type(one).allocate is AllReduce.allocate else one.allocate(numel, plain.dtype, env.device)
-            for name, one in self._all_reduces.items()
+            name: one.allocate(numel, torch.float32, env.device) for name, one in self._all_reduces.items()
         }
 
     def all_reduce(self, name: str, numel: int, repetitions: int) -> float:
@@ -61,7 +58,7 @@ def measure(config: AllReduceConfig) -> tuple[Seconds, float | None]:
 
     :returns: also the bytes per second that the host's memory reads and writes for all ranks together, if the tensors are there
     """
-    names = (BACKEND, *config.algorithms)
+    names = config.algorithms
     arguments, backend = (names, max(config.sizes) // ELEMENT), config.placement.backend
     seconds: dict[str, dict[int, list[float]]] = {name: {} for name in names}
     memory = None
@@ -95,9 +92,7 @@ def report(config: AllReduceConfig, measured: tuple[Seconds, float | None]) -> s
         name: {size: bus_bandwidth(size, median, config.ranks) for size, median in of.items()}
         for name, of in medians.items()
     }
-    limit = None
-    if memory is not None:  # as a bus bandwidth, the limit does not depend on the size
-        limit = bus_bandwidth(1, least_shared_memory_seconds(1, config.ranks, memory), config.ranks)
+    limit = None if memory is None else shared_memory_limit(config.ranks, memory)
     title = f"all-reduce, {config.placement}, float32"
     plot_all_reduce(
         config.output / "allreduce.png",
@@ -136,7 +131,6 @@ def report(config: AllReduceConfig, measured: tuple[Seconds, float | None]) -> s
     content = {
         "placement": str(config.placement),
         "memory_bytes_per_s": memory,
-        "bus_bandwidth_limit_of_memory": limit,
         "algorithms": [
             {"name": name, "seconds": own, "fit": asdict(fits[name]), "bus_bandwidth": bandwidths[name]}
             for name, own in seconds.items()

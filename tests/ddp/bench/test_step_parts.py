@@ -133,7 +133,6 @@ def test_real_steps_are_stamped_in_order(wrapper: str, ranks: int) -> None:
     config: TrainConfig = small(epochs=10**6)
     with WorkerGroup(ranks, Runner, config, load_dataset(config), wrapper, 2) as job:
         stamps = job.call("run", 3)
-        assert all(memory > 10 for memory in job.call("peak_memory"))
     assert [len(own) for own in stamps] == [3] * ranks
     for own in stamps:
         for one in own:

@@ -28,22 +28,16 @@ def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
     names = ["single process", "single process, ", "dataparallel, 2 CPU devices", "DDP, 1 process", "DDP, 2 processes"]
     table = done.stdout.splitlines()[2:7]
     assert all(line.strip().startswith(name) for line, name in zip(table, names, strict=True))
-    for cause in CAUSES.values():
-        assert cause in done.stdout
     written = json.loads((tmp_path / "strategies.json").read_text())
+    assert all(set(causes) == set(CAUSES.values()) for causes in written["lost"].values())
     assert [len(one["seconds"]) for one in written["strategies"]] == [2] * 5
     assert [len(one["parts"]) for one in written["strategies"]] == [2] * 5
-    assert all(one["memory"] > 10 for one in written["strategies"])
-    assert (tmp_path / "strategies.png").is_file() and (tmp_path / "lost.png").is_file()
+    assert (tmp_path / "lost.png").is_file()
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:
-    single = StrategyMeasurement(
-        Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [StepParts(0.1, 0.7, 0, 0, 0.2)] * 2, 100
-    )
-    two = StrategyMeasurement(
-        Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [StepParts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2, 100
-    )
+    single = StrategyMeasurement(Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [StepParts(0.1, 0.7, 0, 0, 0.2)] * 2)
+    two = StrategyMeasurement(Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [StepParts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2)
     causes = lost(two, single)
     assert sum(causes.values()) == pytest.approx(0.75 - 1.1 / 2)
     assert causes[CAUSES["communication"]] == pytest.approx(0.05)

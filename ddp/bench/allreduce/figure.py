@@ -1,4 +1,4 @@
-"""Figures that one benchmark draws: training strategies side by side, and the all-reduce algorithms over the tensor's size."""
+"""The figure of ``ddp.bench allreduce``: the algorithms over the tensor's size."""
 
 from __future__ import annotations
 
@@ -9,48 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.reporting.benchmark_figures import draw_rounds
 from common.reporting.run_figures import COLORS, new_figure
-from common.reporting.timing import Spread
-
-
-def plot_strategies(
-    path: Path,
-    steps: Mapping[str, tuple[list[float], float]],
-    speedups: Mapping[str, tuple[int, Spread]],
-    title: str,
-) -> None:
-    """Training strategies side by side: time per step, speedup over the number of devices, and memory.
-
-    :param steps: for each strategy its milliseconds per step, one entry per round, and its peak memory in MB
-    :param speedups: for each strategy its number of devices and its speedup over the first strategy
-    """
-    figure, axes = new_figure(1, 3, (15, 1.8 + 0.5 * len(steps)), title)
-    time_plot, speedup_plot, memory_plot = axes[0]
-    names = list(steps)
-    for position, (name, (milliseconds, megabytes)) in enumerate(steps.items()):
-        color = COLORS[position % len(COLORS)]
-        draw_rounds(time_plot, position, milliseconds, color)
-        devices, speedup = speedups[name]
-        errors = [[speedup.median - speedup.low], [speedup.high - speedup.median]]
-        style: dict[str, Any] = {"color": color, "marker": "os^Dv"[position % 5], "capsize": 4, "label": name}
-        speedup_plot.errorbar([devices + 0.02 * (position - (len(steps) - 1) / 2)], [speedup.median], errors, **style)
-        memory_plot.barh(position, megabytes, 0.6, color=color)
-        memory_plot.text(megabytes, position, f" {megabytes:,.0f}", va="center", fontsize=8.5)
-    for plot, x_title in ((time_plot, "ms per step"), (memory_plot, "peak memory per process, MB")):
-        plot.set_yticks(range(len(names)), names if plot is time_plot else [""] * len(names))
-        plot.set_ylim(len(names) - 0.5, -0.5)
-        plot.set_xlabel(x_title)
-    time_plot.set_xlim(left=0)
-    memory_plot.margins(x=0.15)
-    most = max(devices for devices, _ in speedups.values())
-    speedup_plot.plot([1, most], [1, most], color="0.4", linewidth=1, linestyle="--", label="ideal")
-    speedup_plot.set_xticks(range(1, most + 1))
-    speedup_plot.set_xlabel("devices (GPUs, or shares of the cores)")
-    speedup_plot.set_ylabel(f"times as fast as '{names[0]}'")
-    speedup_plot.grid(alpha=0.25)
-    speedup_plot.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
 
 
 def plot_all_reduce(

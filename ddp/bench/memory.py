@@ -1,10 +1,23 @@
-"""The settings of ``ddp.bench memory``, and the ledger: what each variant holds and sends, beside the formulas."""
+"""The memory of sharding: bytes that a rank holds, and bytes that it sends in a step (``python -m ddp.bench memory``).
+
+Training with Adam takes 16 bytes for each parameter in fp32: its value, its gradient, and two moments. For P parameters on N
+ranks, and 4 bytes each, the paper counts for a rank (arXiv 1910.02054, figure 1, for mixed precision there):
+
+    replicas  16 P        every rank has everything
+    ZeRO-1    8 P + 8 P/N     the moments are sharded
+    ZeRO-2    4 P + 12 P/N    and the gradients
+    ZeRO-3    16 P/N          and the parameters: less than an N-th is not possible
+
+We count the memory of parameters, gradients and optimizer state between backward and the optimizer's step, when nothing is in
+flight. The peak adds activations, the units that are whole at the moment and the gradients in flight; the kernel counts it
+(VmHWM in proc(5)).
+"""
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,72 +30,45 @@ from common.cli import option
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup, preload
-from common.errors import UsageError
 from common.reporting.benchmark import CPU
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.turns import table, write_report
+from common.reporting.turns import run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
 from ddp.bench.turns import set_malloc
 
 PARTS = ("parameters", "gradients", "optimizer state")
-UNITS = {"MiB": 2**20, "GiB": 2**30}
 # What torch would import on each rank of each group: half of what a group takes to start.
-LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory.ledger")
+LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory")
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
     """Settings of ``ddp.bench memory``.
 
-    :raises UsageError: for a limit that is no size, and for a width that heads do not divide
+    :raises UsageError: for a width that heads do not divide
     """
 
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
-    sequences: int = option(1, "of each rank in a step", minimum=1)
     length: int = option(64, "tokens of a sequence", minimum=1)
-    ranks: tuple[str, ...] = option(("2", "3", "4"), "numbers of ranks", choices=("1", "2", "3", "4", "6", "8"))
-    precision: str = option(
-        "fp32",
-        "bf16: compute and send in bfloat16, optimize in float32; replicas stay in fp32",
-        choices=("fp32", "bf16"),
-    )
-    limit: str | None = option(None, "memory of a rank, such as 256MiB: find the largest model that trains within it")
+    ranks: tuple[int, ...] = option((2, 3, 4), "numbers of ranks", minimum=1, maximum=8)
     output: Path = option(Path("runs/bench-memory"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
         require_heads(self.width)
-        _ = self.limit_bytes  # which may be wrong
-
-    @property
-    def limit_bytes(self) -> int:
-        """``--limit`` in bytes; 0 without one.
-
-        :raises UsageError: when it is no size
-        """
-        if self.limit is None:
-            return 0
-        size = re.fullmatch(r"(\d+(?:\.\d+)?)(MiB|GiB)", self.limit.strip())
-        if size is None or not float(size[1]):
-            raise UsageError(f"--limit {self.limit} is no size: use, say, 256MiB or 1GiB")
-        return int(float(size[1]) * UNITS[size[2]])
 
 
-def formula(stage: int | None, ranks: int, precision: str) -> dict[str, float]:
-    """Bytes of each of :data:`PARTS` per parameter, see ddp/bench/memory/__init__.py.
+def formula(stage: int | None, ranks: int) -> dict[str, float]:
+    """Bytes of each of :data:`PARTS` per parameter, see the module's docstring.
 
     :param stage: 0 for replicas, None for ``fully_shard``, which is stage 3
     """
-    if stage == 0:
-        return dict(zip(PARTS, (4.0, 4.0, 8.0), strict=True))
-    shard, low = 4 / ranks, 2.0 if precision == "bf16" else 4.0
-    # Values have shards of their own beside them where they are gathered in another dtype; gradients also from stage 2 on.
-    apart = shard if precision == "bf16" else 0.0
-    values = low + apart if stage in (1, 2) else shard
-    gradients = low + apart if stage == 1 else shard
-    return dict(zip(PARTS, (values, gradients, 2 * shard), strict=True))
+    shard = 4 / ranks
+    values = 4.0 if stage in (0, 1, 2) else shard
+    gradients = 4.0 if stage in (0, 1) else shard
+    return dict(zip(PARTS, (values, gradients, 8.0 if stage == 0 else 2 * shard), strict=True))
 
 
 @dataclass(frozen=True)
@@ -118,13 +104,12 @@ class LedgerWorker:
 
     def _train(self, layers: int, width: int) -> tuple[dict[str, int], int]:
         config = self._config
-        size = (config.sequences, config.length)
-        tokens, targets = (torch.randint(VOCABULARY, size) for _ in range(2))
+        tokens, targets = (torch.randint(VOCABULARY, (1, config.length)) for _ in range(2))
         torch.manual_seed(0)
         with torch.device("meta" if self._stage != 0 else "cpu"):  # only replicas are whole anywhere
             network = GPT(VOCABULARY, width, layers, config.length)
         all_reduce = "ring" if self._stage else "backend"
-        model: Any = ShardedVariant(self._stage, all_reduce, config.precision == "bf16").wrap(network)
+        model: Any = ShardedVariant(self._stage, all_reduce).wrap(network)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             sent_before = self._sent(model)
@@ -165,18 +150,22 @@ def process_bytes(name: str) -> int:
     return int(line[1]) * 1024
 
 
+def main(argv: Sequence[str]) -> None:
+    run_benchmark(MemoryConfig, "ddp.bench memory", __doc__, argv, measure, report)
+
+
 def measure(config: MemoryConfig) -> list[dict[str, Any]]:
     """For each number of ranks and each variant, the ledger of rank 0, beside the bytes of the formula."""
     preload(*LATE_IMPORTS)
     parameters = parameters_of(config.width, config.layers, config.length)
     rows = []
     with Progress(DistEnv.alone(CPU), "bench", len(config.ranks) * len(STAGES)) as progress:
-        for ranks in map(int, config.ranks):
+        for ranks in config.ranks:
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.
                 with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
                     ledger = group.call("run", config.layers)[0]
-                expected = {part: n * parameters for part, n in formula(stage, ranks, config.precision).items()}
+                expected = {part: n * parameters for part, n in formula(stage, ranks).items()}
                 rows.append({"ranks": ranks, "variant": name, "formula": expected, **asdict(ledger)})
                 progress.advance(1, f"{name}, {ranks} ranks")
     return rows
@@ -185,8 +174,8 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
 def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
-    title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, {config.precision}"
-    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == int(ranks)] for ranks in config.ranks}
+    title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, fp32"
+    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in config.ranks}
     plot_stacked(
         config.output / "memory.png",
         {
