@@ -1,7 +1,8 @@
-"""The machine: the cores that this process may use, and a description with the versions of software for the JSON of every result."""
+"""The machine: the cores that this process may use, its allocator, and a description for the JSON of every result."""
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import platform
@@ -49,6 +50,22 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
         if level == root:
             break
     return min(quotas, default=None)
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep freed memory for the next step instead of returning it to the kernel."""
+    set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
+
+
+def set_malloc(**options: int) -> None:
+    """Set options of glibc's malloc, see mallopt(3); without glibc nothing is done.
+
+    :param options: ``trim_threshold`` and ``mmap_threshold`` in bytes
+    """
+    numbers = {"trim_threshold": -1, "mmap_threshold": -3}  # in malloc.h
+    if platform.libc_ver()[0] == "glibc":
+        for name, value in options.items():
+            ctypes.CDLL(None).mallopt(numbers[name], value)
 
 
 def describe_machine() -> dict[str, object]:

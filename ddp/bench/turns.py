@@ -7,9 +7,7 @@ a barrier; its time is that of the slowest rank, per step.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from common.distributed.placement import Placement, place_ranks
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
+from common.machine import keep_freed_memory
 from common.reporting.turns import Step, take_turns, timed_steps
 
 # Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
@@ -128,19 +127,3 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Te
         optimizer.step()
 
     return step
-
-
-def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next step instead of returning it to the kernel."""
-    set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
-
-
-def set_malloc(**options: int) -> None:
-    """Set options of glibc's malloc, see mallopt(3); without glibc nothing is done.
-
-    :param options: ``trim_threshold`` and ``mmap_threshold`` in bytes
-    """
-    numbers = {"trim_threshold": -1, "mmap_threshold": -3}  # in malloc.h
-    if platform.libc_ver()[0] == "glibc":
-        for name, value in options.items():
-            ctypes.CDLL(None).mallopt(numbers[name], value)

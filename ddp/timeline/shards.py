@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.distributed.process_group import DistEnv
+from common.machine import keep_freed_memory
 from common.reporting.run_figures import COLORS
 from common.training.gpt import GPT
 from ddp.all_reduce.backend import another_group
 from ddp.all_reduce.choice import build_all_reduce
-from ddp.bench.turns import keep_freed_memory
 from ddp.by_hand.buckets import MIB
 from ddp.by_hand.outputs import tensors_in
 from ddp.sharded.flat import FlatParameters
