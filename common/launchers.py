@@ -89,7 +89,7 @@ def launcher_name() -> str:
 
 
 def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what torchrun would have set, if another launcher started this process. What is set already comes first.
+    """Set what torchrun would have set, if another launcher started this process. Variables that are set already come first.
 
     :raises UsageError: when some of torchrun's variables are set and contradict the launcher
     """

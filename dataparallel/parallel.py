@@ -62,7 +62,7 @@ class HandwrittenDataParallel(nn.Module):
         self._threads = DeviceThreads(self.devices)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments.
+        """The module's outputs for these arguments.
 
         Tensors in them, also in nested tuples, lists and dicts, are scattered; all else goes to every replica as it is. A
         batch of fewer samples than devices leaves the last ones idle.
@@ -104,7 +104,7 @@ def scatter(
     """Cut all tensors along ``dim`` and send the i-th piece of each to the i-th device.
 
     Pieces are of equal size, as ``torch.chunk`` makes them, except the last, which may be smaller; of ``n`` samples at most
-    ``n`` pieces are made. What is no tensor is repeated for each device.
+    ``n`` pieces are made. Other values are repeated for each device.
 
     :param arguments: positional ones and keyword ones; tensors in nested tuples, lists and dicts count
     :returns: for each device that got a piece, the same structure; at least one
@@ -246,7 +246,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Join the replicas' outputs on one device.
 
     Tensors, also in nested tuples, lists and dicts, are concatenated along ``dim``; scalars (0-d) become a vector with one
-    element per replica. What is no tensor must be the same from all.
+    element per replica. Other values must be the same from all.
 
     :raises TypeError: for outputs that are neither tensors, nor containers of them, nor equal
     """

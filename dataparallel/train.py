@@ -136,7 +136,7 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
 
 @dataclass
 class DataParallelJob:
-    """What a training step needs.
+    """The parts of a training job.
 
     :param images: of the training set, on the first device if that is a GPU with room for them
     :param network: the plain module, on the first device

@@ -1,8 +1,8 @@
 """Which rank this process is, on which device, and how all ranks fail together.
 
 ``torchrun`` starts one process per device and describes each through its environment (RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`. What other launchers
-set, common/launchers.py has translated by then.
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). :func:`find_dist_env` turns that into a :class:`DistEnv`. The variables
+of other launchers have been translated by then (common/launchers.py).
 """
 
 from __future__ import annotations

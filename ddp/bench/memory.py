@@ -39,7 +39,7 @@ from common.training.models import require_heads
 from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
 
 PARTS = ("parameters", "gradients", "optimizer state")
-# What torch would import on each rank of each group: half of what a group takes to start.
+# torch would import these on each rank of each group: half of what a group takes to start.
 LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory")
 
 
@@ -73,7 +73,7 @@ def formula(stage: int | None, ranks: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one rank holds and sends; bytes.
+    """Bytes that one rank holds and sends.
 
     :param resident: of each of :data:`PARTS`, between backward and step
     :param peak: most memory that the process had from the beginning of the construction on, beyond what it had before
@@ -94,7 +94,7 @@ class LedgerWorker:
 
     def run(self, layers: int) -> Ledger:
         """Build a model of so many layers, train three steps, count. A collective, once in a process."""
-        # What comes with the first step of a process is not the model's: code, caches, buffers of gloo.
+        # The first step of a process takes memory that is not the model's: code, caches, buffers of gloo.
         self._train(1, 64)
         gc.collect()
         before = process_bytes("VmRSS")
@@ -137,7 +137,7 @@ class LedgerWorker:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each storage counted once. Of a ``DTensor``, this rank's shard counts."""
+    """Bytes of the memory that tensors lie in, each storage counted once. A ``DTensor`` counts by this rank's shard."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -90,7 +90,7 @@ def without_guard(job: Job) -> Job:
 
 
 def saving_step(job: Job, checkpointer: Checkpointer, steps: int) -> Step:
-    """The trainer's step. Of each ``steps`` the first saves, and the last waits until that is written."""
+    """The trainer's step. The first of each ``steps`` saves, and the last waits until that is written."""
     step, numbers = trainer_step(job), itertools.cycle(range(steps))
 
     def step_and_save() -> None:

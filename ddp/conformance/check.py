@@ -1,4 +1,4 @@
-"""What a check is: a function that every rank of a group runs, with a wrapper that may be right or wrong.
+"""A check: a function that every rank of a group runs, with a wrapper that may be right or wrong.
 
     @check
     def gradients_are_the_average_of_the_ranks(wrap: Wrap) -> None:

@@ -1,4 +1,4 @@
-"""What a rank sends, and when: a record of all operators that run in a block, with torch.distributed's collectives among them.
+"""The messages of a rank, and their times: a record of all operators that run in a block, with torch.distributed's collectives among them.
 
 with Recorder() as record:
     model(inputs()).sum().backward()

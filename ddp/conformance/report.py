@@ -1,4 +1,4 @@
-"""What conformance runs come to: the table of one with its summary and its JSON, and a picture of several wrappers."""
+"""The results of conformance runs: the table of one with its summary and its JSON, and a picture of several wrappers."""
 
 from __future__ import annotations
 

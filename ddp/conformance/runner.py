@@ -42,7 +42,7 @@ preload("torch._dynamo", "torch.distributed.optim", checks.__name__, __name__)
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says of a check.
+    """One rank's answer to a check.
 
     :param status: ``pass``, ``wrong`` or ``refused``
     :param message: one line, for a check that did not pass
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check.
+    """The result of a check.
 
     :param ranks: how many ranks ran it
     :param status: one of STATUSES
@@ -212,7 +212,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line. What is most frequent, that a wrapper lacks an option or a method, is said briefly."""
+    """An error in one line. The most frequent one, a wrapper without an option or a method, is brief."""
     if missing := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
         return f"no option {missing[1]}"
     if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", str(error))):

@@ -1,4 +1,4 @@
-"""What checks are made of: small networks, this rank's inputs, what a DDP must give, and comparisons that show the numbers."""
+"""The parts of checks: small networks, this rank's inputs, what a DDP must give, and comparisons that show the numbers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _subject(config: StepTimelineConfig) -> ModuleType:
-    """What is recorded. It imports torch._dynamo, which ``--help`` does without."""
+    """The recorded subject. It imports torch._dynamo, which ``--help`` does without."""
     from ddp.timeline import replicas, shards
 
     return shards if config.stage else replicas

@@ -128,7 +128,7 @@ class StepsOfRank(StepRecorder):
             self.recorder.count("memory, bytes", self._memory)
 
     def _hook(self, unit: str, module: nn.Module) -> None:
-        """Record when a unit begins and ends, in forward and in backward. What is not in another unit is the root's."""
+        """Record when a unit begins and ends, in forward and in backward. Modules in no other unit are the root's."""
         module.register_forward_pre_hook(lambda *_: self._switch(f"forward {unit}"))
         if unit != ROOT:
             # Before its parameters are freed.

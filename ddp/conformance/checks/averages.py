@@ -60,7 +60,7 @@ def every_rank_counts_the_same_whatever_its_batch_size(wrap: Wrap) -> None:
 
 @check
 def a_nan_on_one_rank_reaches_all(wrap: Wrap) -> None:
-    """What is not finite is not filtered: the scaler or the loop must see it, and on every rank."""
+    """Values that are not finite are not filtered: the scaler or the loop must see it, and on every rank."""
     network = layers(3, 2)
     model = wrap(network)
     batch = inputs()
@@ -179,7 +179,7 @@ def gradients_add_up_over_synchronized_steps(wrap: Wrap) -> None:
 
 @check
 def gradients_may_be_changed_in_place_between_steps(wrap: Wrap) -> None:
-    """What clipping leaves in .grad is what the next backward adds to."""
+    """The next backward pass adds to the clipped .grad."""
     network = layers(3, 5, 2)
     first, second = (average(alone(network, one_pass(number))) for number in range(2))
     model = wrap(network)

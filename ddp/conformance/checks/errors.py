@@ -83,7 +83,7 @@ def parameters_on_two_kinds_of_device_are_refused(wrap: Wrap) -> None:
 
 
 class _Fails(Exception):
-    """What a check raises within a wrapped module."""
+    """The error that a check raises within a wrapped module."""
 
 
 class _FailsOnce(nn.Module):

@@ -25,7 +25,7 @@ from ddp.conformance.tools import (
 
 @dataclasses.dataclass
 class _Outputs:
-    """What a network may return."""
+    """An output that a network may return."""
 
     first: Tensor
     second: Tensor

@@ -220,6 +220,6 @@ def ranks_with_unused_parameters_may_join(wrap: Wrap) -> None:
 
 @check
 def a_finished_rank_uses_no_parameter(wrap: Wrap) -> None:
-    """What it used in its own last step does not count for the others. torch 2.15 fails this: it sends its old flags again, so
+    """The parameters of its own last step do not count for the others. torch 2.15 fails this: it sends its old flags again, so
     that a parameter that no rank uses gets a gradient of zeros."""
     expect_same(*_two_steps(wrap))

@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 def _recorded(model: nn.Module, batch: Tensor | None = None) -> Recorder:
-    """What happens in the third backward pass; the buckets are rebuilt after the first."""
+    """The record of the third backward pass; the buckets are rebuilt after the first."""
     batch = inputs() if batch is None else batch
     for _ in range(3):
         model.zero_grad()

@@ -159,7 +159,7 @@ def the_loss_may_be_kept_in_an_attribute(wrap: Wrap) -> None:
 
 @check
 def the_output_may_be_changed_in_place(wrap: Wrap) -> None:
-    """What the wrapper does to the output, to see where backward begins, must not make it a view that forbids that."""
+    """The wrapper marks the output, to see where backward begins. That must not make it a view that forbids this."""
 
     def step(model: nn.Module) -> None:
         loss_of(model(inputs()).mul_(2).relu_()).backward()

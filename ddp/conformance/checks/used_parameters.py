@@ -51,7 +51,7 @@ def a_parameter_that_no_rank_uses_stays_without_gradient(wrap: Wrap) -> None:
 
 @check
 def each_rank_may_use_other_parameters(wrap: Wrap) -> None:
-    """What is used anywhere gets its average everywhere, also where rank 0 does not use it."""
+    """A parameter that is used anywhere gets its average everywhere, also where rank 0 does not use it."""
     step = one_pass(0, 1 + dist.get_rank() % 2)
     expect_averages(wrap, Branches(), steps=[step, step], find_unused_parameters=True)
 

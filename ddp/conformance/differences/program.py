@@ -1,4 +1,4 @@
-"""What the cases share: numbers that are easy to follow, and a run with torch's DDP, then with ours.
+"""The frame of the cases: numbers that are easy to follow, and a run with torch's DDP, then with ours.
 
 Each run has a process group of its own, so that nothing is left of one that failed in the middle of a collective.
 """
