@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -142,8 +142,21 @@ class ImageDataset(Dataset[Any]):
     def shape(self) -> tuple[int, int, int]:
         return self.images.shape[1:]
 
-    def __getitems__(self, key: BatchKey) -> Batch:
-        """A whole batch, augmented for the key's epoch."""
+    def __getitem__(self, sample: int) -> tuple[Tensor, Tensor]:
+        """Image uint8 ``[channels, height, width]`` and label int64 ``[]``, as they are in epoch 0."""
+        return self.__getitems__([sample])[0]
+
+    @overload
+    def __getitems__(self, key: BatchKey) -> Batch: ...
+
+    @overload
+    def __getitems__(self, key: list[int]) -> list[tuple[Tensor, Tensor]]: ...
+
+    def __getitems__(self, key: BatchKey | list[int]) -> Batch | list[tuple[Tensor, Tensor]]:
+        """A whole batch for a :class:`BatchKey`; samples, as they are in epoch 0, for a list of indices, as a ``DataLoader``
+        with a ``batch_size`` asks for."""
+        if not isinstance(key, BatchKey):
+            return as_samples(self.__getitems__(BatchKey(0, np.array(key, np.int64))))
         images = self.images[key.samples]
         if self.augmentation:
             images = self.augmentation(images, self.seed, key.epoch, key.samples)
