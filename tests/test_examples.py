@@ -33,7 +33,6 @@ MEASURING = (
     "costs",
     "sharding",
     "memory",
-    "fits",
     "one-step",
     "timeline-zero3",
 )  # their own tests run them, as their users do
