@@ -27,10 +27,10 @@ def wrong_tensors(saved: Mapping[str, Any], expected: Mapping[str, Tensor]) -> s
     return None
 
 
-def wrong_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> str | None:
+def wrong_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, may_be_empty: bool) -> str | None:
     """The first difference between an optimizer's state and what this one could have saved, or None.
 
-    It may be empty: SGD without momentum keeps nothing, and a run whose steps were all skipped has kept nothing yet.
+    :param may_be_empty: whether it may have kept nothing yet: SGD without momentum, or a run whose steps were all skipped
     """
     states, expected = saved.get("state", {}), STATE_OF[type(optimizer)]
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
@@ -48,7 +48,7 @@ def wrong_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
     # DDP gives each of them a gradient in every step, so they have all been updated or none.
     trained = [number for number, parameter in parameters.items() if parameter.requires_grad]
     lacking = [number for number in trained if all(value is None for value in states.get(number, {}).values())]
-    if lacking and lacking != trained:
+    if lacking and not (may_be_empty and lacking == trained):
         return f"lacks the state of parameter {lacking[0]}"
     return None
 

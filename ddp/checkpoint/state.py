@@ -94,6 +94,8 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     with env.fail_together():
         if env.is_main:
             ranks[0] = storage.read(path, "ranks")
+            if len(ranks[0]) != manifest.world_size:
+                raise Damaged(path, f"ranks.pt has {len(ranks[0])} ranks instead of {manifest.world_size}")
     dist.broadcast_object_list(ranks, src=0, device=env.device)
     if job.config.is_sharded:
         from ddp.checkpoint.sharded_state import restore_shard
@@ -101,7 +103,8 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
         with env.fail_together():
             restore_shard(job.network, job.optimizer, path)
     else:
-        _restore_optimizer(job, path)
+        nothing_kept = manifest.config.get("momentum") == 0 or manifest.config.get("precision") == "fp16"
+        _restore_optimizer(job, path, nothing_kept or progress["skipped_steps"] >= manifest.step)
     begin_momentum(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
@@ -118,7 +121,7 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
 
 
-def _restore_optimizer(job: Job, path: Path) -> None:
+def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
     """The optimizer's state, which rank 0 reads and sends to all."""
     env, saved = job.env, None
     with env.fail_together():
@@ -126,7 +129,7 @@ def _restore_optimizer(job: Job, path: Path) -> None:
             from ddp.checkpoint.contents import wrong_optimizer  # only when something is read
 
             saved = storage.read(path, "optimizer")
-            if problem := wrong_optimizer(saved, job.optimizer):
+            if problem := wrong_optimizer(saved, job.optimizer, may_be_empty):
                 raise Damaged(path, f"optimizer.pt {problem}")
     job.optimizer.state.clear()  # first, so that memory never holds it twice
     state = broadcast_tree(saved and saved["state"], env)

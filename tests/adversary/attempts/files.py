@@ -115,6 +115,8 @@ OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
     ),
     (of_tensors("optimizer", with_momentum("text")), r"momentum_buffer of parameter 0 as a str"),
     (of_tensors("optimizer", with_momentum(torch.zeros(1).expand(32, 1, 3, 3))), r"not all in memory, once each"),
+    (of_tensors("optimizer", lambda content: content | {"state": {}}), r"lacks the state of parameter 0"),
+    (of_tensors("ranks", lambda content: []), r"has 0 ranks instead of 1"),
 ]
 # What could harm any memory, runs code, names files elsewhere, or is another checkpoint than it says.
 OF_BOTH: list[tuple[Callable[[Path], None], str]] = [
