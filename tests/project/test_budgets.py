@@ -48,8 +48,8 @@ PROGRAM = """
 import contextlib, io, json, os, runpy, sys
 import torch
 
-def modules_below(root):
-    return sorted(name for name, module in sys.modules.items() if (getattr(module, "__file__", None) or "").startswith(root))
+def our_modules():
+    return sorted(name for name, module in sys.modules.items() if (getattr(module, "__file__", None) or "").startswith(folders))
 
 def profile(frame, event, _):
     file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -61,17 +61,18 @@ def profile(frame, event, _):
             elif "torch/utils/data/" in file or function == "_call_impl":
                 guarded = False
             stack.append(guarded)
-            if file.startswith(root) and not guarded:
+            if file.startswith(folders) and not guarded:
                 entered.add(file.removeprefix(root))
     elif event == "return" and stack:
         stack.pop()
 
-root, run_dir = sys.argv[1:]
+root, run_dir, *product = sys.argv[1:]
+folders = tuple(f"{root}{folder}/" for folder in product)  # A virtual environment may be below the root, too.
 sys.path.insert(0, root)
 reading, writing = os.pipe()
 if os.fork() == 0:
     from ddp.by_hand import HandwrittenDistributedDataParallel
-    print(json.dumps(modules_below(root)), flush=True)
+    print(json.dumps(our_modules()), flush=True)
     os._exit(0)
 os.wait()
 stack, entered = [], set()
@@ -82,7 +83,7 @@ with contextlib.redirect_stdout(io.StringIO()):
 sys.setprofile(None)
 print(json.dumps(sorted(entered)))
 print(json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("dataloading", "dataparallel", "torchvision"))))
-print(json.dumps(modules_below(root)))
+print(json.dumps(our_modules()))
 """
 
 
@@ -133,7 +134,7 @@ class Loaded(NamedTuple):
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder = tmp_path_factory.mktemp("loaded")
-    command = [sys.executable, "-c", PROGRAM, f"{REPOSITORY}/", str(folder / "run")]
+    command = [sys.executable, "-c", PROGRAM, f"{REPOSITORY}/", str(folder / "run"), *PRODUCT]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     return Loaded(*map(json.loads, done.stdout.splitlines()))
 
