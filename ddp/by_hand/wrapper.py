@@ -113,8 +113,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         if self.device_ids:
             inputs, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (inputs, kwargs))
         output = self.run_module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            self._prepare_for_backward(output, synchronize)
+        self._prepare_for_backward(output, synchronize)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -125,7 +124,6 @@ class HandwrittenDistributedDataParallel(nn.Module):
         """
         if self.broadcast_buffers and self.require_forward_param_sync:
             self.synchronize_buffers()
-        self.require_forward_param_sync = synchronize
 
     def synchronize_buffers(self, source: int = 0) -> None:
         """Send the buffers of rank ``source`` to all ranks."""
@@ -146,6 +144,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare_for_backward(self, output: Any, synchronize: bool) -> None:
+        self.require_forward_param_sync = synchronize  # only now: a forward pass that raised changes nothing, as in torch's DDP
+        if not torch.is_grad_enabled():
+            return
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():
