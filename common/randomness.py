@@ -64,7 +64,7 @@ def derive_seed(*keys: Key) -> int:
 def shuffled(samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """An epoch's order of a data set's samples: that of ``DistributedSampler(seed=derive_seed(seed, "shuffle"))``.
 
-    (The sampler adds the epoch to its seed, so that seed 0 in epoch 1 would be seed 1 in epoch 0; hashing keeps runs apart.)
+    (The sampler uses seed + epoch: without the hash, runs with the seeds 0 and 1 would share orders, an epoch apart.)
 
     :returns: int64 ``[samples]``
     """

@@ -1,8 +1,8 @@
 """Which samples each rank takes: torch's ``DistributedSampler``, extended to hand out whole micro-batches.
 
-``DistributedSampler`` shuffles the indices the same way on every rank, by (seed, epoch), and gives rank r of W every W-th
-of them, from the r-th on. So the ranks' n-th micro-batches together are a contiguous piece of the shuffled order, and the
-optimizer's steps see the same global batches at every world size and with every number of micro-steps.
+``DistributedSampler`` shuffles the indices the same way on every rank, by (seed, epoch), and gives rank r of W those at
+positions r, r + W, r + 2W, ..., counted from 0. So the ranks' n-th micro-batches together are a contiguous piece of the
+shuffled order, and the optimizer's steps see the same global batches at every world size and with every number of micro-steps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from common.randomness import derive_seed, shuffled
 class MicroBatchSampler(DistributedSampler[BatchKey]):
     """A batch sampler (``DataLoader(batch_sampler=...)``) for training: every micro-batch is full, on every rank.
 
-    The tail that does not fill a global batch is left out; it is another one in each epoch. ``set_epoch`` must be called
-    before each epoch: it changes the order and, through :class:`BatchKey`, the augmentation. Its second argument is where to
-    begin: a position counted in global batches means the same samples at every world size.
+    The tail that does not fill a global batch is left out: different samples in each epoch. ``set_epoch`` must be called
+    before each epoch: it changes the order and, through :class:`BatchKey`, the augmentation. Its second argument says where to
+    begin, counted in global batches, which are the same samples at every world size.
 
     :param batch_size: samples per optimizer step, over all ranks and micro-steps; divisible by both
     :param grad_accumulation_steps: micro-batches that each rank contributes to an optimizer step
-    :param seed: another seed is another sequence of orders (``DistributedSampler`` adds the epoch to the seed, so that
-        its seed 0 in epoch 1 is its seed 1 in epoch 0; hashing the seed first keeps runs apart)
+    :param seed: of the orders. ``DistributedSampler`` uses seed + epoch, so runs with the seeds 0 and 1 would share orders, an
+        epoch apart. Hashing the seed first prevents that
     """
 
     def __init__(

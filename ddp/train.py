@@ -1,18 +1,17 @@
 """Train one network on several devices, with nothing but torch.distributed between you and the mechanism.
 
-    torchrun --nproc_per_node=2 -m ddp.train
+    torchrun --nproc_per_node=2 -m ddp.train --device cpu
+    torchrun --nproc_per_node=1 -m ddp.train                # one GPU; with several, one rank for each
 
 One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of
 every global batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients
 over the ranks while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a
-*collective*: it ends only once all ranks have called it. So all call the same ones in the same order, or wait forever.
+*collective*: it ends only once all ranks have called it. So all must call the same ones in the same order, or they hang.
 
-With one GPU, start one rank: ``torchrun --nproc_per_node=1 -m ddp.train``. With several, one for each. Two ranks on a machine with
-one GPU take ``--device cpu``.
-
-What keeps a long job alive is layered around this in ddp/resilience/. On a first read, take ``guard.module`` for the network,
-``job.batches()`` for the loader's batches, ``guard.attach(loss)`` for ``loss``, ``guard.accepts(norm)`` for "no inf, no nan", and
-skip the supervisor, which logs, saves inside an epoch, and stops on request. The chapters to read beside it: ddp/README.md.
+What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
+``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is "no gradient is inf or
+nan", which it leaves to the scaler in fp16. Skip the supervisor: it logs, saves inside an epoch, and stops on request. The
+chapters to read beside this file: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def main() -> None:
         torch.cuda.set_device(env.device)  # before any other use of CUDA, which would take GPU 0 on every rank
     torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
     set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
-    with rank_process(env):  # leaves the group after an error, too
+    with rank_process(env):  # reports an error with its rank, and then leaves the group
         dist.init_process_group(
             env.backend,  # NCCL on GPUs, gloo on CPUs
             store=rendezvous_store(env, config.timeout, config),  # the ranks meet there, and compare their settings
@@ -87,16 +86,16 @@ def train(config: TrainConfig, env: DistEnv) -> None:
                 result = test(job, supervisor)
                 job.end_epoch(result.accuracy)
                 supervisor.record_epoch(totals, result)
-                supervisor.checkpointer.save(job)  # rank 0 writes, for all hold the same weights; of shards, all write
+                supervisor.checkpointer.save(job)  # rank 0 writes, as all hold the same weights; if sharded, all do
             supervisor.checkpointer.finish()
             result = result or test(job, supervisor)  # none yet, if it was resumed after its last epoch
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
 def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: CheckpointToResume | None = None) -> Job:
-    """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields other samples.
+    """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields different samples.
 
-    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them
+    :param checkpoint: to continue from. Rank 0 reads the weights in it, and DDP broadcasts them. (Shards: each rank reads its own.)
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
@@ -115,6 +114,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ch
     sampler = MicroBatchSampler(
         data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
+    # ``model`` wraps ``network``, and both have the same parameters: what the optimizer changes is what forward uses.
     job = Job(
         config=config,
         env=env,
@@ -156,7 +156,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
         gradient_as_bucket_view=True,
     )
     # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
-    # once per epoch. (Set here, since the constructor's argument has another name since torch 2.15.)
+    # once per epoch. (Set here, because torch 2.15 renamed the constructor's argument.)
     model.broadcast_buffers = False
     compress_gradients(model, averaging.gradient_precision)
     return model
@@ -174,9 +174,9 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
         if job.step % job.config.log_every == 0 or last_step:
             job.log_window()  # loss and accuracy since the last time, summed over the ranks
         if last_step:
-            average_running_statistics(job.network)  # BatchNorm's: each rank saw other samples
+            average_running_statistics(job.network)  # BatchNorm's: each rank saw different samples
         after_step()
-    next(batches, None)  # exhausts the loader, or its persistent workers could not be used again
+    next(batches, None)  # lets the loader see its end: only then does the next epoch reuse its workers
     return WindowTotals.merge(job.windows)
 
 
@@ -186,11 +186,11 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for micro_step in range(config.grad_accumulation_steps):
         images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)  # each rank drops other units
+        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)  # each rank drops different units
 
         # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both: around backward alone
-        # it has no effect, and every micro-step would all-reduce. Until the last, .grad adds up on each rank alone. The
-        # last one's backward averages that sum over the ranks.
+        # it has no effect, and every micro-step would all-reduce. Before the last micro-step, .grad adds up on each rank
+        # alone. The last backward averages that sum over the ranks.
         last_micro_step = micro_step == config.grad_accumulation_steps - 1
         with contextlib.nullcontext() if last_micro_step else job.model.no_sync():
             with torch.autocast(device.type, job.autocast_dtype, enabled=job.autocast_dtype is not None):
@@ -198,21 +198,25 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
             job.window.add(loss, logits, labels)  # for the log
             loss = guard.attach(loss)
-            # Micro-batches of images have the same size: the mean over the global batch is the mean of their means.
+            # The loss is a micro-batch's mean. All micro-batches of images have the same size, so the mean over the global
+            # batch is the mean of their means: divided by the micro-steps here, and by the ranks in DDP. Lines of text differ
+            # in length, so each weighs as many characters as it has.
             loss = job.weigh_by_characters(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
 
-    # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average.
-    # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale.
+    # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average, and
+    # all decide alike without a message. Unscale before the clip: scaled gradients, and their norm, are too large by the loss
+    # scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # On an inf or nan every rank skips the step: in fp16 scaler.step does (and update lowers the scale), else the guard.
+    # On an inf or nan every rank skips the step. In fp16 scaler.step does, and update lowers the scale; otherwise the guard
+    # refuses, and ends the run after too many such steps.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)
-    job.step += 1  # skipped or not: the learning rate is a function of it
+    job.step += 1  # skipped or not: the learning rate and job.step_in_epoch are functions of it
 
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:

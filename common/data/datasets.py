@@ -153,8 +153,7 @@ class ImageDataset(Dataset[Any]):
     def __getitems__(self, key: list[int]) -> list[tuple[Tensor, Tensor]]: ...
 
     def __getitems__(self, key: BatchKey | list[int]) -> Batch | list[tuple[Tensor, Tensor]]:
-        """A whole batch for a :class:`BatchKey`; samples, as they are in epoch 0, for a list of indices, as a ``DataLoader``
-        with a ``batch_size`` asks for."""
+        """For a :class:`BatchKey` a whole batch; for a list of indices (``DataLoader`` with ``batch_size``), samples of epoch 0."""
         if not isinstance(key, BatchKey):
             return as_samples(self.__getitems__(BatchKey(0, np.array(key, np.int64))))
         images = self.images[key.samples]
@@ -187,7 +186,7 @@ class ImageData:
     :param mean: of the training images' pixels, on a scale of 0 to 1
     :param std: their standard deviation
     :param fingerprint: a digest of the data, compared when a run is resumed
-    :param unit: what a run counts: each has a label, and is recognized or not
+    :param unit: what accuracy counts, each with one label: images or characters
     """
 
     name: str
