@@ -144,7 +144,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare_for_backward(self, output: Any, synchronize: bool) -> None:
-        self.require_forward_param_sync = synchronize  # only now: a forward pass that raised changes nothing, as in torch's DDP
+        self.require_forward_param_sync = (
+            synchronize  # only now: a forward pass that raised changes nothing, as in torch's DDP
+        )
         if not torch.is_grad_enabled():
             return
         self.reducer.prepare_for_backward(synchronize)
