@@ -115,11 +115,6 @@ class WorkerGroup:
         else:
             self._kill()
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids, in rank order."""
-        return [process.pid or 0 for process, _ in self._ranks]
-
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Run ``service.method(*arguments)`` on every rank at once; returns the results in rank order."""
         self.start(method, *arguments)
@@ -129,8 +124,6 @@ class WorkerGroup:
         """Begin a call; the main process may do something else until :meth:`finish`."""
         if not self._ranks:
             raise RuntimeError(f"{method}: these ranks have ended")
-        if self._doing:
-            raise RuntimeError(f"{method} cannot start before {self._doing} is finished")
         # One message per rank: a handle to shared memory can be received once.
         messages = [ForkingPickler.dumps((method, arguments)) for _ in self._ranks]
         self._doing = method
@@ -165,8 +158,6 @@ class WorkerGroup:
 
     def _results(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
         """The ranks' answers or exceptions, in the order in which they come. Unless the call went well on all, all ranks end."""
-        if not self._doing:
-            raise RuntimeError("no call was started")
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         well = False

@@ -21,7 +21,6 @@ def plot_sweep(
     x_values: Sequence[Any],
     curves: Mapping[str, Mapping[int, tuple[list[float], int]]],
     *,
-    cores: int,
     title: str,
     logarithmic: bool = False,
 ) -> None:
@@ -29,7 +28,6 @@ def plot_sweep(
 
     :param x_values: numbers or words, drawn at equal distances
     :param curves: for each curve, by position in ``x_values``, the seconds of its runs and the images in one run
-    :param cores: marked on the x axis where that counts workers
     :param logarithmic: whether the axis of seconds is logarithmic
     """
     figure, axes = new_figure(1, 2, (11, 4.4), title)
@@ -58,11 +56,6 @@ def plot_sweep(
         else:
             plot.set_ylim(bottom=0)
         plot.grid(alpha=0.25)
-        if x_title == "workers" and cores in x_values:
-            plot.axvline(list(x_values).index(cores), color="0.4", linewidth=1, linestyle="--")
-            plot.annotate(
-                f" {cores} usable cores", (list(x_values).index(cores), plot.get_ylim()[1] * 0.02), fontsize=8
-            )
     if len(curves) > 1:
         rate_plot.legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -64,7 +64,7 @@ INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C e
 STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that are not requeued
 
 STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
-REQUEUED_COMMANDS = ("ddp.train",)  # which a scheduler starts again
+REQUEUED_COMMAND = "ddp.train"  # which a scheduler starts again
 
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ def to_be_requeued() -> Iterator[None]:
 
 def is_requeued() -> bool:
     """Whether a scheduler starts this process's command again after a signal other than Ctrl-C."""
-    return any(name in sys.orig_argv for name in REQUEUED_COMMANDS)
+    return REQUEUED_COMMAND in sys.orig_argv
 
 
 def handled_signals() -> list[signal.Signals]:

@@ -224,7 +224,7 @@ def report(
         "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
     }
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
-    plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), cores=usable_cores(), title=title)
+    plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), title=title)
     lines = _table(sweep, axes)
     for verdict in verdicts:
         lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]

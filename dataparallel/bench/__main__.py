@@ -73,7 +73,6 @@ def report(config: DataParallelBenchConfig, points: list[Point]) -> str:
             "batch_size",
             config.batch_sizes,
             {name: {i: (point.seconds[name], point.batch_size) for i, point in enumerate(ours)} for name in drawn},
-            cores=usable_cores(),
             title=f"{mode}: {title}",
             logarithmic=True,
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UsageError
-from common.resilience.failure_detector import RankLost, Suspicions
+from common.resilience.suspicions import RankLost, Suspicions
 from ddp.all_reduce.base import AllReduce
 
 
