@@ -9,7 +9,6 @@ The store is used, and not a collective: ranks that disagree on WORLD_SIZE or on
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
@@ -41,12 +40,12 @@ class RanksDiffer(UsageError):
     seen_by_all = True
 
 
-def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, timeout: datetime.timedelta) -> None:
+def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, timeout_s: float) -> None:
     """Wait until all ranks have called this, and compare their facts.
 
     :param store: in which no key is an earlier start's
     :param facts: by name, what must be the same on all ranks, and the rank's GPU, which must be another on each
-    :param timeout: how long to wait for the other ranks
+    :param timeout_s: how long to wait for the other ranks
     :raises RanksDiffer: on every rank, naming the facts that differ, the ranks and their values; or when two ranks have the same GPU
     :raises UsageError: on this rank alone, when another process has its number, or the others have begun without it
     :raises torch.distributed.DistStoreError: when not all ranks come in time, or rank 0 does not
@@ -54,7 +53,7 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
     facts = {"WORLD_SIZE": str(world_size), **facts}
     _require_one_process(store, rank)
     store.set(f"facts/{rank}", json.dumps(facts))
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
     if rank == 0:
         everyone, verdict = _compare_all(store, world_size, facts, deadline)
         store.set("verdict", verdict or "")

@@ -65,7 +65,6 @@ class WorkerGroup:
     :param backend: one of :data:`common.distributed.BACKENDS`
     :param threads: CPU threads per rank
     :param timeout_s: for the start and for each collective
-    :param name: a word for a rank in errors
     :raises UsageError: with the message of a rank's ``UsageError``
     :raises RuntimeError: with the traceback of any other error on a rank, or with the way in which its process ended. After an
         error, here or from a call, all ranks have ended, also those that waited for the failed one.
@@ -80,9 +79,7 @@ class WorkerGroup:
         backend: str = "auto",
         threads: int = 0,
         timeout_s: float = 600.0,
-        name: str = "rank",
     ) -> None:
-        self._name = name
         self._doing: str | None = "build"
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._rendezvous = contextlib.ExitStack()
@@ -95,7 +92,7 @@ class WorkerGroup:
                     process = _context.Process(
                         target=_rank,
                         args=(theirs, {**os.environ, **environment}, group, build, arguments),
-                        name=f"{name}-{rank}",
+                        name=f"rank-{rank}",
                         daemon=True,
                     )
                     with theirs:
@@ -212,7 +209,7 @@ class WorkerGroup:
         return RankDied(f"{self._named(rank)} (pid {process.pid}) {end} in {self._doing}")
 
     def _named(self, rank: int) -> str:
-        return f"{self._name} {rank} of {len(self._ranks)}"
+        return f"rank {rank} of {len(self._ranks)}"
 
     def _kill(self) -> None:
         for process, _ in self._ranks:

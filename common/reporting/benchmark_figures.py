@@ -10,10 +10,6 @@ import numpy as np
 
 from common.reporting.run_figures import COLORS, new_figure
 
-STACK_COLORS = (
-    "#8fb8dc", "#d9542b", "#1f6fb4", "#b8912b", "#3a9a5b", "#8a5fb0", "#c0271a", "#7fb8a0", "#b9c0c6"
-)  # fmt: skip
-
 
 def plot_sweep(
     path: Path,
@@ -85,7 +81,7 @@ def plot_stacked(
     for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
         bottoms = np.zeros(len(x_values))
         for name, values in parts.items():
-            color = colors.setdefault(name, STACK_COLORS[len(colors) % len(STACK_COLORS)])
+            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
             plot.bar(range(len(x_values)), values, 0.62, bottoms, color=color, label=name)
             bottoms += np.array(values)
         for position, (height, total) in enumerate(zip(bottoms, (totals or {}).get(panel, bottoms), strict=True)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.data.datasets import Batch, ImageData
@@ -112,9 +113,7 @@ def finish(
 
 def lines_of(data: Any, shown: Batch, predictions: Tensor) -> tuple[list[str], list[str]]:
     """The lines of a few samples, and what was predicted for each of their characters; the first is given."""
-    texts, predicted = [], []
-    for line, labels, guesses in zip(data.to_input(shown.images), shown.labels, predictions, strict=True):
-        given = data.text_of(line[:1])
-        texts.append(given + data.text_of(labels))
-        predicted.append(given + data.text_of(guesses[labels >= 0]))
-    return texts, predicted
+    given = data.to_input(shown.images)[:, :1]
+    predicted = predictions.where(shown.labels >= 0, shown.labels)
+    texts, guesses = (list(map(data.text_of, torch.cat([given, rest], 1))) for rest in (shown.labels, predicted))
+    return texts, guesses

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED_CLASSES = 45
 LONG_NAME = 18  # letters that fit above an image of the grid
-COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76")
+COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76", "#8fb8dc", "#7fb8a0")
 
 
 def plot_curves(path: Path, records: Sequence[Record], title: str, unit: str = "images") -> None:

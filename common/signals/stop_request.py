@@ -22,7 +22,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 PAUSE_S = 0.01  # until the finalizer is over
 
@@ -66,8 +66,6 @@ STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that
 STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
 REQUEUED_COMMAND = "ddp.train"  # which a scheduler starts again
 
-T = TypeVar("T")
-
 
 class StopTogether(SystemExit):
     """All ranks leave after the same step, since one of them was asked to stop."""
@@ -84,13 +82,6 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.number is not None
-
-    def before(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a stop is requested."""
-        for item in items:
-            if self:
-                return
-            yield item
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:

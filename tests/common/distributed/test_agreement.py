@@ -27,21 +27,21 @@ from common.errors import UsageError
 from ddp.config import TrainConfig
 from tests.support.launch import error_lines, free_port, run_ranks, start_command
 
-PATIENT = datetime.timedelta(seconds=60)
+PATIENCE_S = 60.0
 
 
 def meet(
-    everyone: list[tuple[int, int, Facts]], timeout: datetime.timedelta = PATIENT, late_s: float = 0.0
+    everyone: list[tuple[int, int, Facts]], timeout_s: float = PATIENCE_S, late_s: float = 0.0
 ) -> list[str | None]:
     """What each rank of (rank, WORLD_SIZE, facts) is told. Rank 0 serves the store, and the last one comes late."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank(number: int) -> str | None:
         place, world_size, facts = everyone[number]
-        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=PATIENT)
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=datetime.timedelta(seconds=PATIENCE_S))
         time.sleep(late_s * (number == len(everyone) - 1))
         try:
-            require_agreement(store, place, world_size, facts, timeout)
+            require_agreement(store, place, world_size, facts, timeout_s)
         except UsageError as error:
             return str(error)
         return None
@@ -95,7 +95,7 @@ def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_do_not_come_in_time_are_named() -> None:
     for present, words in ((0, r"ranks \[1, 2\] did not come"), (2, "rank 0 did not come")):
         with pytest.raises(dist.DistStoreError, match=words):
-            meet([(present, 3, {})], datetime.timedelta(seconds=0.3))
+            meet([(present, 3, {})], 0.3)
 
 
 def test_many_differences_and_many_ranks_are_still_one_line() -> None:

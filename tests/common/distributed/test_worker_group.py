@@ -127,8 +127,8 @@ def test_a_mistake_in_a_start_is_raised_there() -> None:
         WorkerGroup(3, Service, None, 2, threads=1)
     with pytest.raises(UsageError, match="--backend nccl needs CUDA"):
         WorkerGroup(2, Service, backend="nccl")
-    with pytest.raises(RuntimeError, match=r"(?s)bad rank \d of 2 failed in build:\nTraceback.*TypeError"):
-        WorkerGroup(2, Service, None, None, None, "one too many", name="bad rank")
+    with pytest.raises(RuntimeError, match=r"(?s)rank \d of 2 failed in build:\nTraceback.*TypeError"):
+        WorkerGroup(2, Service, None, None, None, "one too many")
 
 
 @pytest.mark.parametrize("when", ["before", "in an all-reduce"])
