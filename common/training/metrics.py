@@ -54,7 +54,7 @@ class MetricsWriter:
             if after is not None:
                 _report_lacking(path, kept, epochs=after[1])
             write_bytes(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by __exit__)
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -84,18 +84,15 @@ class MetricsWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk, which an earlier write has reported
                 self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def read_metrics(folder: Path) -> list[Record]:

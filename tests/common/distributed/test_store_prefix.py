@@ -50,13 +50,13 @@ def test_each_start_agrees_on_another_prefix_whatever_its_size(server: TCPStore)
 
 
 def test_ranks_that_asked_and_died_are_not_waited_for(server: TCPStore) -> None:
-    found = {agreed(server, 3)}
+    prefixes = {agreed(server, 3)}
     for present in ([1], [1, 2], [0, 2], [0]):  # in [0, 2] rank 2 has been answered, before it died
         first, *_ = ranks(server, 3, present, HASTY)
         with pytest.raises(dist.DistStoreError):
             first.result()
-        found.add(agreed(server, 3))
-    assert len(found) == 5
+        prefixes.add(agreed(server, 3))
+    assert len(prefixes) == 5
 
 
 def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:

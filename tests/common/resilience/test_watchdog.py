@@ -297,9 +297,9 @@ def error(job: Job, rank: int) -> str:
     """The one error that the rank logged. An error of a collective may come before it, if a rank that read the decision earlier
     has left."""
     logged = re.findall(r"^\S+ \S+ ERROR .*?\] (.*)$", job.log(rank), re.MULTILINE)
-    found = [line for line in logged if not line.startswith("while a missing rank is looked for: ")]
-    assert len(found) == 1, job.log(rank)
-    return str(found[0])
+    reports = [line for line in logged if not line.startswith("while a missing rank is looked for: ")]
+    assert len(reports) == 1, job.log(rank)
+    return str(reports[0])
 
 
 def named(job: Job, victim: int, finding: str) -> None:
