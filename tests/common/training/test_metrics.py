@@ -117,7 +117,8 @@ def test_a_damaged_line_is_passed_over(damaged: str, tmp_path: Path) -> None:
 def test_epochs_without_a_record_are_named_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write("epoch", 20, epoch=1)
-    MetricsWriter(tmp_path, after=(30, 3)).close()
+    with MetricsWriter(tmp_path, after=(30, 3)):
+        pass
     assert "it lacks the records of epochs 1, 3;" in caplog.text
 
 
