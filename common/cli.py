@@ -63,10 +63,19 @@ def option(
     :param former_name: the field's name in an older version, whose flag is still understood
     :param per_node: whether the nodes of a job may have different values: for paths and interfaces
     """
-    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    values = {"choices": choices, "or_function": or_function, "implied": implied}
-    names = {"former_name": former_name, "per_node": per_node}
-    return dataclasses.field(default=default, metadata={"help": help, **values, **names, **limits})
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "or_function": or_function,
+        "implied": implied,
+        "minimum": minimum,
+        "maximum": maximum,
+        "above": above,
+        "below": below,
+        "former_name": former_name,
+        "per_node": per_node,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def settings_of(config: Any) -> dict[str, str]:

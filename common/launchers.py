@@ -153,15 +153,14 @@ def _require_one_agent_per_node(environment: Environment) -> None:
 
 
 def _number_virtual_local_ranks(environment: MutableMapping[str, str]) -> None:
-    """``torchrun --virtual-local-rank`` calls every rank of a node LOCAL_RANK 0, and shows each one GPU. Here the ranks of a node keep
-    their numbers, by which one of them downloads or prints for all. (Where nodes have different numbers of ranks, torchrun's stays.)"""
+    """``torchrun --virtual-local-rank`` calls every rank of a node LOCAL_RANK 0. Here the ranks of a node keep their numbers,
+    by which one of them downloads or prints for all. (Where nodes have different numbers of ranks, torchrun's stays.)"""
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     numbers = [environment.get(name, "") for name in names]
     if environment.get("LOCAL_RANK") != "0" or not all(number.isdecimal() for number in numbers):
         return
     rank, world_size, ranks_here, node, nodes = map(int, numbers)
-    sees_one = environment.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and environment.get("CUDA_VISIBLE_DEVICES")
-    if sees_one and world_size == nodes * ranks_here and rank // ranks_here == node:
+    if world_size == nodes * ranks_here and rank // ranks_here == node:
         environment["LOCAL_RANK"] = str(rank % ranks_here)
 
 

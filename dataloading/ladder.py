@@ -9,7 +9,6 @@ Every rung is measured in the same rounds, and so is the ceiling: the fastest in
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import statistics
@@ -18,16 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import command, option, parse
+from common.cli import command, option
 from common.data.datasets import keep_batch
 from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
-from common.files.run_directory import files_line
 from common.machine import usable_cores
-from common.reporting.benchmark import CPU, run_alone, write_results
-from common.reporting.benchmark_figures import plot_bars
+from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import Spread, interleave, paired_ratio
+from common.reporting.turns import CPU, run_benchmark, write_report
 from dataloading.bench.ceiling import Ceiling
 from dataloading.bench.settings import Listed
 from dataloading.bench.sweep import LoaderRun
@@ -62,8 +60,9 @@ class LadderConfig:
 
 @command
 def main() -> None:
-    config = parse(LadderConfig, "dataloading.ladder", __doc__)
-    run_alone("dataloading.ladder", config.output, lambda: run(config), lambda taken: report(config, *taken))
+    run_benchmark(
+        LadderConfig, "dataloading.ladder", __doc__, None, run, lambda config, measured: report(config, *measured)
+    )
 
 
 def run(config: LadderConfig) -> tuple[dict[str, list[float]], str, int]:
@@ -158,20 +157,16 @@ def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, 
     ]
     others = (f"{name.split(', ')[1]} {statistics.median(rates[name]):,.0f}" for name in courses)
     lines.append(f"the course's pipeline with {', '.join(others)}")
-    write_results(
-        config.output / f"ladder-{config.augmentation}.json",
-        {"config": dataclasses.asdict(config), "folder": folder, "decoder": decoder, "images_per_s": rates},
-    )
-    picture = config.output / f"ladder-{config.augmentation}.png"
-    plot_bars(
-        picture,
-        {name: dataclasses.astuple(Spread.of(rates[name])) for name in shown},
-        ceiling=statistics.median(ceiling),
-        ceiling_title=f"ceiling: {decoder} alone on {usable_cores()} cores, {statistics.median(ceiling):,.0f}",
-        x_title="images/s (median and quartiles)",
+    name = f"ladder-{config.augmentation}"
+    plot_rounds(
+        config.output / f"{name}.png",
+        {"": {rung: rates[rung] for rung in shown} | {f"ceiling: {decoder} alone on {usable_cores()} cores": ceiling}},
         title=f"{folder}, batches of {config.batch_size}, augmentation {config.augmentation}",
+        x_title="images/s",
+        spec=",.0f",
     )
-    return "\n".join([*lines, files_line(config.output, (picture.name, f"{picture.stem}.json"))])
+    content = {"folder": folder, "decoder": decoder, "images_per_s": rates}
+    return write_report(config, name, content, [name], lines)
 
 
 if __name__ == "__main__":

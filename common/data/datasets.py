@@ -11,7 +11,7 @@ looks the same in one epoch whichever worker or rank fetches it, at every world 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -252,7 +252,6 @@ def load(
 
     images, labels = splits["train"]
     mean, std = mean_and_std(images)
-    digest = hashlib.sha256(b"".join(array.tobytes() for arrays in splits.values() for array in arrays))
     return ImageData(
         name=name,
         train=ImageDataset(images, labels, replace(augmentation, fill=source.BACKGROUND), seed),
@@ -260,8 +259,13 @@ def load(
         classes=tuple(source.CLASSES),
         mean=mean,
         std=std,
-        fingerprint=digest.hexdigest()[:16],
+        fingerprint=fingerprint_of(splits.values()),
     )
+
+
+def fingerprint_of(splits: Iterable[Iterable[npt.NDArray[Any]]]) -> str:
+    """A digest of the images and labels of each half."""
+    return hashlib.sha256(b"".join(array.tobytes() for arrays in splits for array in arrays)).hexdigest()[:16]
 
 
 def first_samples(split: str, limit: int | None, available: int, name: str) -> int:

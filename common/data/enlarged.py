@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
@@ -27,21 +25,13 @@ class EnlargedImages(Dataset[Batch]):
     """
 
     def __init__(self, images: Images, side: int) -> None:
-        self._images, self._side = images, side
+        self._images, self.labels, self.shape = images, images.labels, (CHANNELS, side, side)
 
     def __len__(self) -> int:
-        return len(self._images)
-
-    @property
-    def labels(self) -> npt.NDArray[np.int64]:
-        return self._images.labels
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return (CHANNELS, self._side, self._side)
+        return len(self.labels)
 
     def __getitems__(self, key: BatchKey) -> Batch:
         images, labels = self._images.__getitems__(key)
-        factor = self._side // images.shape[-1]
+        factor = self.shape[-1] // images.shape[-1]
         wide = images.numpy().repeat(factor, axis=3)  # first: whole rows and channels are faster to copy than pixels
         return Batch(torch.from_numpy(wide.repeat(factor, axis=2).repeat(CHANNELS, axis=1)), labels)

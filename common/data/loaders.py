@@ -70,7 +70,7 @@ def explain(error: BaseException) -> str | None:
     worker = re.search(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly", text)
     if worker:
         return f"loader worker (pid {worker[1]}) was killed: {_reason(error)}"
-    if isinstance(error, (OSError, EOFError)) and _in_hand_over(error):
+    if isinstance(error, (OSError, EOFError)) and _in_ipc(error):
         return f"a loader worker was killed while it handed over a batch: most often, {KILLED_BY[signal.SIGKILL]}"
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or "Too many open files" in text:
         return (
@@ -90,7 +90,7 @@ def _reason(error: BaseException) -> str:
     return next(known, f"most often, {KILLED_BY[signal.SIGKILL]}")
 
 
-def _in_hand_over(error: BaseException) -> bool:
+def _in_ipc(error: BaseException) -> bool:
     """Whether the error comes from requesting a batch's file descriptor from a worker."""
     from multiprocessing import resource_sharer
 

@@ -72,9 +72,6 @@ class ImagesOnDevice:
 
         :returns: int64 ``[4, n]``
         """
-        if not self._augmentation:
-            nowhere = np.zeros_like(key.samples)
-            return np.stack([key.samples, nowhere, nowhere, nowhere + 1])
         down, right, mirrored = self._augmentation.draw(self._seed, key.epoch, key.samples)
         last = right + self.shape[2] - 1
         return np.stack([key.samples, down, np.where(mirrored, last, right), np.where(mirrored, -1, 1)])

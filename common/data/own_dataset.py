@@ -67,17 +67,11 @@ class MapStyleImages(Dataset[Batch]):
 
     def __init__(self, samples: Any, where: str, classes: int, limit: int, seed: int = 0) -> None:
         self._samples, self._where, self._classes, self._limit, self._seed = samples, where, classes, limit, seed
-        self._shape: tuple[int, ...] | None = None
-        self._shape = self._fetch(0, 0)[0].shape
+        self.shape: Any = None  # channels, height and width of every image, when the first is known
+        self.shape = self._fetch(0, 0)[0].shape
 
     def __len__(self) -> int:
         return self._limit
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of every image."""
-        assert self._shape is not None
-        return self._shape[0], self._shape[1], self._shape[2]
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
@@ -85,11 +79,9 @@ class MapStyleImages(Dataset[Batch]):
         return np.array([self._fetch(0, sample)[1] for sample in range(len(self))], np.int64)
 
     def __getitems__(self, key: BatchKey) -> Batch:
-        images = np.empty((len(key.samples), *self.shape), np.uint8)
-        labels = np.empty(len(key.samples), np.int64)
-        for i, sample in enumerate(key.samples.tolist()):
-            images[i], labels[i] = self._fetch(key.epoch, sample)
-        return Batch(torch.from_numpy(images), torch.from_numpy(labels))
+        samples = [self._fetch(key.epoch, sample) for sample in key.samples.tolist()]
+        images, labels = zip(*samples, strict=True)
+        return Batch(torch.from_numpy(np.stack(images)), torch.tensor(labels))
 
     def _fetch(self, epoch: int, sample: int) -> tuple[npt.NDArray[np.uint8], int]:
         """One sample: uint8 ``[channels, height, width]`` and its label."""
@@ -112,9 +104,9 @@ class MapStyleImages(Dataset[Batch]):
                 f"has {_outline(image)} for an image: give a Pillow image, or uint8 [channels, height, width] of 0 to 255 (leave "
                 "out ToTensor and Normalize)",
             )
-        if self._shape is not None and image.shape != self._shape:
+        if self.shape not in (None, image.shape):
             raise self._bad(
-                sample, f"has an image {list(image.shape)} and sample 0 one {list(self._shape)}: make them equal"
+                sample, f"has an image {list(image.shape)} and sample 0 one {list(self.shape)}: make them equal"
             )
         if label.ndim or not np.issubdtype(label.dtype, np.integer) or not 0 <= label < self._classes:
             raise self._bad(
@@ -155,8 +147,9 @@ def load_own(
         raise
     except Exception as error:  # an OSError too keeps its traceback; DistEnv.fail_together would make it one line
         raise RuntimeError(f"{flag} failed: {type(error).__name__}: {error}") from error
+    limits = {"train": train_samples, "test": test_samples}
     if isinstance(returned, ImageData):
-        for split, limit in (("train", train_samples), ("test", test_samples)):
+        for split, limit in limits.items():
             if limit is not None:
                 raise UsageError(f"--{split}-samples {limit}: {flag} returns an ImageData, which is taken whole")
         return returned
@@ -168,9 +161,8 @@ def load_own(
         raise UsageError(f"{flag} returned {names!r:.80} for class_names: it must be a list of two or more names")
     classes = tuple(names)
 
-    limits = {"train": train_samples, "test": test_samples}
     train, test = (
-        _half(half, f"{flag}, {split}", split, name, len(classes), limits[split], seed)
+        _half(half, f"{flag}, {split}", split, len(classes), limits[split], seed)
         for split, half in zip(limits, splits, strict=True)
     )
     if train.shape != test.shape:
@@ -185,7 +177,7 @@ def load_own(
     return ImageData(name, train, test, classes, mean, std or 1.0, digest.hexdigest()[:16])
 
 
-def _half(half: Any, where: str, split: str, name: str, classes: int, limit: int | None, seed: int) -> Images:
+def _half(half: Any, where: str, split: str, classes: int, limit: int | None, seed: int) -> Images:
     """One half as the trainer's loaders ask for it."""
     if isinstance(half, tuple | list) and len(half) == 2 and hasattr(half[0], "shape"):
         images, labels = map(_as_array, half)
@@ -200,7 +192,7 @@ def _half(half: Any, where: str, split: str, name: str, classes: int, limit: int
             raise UsageError(
                 f"{where}: images {list(images.shape)} have their channels last: transpose(0, 3, 1, 2) first"
             )
-        count = _count(len(images), where, split, name, limit)
+        count = _count(len(images), where, split, limit)
         images, labels = images[:count], labels[:count]
         if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0 or labels.max() >= classes:
             raise UsageError(
@@ -209,13 +201,13 @@ def _half(half: Any, where: str, split: str, name: str, classes: int, limit: int
         return ImageDataset(images, labels.astype(np.int64))
     if not hasattr(half, "__getitem__") or not hasattr(half, "__len__"):
         raise UsageError(f"{where}: {_outline(half)} is no half of a data set: {HALF}")
-    return MapStyleImages(half, where, classes, _count(len(half), where, split, name, limit), seed)
+    return MapStyleImages(half, where, classes, _count(len(half), where, split, limit), seed)
 
 
-def _count(available: int, where: str, split: str, name: str, limit: int | None) -> int:
+def _count(available: int, where: str, split: str, limit: int | None) -> int:
     if not available:
         raise UsageError(f"{where}: there are no samples")
-    return first_samples(split, limit, available, name)
+    return first_samples(split, limit, available, where)
 
 
 def _pixels(half: Images) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

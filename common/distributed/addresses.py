@@ -66,13 +66,10 @@ def interface_towards(host: str) -> str | None:
     :returns: None when the other is this host by its loopback address, or its name or route is not known
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing: only chooses the route
-            own = str(probe.getsockname()[0])
+        own = next(map(_own_address_towards, _resolve(host, 0.0)), None)
     except OSError:
         return None
-    if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+    if own is None or _is_loopback(own):
         return None
     return next((name for name, addresses in addresses_by_interface().items() if own in addresses), None)
 
@@ -174,9 +171,18 @@ def _resolve(address: str, patience_s: float) -> list[str]:
 def _route_problem(address: str) -> str | None:
     """Why nothing can be sent there, as far as this host's own routes tell; sends nothing."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 1))
+        _own_address_towards(address)
     except OSError as error:
         if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
             return (error.strerror or str(error)).lower()
     return None
+
+
+def _own_address_towards(address: str) -> str:
+    """The address of this host from which it would send there. Nothing is sent: this only chooses the route.
+
+    :raises OSError: when there is no route
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))
+        return str(probe.getsockname()[0])

@@ -9,7 +9,6 @@ The store is used, and not a collective: ranks that disagree on WORLD_SIZE or on
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
@@ -36,30 +35,25 @@ Facts = Mapping[str, str]
 
 
 class RanksDiffer(UsageError):
-    """The ranks were not started alike.
+    """The ranks were not started alike, and all know it."""
 
-    :param seen_by_all: False if rank 0 and others may have begun without this rank
-    """
-
-    def __init__(self, message: str, seen_by_all: bool = True) -> None:
-        super().__init__(message)
-        self.seen_by_all = seen_by_all
+    seen_by_all = True
 
 
-def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, timeout: datetime.timedelta) -> None:
+def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, timeout_s: float) -> None:
     """Wait until all ranks have called this, and compare their facts.
 
     :param store: in which no key is an earlier start's
     :param facts: by name, what must be the same on all ranks, and the rank's GPU, which must be another on each
-    :param timeout: how long to wait for the other ranks
-    :raises RanksDiffer: on every rank, naming the facts that differ, the ranks and their values; or when two ranks have the same
-        GPU, or two processes were given the same rank. A rank that comes when the others have begun without it raises it alone
+    :param timeout_s: how long to wait for the other ranks
+    :raises RanksDiffer: on every rank, naming the facts that differ, the ranks and their values; or when two ranks have the same GPU
+    :raises UsageError: on this rank alone, when another process has its number, or the others have begun without it
     :raises torch.distributed.DistStoreError: when not all ranks come in time, or rank 0 does not
     """
     facts = {"WORLD_SIZE": str(world_size), **facts}
     _require_one_process(store, rank)
     store.set(f"facts/{rank}", json.dumps(facts))
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
     if rank == 0:
         everyone, verdict = _compare_all(store, world_size, facts, deadline)
         store.set("verdict", verdict or "")
@@ -74,7 +68,7 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
         verdict = store.get("verdict").decode()
         store.set(f"read/{rank}", "")
         if not verdict and (own := describe({0: _facts_of(store, 0), rank: facts})):
-            raise RanksDiffer(own, seen_by_all=False)
+            raise UsageError(own)
     if verdict:
         raise RanksDiffer(verdict)
 
@@ -156,13 +150,13 @@ def _compare_all(store: Store, world_size: int, facts: Facts, deadline: float) -
 
 
 def _require_one_process(store: Store, rank: int) -> None:
-    """:raises RanksDiffer: when another process has this rank"""
+    """:raises UsageError: when another process has this rank"""
     me = f"process {os.getpid()} on {socket.gethostname()}"
     first = store.compare_set(f"process/{rank}", "", me).decode()
     if first != me:
         conflict = f"RANK={rank} was given to two processes, {first} and {me}: give each rank to one"
         store.set("conflict", conflict)
-        raise RanksDiffer(conflict, seen_by_all=False)
+        raise UsageError(conflict)
 
 
 def _ranks_by_value(everyone: Mapping[int, Facts], name: str, absent: str = UNKNOWN) -> dict[str, list[int]]:
@@ -192,6 +186,7 @@ def _listed(ranks: list[int]) -> str:
     """``rank 1``, ``ranks 0 and 2``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ranks[:-1] if len(ranks) <= MOST_RANKS else ranks[:MOST_RANKS]
-    last = str(ranks[-1]) if len(ranks) <= MOST_RANKS else f"{len(ranks) - MOST_RANKS} more"
-    return f"ranks {', '.join(map(str, shown))} and {last}"
+    *shown, last = map(str, ranks)
+    if len(ranks) > MOST_RANKS:
+        shown, last = shown[:MOST_RANKS], f"{len(ranks) - MOST_RANKS} more"
+    return f"ranks {', '.join(shown)} and {last}"

@@ -127,15 +127,13 @@ def require_alone(program: str) -> None:
         raise UsageError(f"{program} is started once, and not by torchrun: start it with python -m, or unset RANK")
 
 
-def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapping[str, str] | None = None) -> DistEnv:
+def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapping[str, str] = os.environ) -> DistEnv:
     """This process's rank, from torchrun's environment variables; without any of them, the only rank of a job of one.
 
     :param device: one of :data:`common.distributed.DEVICES`
     :param backend: one of :data:`common.distributed.BACKENDS`
-    :param environment: this process's environment when None
     :raises UsageError: when only some of torchrun's variables are set, or CUDA is asked for where there is none
     """
-    environment = os.environ if environment is None else environment
     given = [name for name in TORCHRUN_VARIABLES if name in environment]
     missing = [name for name in TORCHRUN_VARIABLES if name not in environment]
     if not given:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 # functions, which would keep the group and its threads alive after destroy_process_group: a gloo thread that frees a tensor
 # while Python shuts down aborts the process. Imported here, the module finds no group.
 import torch.distributed.nn.functional
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
@@ -139,8 +139,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, settings: Any = None) -> St
         from common.distributed.agreement import require_agreement
         from common.distributed.launch_facts import launch_facts
 
-        timeout = datetime.timedelta(seconds=timeout_s)
-        require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout)
+        require_agreement(store, env.rank, env.world_size, launch_facts(env, settings), timeout_s)
     return store
 
 
@@ -161,18 +160,20 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
 
     timeout = datetime.timedelta(seconds=timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 serves the store
     with frames_to_log(_log_of(env, settings)), _store_errors(env, address, port):
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            from common.distributed.store_prefix import store_with_new_prefix  # only under torchrun
+        if not by_agent:
+            from common.distributed.addresses import require_master_address
 
-            return store_with_new_prefix(env.rank, env.world_size, timeout)
-        from common.distributed.addresses import require_master_address
-
-        require_master_address(env, address, port, timeout_s)
-        # Rank 0 serves the store; which ranks come is checked by the caller.
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, is_master=env.is_main, timeout=timeout, wait_for_workers=False
+            require_master_address(env, address, port, timeout_s)
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, is_master=env.is_main and not by_agent, timeout=timeout, wait_for_workers=False
         )
+        if by_agent:
+            from common.distributed.store_prefix import agree_on_prefix  # only under torchrun
+
+            return PrefixStore(agree_on_prefix(store, env.rank, env.world_size, timeout_s), store)
+        return store  # which ranks come is checked by the caller
 
 
 def _log_of(env: DistEnv, settings: Any) -> Path | None:

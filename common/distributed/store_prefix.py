@@ -12,41 +12,25 @@ eight minutes later. So rank 0 deletes such keys first.
 
 from __future__ import annotations
 
-import datetime
-import os
 import time
 import uuid
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from common.distributed import STORE_POLL_S
 
 NCCL_S_KEYS = ("exception_dump", "remote_error")  # kStoreDumpKey and kStoreErrorSignalKey of ProcessGroupNCCL.hpp
 
 
-def store_with_new_prefix(rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """The store of torchrun's agent, with a prefix that makes it look empty.
-
-    :param rank: this rank
-    :param world_size: number of ranks
-    :param timeout: how long to wait for the other ranks
-    :raises torch.distributed.DistStoreError: when not all ranks come in time
-    :raises RuntimeError: when the store cannot be reached
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    return PrefixStore(agree_on_prefix(store, rank, world_size, timeout), store)
-
-
-def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
+def agree_on_prefix(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """A new random prefix, the same on all ranks that call this now. Rank 0 returns when all others have called it. Keys that NCCL has
     left in the store are deleted before any rank has the prefix.
 
     :param store: the store that outlives the ranks
     :param rank: this rank
     :param world_size: number of ranks
-    :param timeout: how long rank 0 waits for the others
+    :param timeout_s: how long rank 0 waits for the others
     :raises torch.distributed.DistStoreError: when not all ranks come in time, or rank 0 does not
     """
     mine = uuid.uuid4().hex
@@ -58,7 +42,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: datetime.
     for key in NCCL_S_KEYS:
         store.delete_key(key)
     absent = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
     while absent:
         for other in sorted(absent):
             if store.check([f"asks/{other}"]):  # perhaps of a dead rank; the living one overwrites it

@@ -65,7 +65,6 @@ class WorkerGroup:
     :param backend: one of :data:`common.distributed.BACKENDS`
     :param threads: CPU threads per rank
     :param timeout_s: for the start and for each collective
-    :param name: a word for a rank in errors
     :raises UsageError: with the message of a rank's ``UsageError``
     :raises RuntimeError: with the traceback of any other error on a rank, or with the way in which its process ended. After an
         error, here or from a call, all ranks have ended, also those that waited for the failed one.
@@ -80,9 +79,7 @@ class WorkerGroup:
         backend: str = "auto",
         threads: int = 0,
         timeout_s: float = 600.0,
-        name: str = "rank",
     ) -> None:
-        self._name = name
         self._doing: str | None = "build"
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._rendezvous = contextlib.ExitStack()
@@ -95,7 +92,7 @@ class WorkerGroup:
                     process = _context.Process(
                         target=_rank,
                         args=(theirs, {**os.environ, **environment}, group, build, arguments),
-                        name=f"{name}-{rank}",
+                        name=f"rank-{rank}",
                         daemon=True,
                     )
                     with theirs:
@@ -115,11 +112,6 @@ class WorkerGroup:
         else:
             self._kill()
 
-    @property
-    def pids(self) -> list[int]:
-        """The process ids, in rank order."""
-        return [process.pid or 0 for process, _ in self._ranks]
-
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Run ``service.method(*arguments)`` on every rank at once; returns the results in rank order."""
         self.start(method, *arguments)
@@ -129,8 +121,6 @@ class WorkerGroup:
         """Begin a call; the main process may do something else until :meth:`finish`."""
         if not self._ranks:
             raise RuntimeError(f"{method}: these ranks have ended")
-        if self._doing:
-            raise RuntimeError(f"{method} cannot start before {self._doing} is finished")
         # One message per rank: a handle to shared memory can be received once.
         messages = [ForkingPickler.dumps((method, arguments)) for _ in self._ranks]
         self._doing = method
@@ -165,8 +155,6 @@ class WorkerGroup:
 
     def _results(self, timeout_s: float, failed: Callable[[Any], bool], grace_s: float) -> dict[int, Any]:
         """The ranks' answers or exceptions, in the order in which they come. Unless the call went well on all, all ranks end."""
-        if not self._doing:
-            raise RuntimeError("no call was started")
         deadline = time.monotonic() + timeout_s
         results: dict[int, Any] = {}
         well = False
@@ -221,7 +209,7 @@ class WorkerGroup:
         return RankDied(f"{self._named(rank)} (pid {process.pid}) {end} in {self._doing}")
 
     def _named(self, rank: int) -> str:
-        return f"{self._name} {rank} of {len(self._ranks)}"
+        return f"rank {rank} of {len(self._ranks)}"
 
     def _kill(self) -> None:
         for process, _ in self._ranks:

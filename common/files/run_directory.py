@@ -18,7 +18,7 @@ import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from common.errors import UsageError
 from common.files.atomic_files import SCRATCH
@@ -105,8 +105,8 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-class RunLock:
-    """Locks a directory until it is closed, or this process ends: a second run in it is refused as long as the first one lives.
+def lock_run(folder: Path) -> TextIO:
+    """Lock a directory until the returned file is closed, or this process ends: a second run in it is refused until then.
 
     A POSIX record lock belongs to a process. The kernel releases it however the process ends, SIGKILL included. Loader
     workers do not inherit it, so a worker that outlives its rank for a moment does not keep the lock. (``flock`` belongs to
@@ -115,32 +115,22 @@ class RunLock:
 
     :raises UsageError: naming the process that holds the lock
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                self._file.close()
-                raise UsageError(
-                    f"--run-dir {folder} is in use by {holder}: wait for it or stop it, or give another directory"
-                ) from error
-            logger.warning(f"{folder} cannot be locked ({error.strerror}): a second run in it is not refused")
-        self._file.truncate(0)
-        self._file.write(_this_process())
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock is held)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            raise UsageError(
+                f"--run-dir {folder} is in use by {holder}: wait for it or stop it, or give another directory"
+            ) from error
+        logger.warning(f"{folder} cannot be locked ({error.strerror}): a second run in it is not refused")
+    file.truncate(0)
+    file.write(_this_process())
+    file.flush()
+    return file
 
 
 def require_lock(folder: Path) -> None:
@@ -163,7 +153,7 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
-def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> RunLock:
+def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> TextIO:
     """Create a run's directory, or accept the one to resume. For rank 0, before anything is written.
 
     :param resumable: whether the command has a flag ``--resume`` that an error message may name
@@ -187,7 +177,7 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
         if exists and overwrite:
             require_only_a_run(folder)
         require_writable(folder)
-        lock = RunLock(folder)
+        lock = lock_run(folder)
         if exists and overwrite:
             # The folder itself stays: it may be a link, or the current directory of a shell. config.json goes last: if we
             # are killed before, the folder is still known as a run's.

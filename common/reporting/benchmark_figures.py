@@ -1,21 +1,14 @@
-"""The figures of the benchmarks: sweeps, bars, stacks of parts, and paired ratios."""
+"""The figures of the benchmarks: sweeps, stacks of parts, and the values of single rounds, such as paired ratios."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from common.reporting.run_figures import COLORS, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-STACK_COLORS = (
-    "#8fb8dc", "#d9542b", "#1f6fb4", "#b8912b", "#3a9a5b", "#8a5fb0", "#c0271a", "#7fb8a0", "#b9c0c6"
-)  # fmt: skip
 
 
 def plot_sweep(
@@ -24,7 +17,6 @@ def plot_sweep(
     x_values: Sequence[Any],
     curves: Mapping[str, Mapping[int, tuple[list[float], int]]],
     *,
-    cores: int,
     title: str,
     logarithmic: bool = False,
 ) -> None:
@@ -32,7 +24,6 @@ def plot_sweep(
 
     :param x_values: numbers or words, drawn at equal distances
     :param curves: for each curve, by position in ``x_values``, the seconds of its runs and the images in one run
-    :param cores: marked on the x axis where that counts workers
     :param logarithmic: whether the axis of seconds is logarithmic
     """
     figure, axes = new_figure(1, 2, (11, 4.4), title)
@@ -61,47 +52,8 @@ def plot_sweep(
         else:
             plot.set_ylim(bottom=0)
         plot.grid(alpha=0.25)
-        if x_title == "workers" and cores in x_values:
-            plot.axvline(list(x_values).index(cores), color="0.4", linewidth=1, linestyle="--")
-            plot.annotate(
-                f" {cores} usable cores", (list(x_values).index(cores), plot.get_ylim()[1] * 0.02), fontsize=8
-            )
     if len(curves) > 1:
         rate_plot.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def plot_bars(
-    path: Path,
-    bars: Mapping[str, tuple[float, float, float]],
-    *,
-    ceiling: float,
-    ceiling_title: str,
-    x_title: str,
-    title: str,
-) -> None:
-    """Horizontal bars, each with its value, its ratio to the first and its share of the ceiling, and a line at the ceiling.
-
-    :param bars: for each its median, lower and upper quartile
-    """
-    figure, axes = new_figure(1, 1, (10, 1.4 + 0.5 * len(bars)), title)
-    plot = axes[0, 0]
-    medians = [median for median, _, _ in bars.values()]
-    edge = max(ceiling, *(high for _, _, high in bars.values()))
-    errors = [[median - low for median, low, _ in bars.values()], [high - median for median, _, high in bars.values()]]
-    colors = [COLORS[5], *[COLORS[0]] * (len(bars) - 1)]
-    plot.barh(
-        range(len(bars)), medians, xerr=errors, color=colors, height=0.62, error_kw={"capsize": 3, "ecolor": "0.3"}
-    )
-    for position, median in enumerate(medians):
-        text = f"{median:,.0f}  =  {median / medians[0]:.1f}x  =  {100 * median / ceiling:.0f} % of the ceiling"
-        plot.text(1.03 * edge, position, text, va="center", fontsize=9)
-    plot.axvline(ceiling, color=COLORS[1], linewidth=1.5)
-    plot.text(ceiling, -0.62, ceiling_title + "  ", ha="right", va="bottom", fontsize=8.5, color=COLORS[1])
-    plot.set_yticks(range(len(bars)), list(bars))
-    plot.set_ylim(len(bars) - 0.45, -0.95)
-    plot.set_xlim(0, 1.55 * edge)
-    plot.set_xlabel(x_title)
     figure.savefig(path, dpi=110)
 
 
@@ -129,7 +81,7 @@ def plot_stacked(
     for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
         bottoms = np.zeros(len(x_values))
         for name, values in parts.items():
-            color = colors.setdefault(name, STACK_COLORS[len(colors) % len(STACK_COLORS)])
+            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
             plot.bar(range(len(x_values)), values, 0.62, bottoms, color=color, label=name)
             bottoms += np.array(values)
         for position, (height, total) in enumerate(zip(bottoms, (totals or {}).get(panel, bottoms), strict=True)):
@@ -147,20 +99,22 @@ def plot_stacked(
     figure.savefig(path, dpi=110)
 
 
-def plot_ratios(
+def plot_rounds(
     path: Path,
     panels: Mapping[str, Mapping[str, list[float]]],
     *,
     title: str,
     x_title: str,
     limit: float | None = None,
+    spec: str = ".2f",
 ) -> None:
-    """Paired ratios in panels side by side: a dot per round and variant, the median and quartiles, and a line at 1.
+    """Paired ratios or rates in panels side by side: a dot per round and variant, the median and quartiles, and a line at 1.
 
     Variants whose names are equal up to a comma have the same color.
 
-    :param panels: for each panel's title the ratios of its variants, one entry per round
+    :param panels: for each panel's title the values of its variants, one entry per round
     :param limit: a second line, at the largest allowed ratio
+    :param spec: format of a median, such as ``.2f``
     """
     names = [list(variants) for variants in panels.values()]
     shared = all(one == names[0] for one in names)  # then the leftmost panel names the variants of all
@@ -169,15 +123,16 @@ def plot_ratios(
     colors: dict[str, str] = {}
     for plot, (panel, variants) in zip(axes[0], panels.items(), strict=True):
         edge = 0.0
-        for position, (name, ratios) in enumerate(variants.items()):
+        for position, (name, values) in enumerate(variants.items()):
             color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
-            low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+            low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
             edge = max(edge, 1.25 * high)
-            draw_rounds(plot, position, ratios, color)
+            spread = position + np.linspace(-0.18, 0.18, len(values))
+            plot.plot(values, spread, "o", color=color, alpha=0.35, markersize=3.5)
+            plot.plot([median, median], [position - 0.25, position + 0.25], color=color, linewidth=2.5)
             plot.plot([low, high], [position, position], color=color, linewidth=2)
             box = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
-            text = f"{median:.2f}" if limit is None else f"{median:.3f}"  # a limit is a matter of percents
-            plot.text(median, position - 0.26, text, ha="center", va="bottom", fontsize=8, bbox=box)
+            plot.text(median, position - 0.26, format(median, spec), ha="center", va="bottom", fontsize=8, bbox=box)
         plot.axvline(1.0, color="0.25", linewidth=1, zorder=0)
         if limit is not None:
             plot.axvline(limit, color="0.25", linewidth=1, linestyle="--", zorder=0)
@@ -190,10 +145,3 @@ def plot_ratios(
         plot.grid(axis="x", alpha=0.25)
     figure.supxlabel(x_title, fontsize=10)
     figure.savefig(path, dpi=110)
-
-
-def draw_rounds(plot: Axes, position: int, values: Sequence[float], color: str) -> None:
-    """One row of a plot: a dot per round, spread over the row's height, and a bar at the median."""
-    plot.plot(values, position + np.linspace(-0.18, 0.18, len(values)), "o", color=color, alpha=0.35, markersize=3.5)
-    median = float(np.median(values))
-    plot.plot([median, median], [position - 0.25, position + 0.25], color=color, linewidth=2.5)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.data.datasets import Batch, ImageData
@@ -16,9 +16,6 @@ from common.files.run_directory import METRICS_FILE, RESULTS, files_line
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples, plot_text
 from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
-
-if TYPE_CHECKING:
-    pass
 
 
 def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
@@ -35,14 +32,19 @@ def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
     return f"{'partly ' if data_wait < 0.3 else ''}data-bound: {share}{advice}"
 
 
-def of_gpus(records: Sequence[Record]) -> dict[str, float]:
-    """The medians of what the windows of steps say of GPUs, and the most memory; nothing of a run on CPUs."""
-    if not any("gpu_memory" in record for record in records):
-        return {}
-    from common.training.device_meter import DeviceTotals
+# For each metric of a GPU, how the summary shows it: its text, and what it is multiplied with.
+GPU_METRICS = {
+    "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
+    "gpu_busy": ("working {:.0f} % of the time", 100.0),
+    "mfu": ("{:.0f} % MFU", 100.0),
+    "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
+}
 
+
+def of_gpus(records: Sequence[Record]) -> dict[str, float]:
+    """The medians of the windows' GPU metrics, and the most memory; nothing of a run on CPUs."""
     medians = {}
-    for name in (field.name for field in dataclasses.fields(DeviceTotals)):
+    for name in GPU_METRICS:
         values = [record[name] for record in records if type(record.get(name)) in (int, float)]
         if values:
             medians[name] = max(values) if name == "gpu_memory" else statistics.median(values)
@@ -51,13 +53,7 @@ def of_gpus(records: Sequence[Record]) -> dict[str, float]:
 
 def gpu_line(medians: dict[str, float]) -> str:
     """:func:`of_gpus` as a line of the summary, or nothing."""
-    words = {
-        "gpu_ms_per_step": ("{:.1f} ms per step", 1.0),
-        "gpu_busy": ("working {:.0f} % of the time", 100.0),
-        "mfu": ("{:.0f} % MFU", 100.0),
-        "gpu_memory": ("at most {:.1f} GB of tensors", 1e-9),
-    }
-    parts = [text.format(unit * medians[name]) for name, (text, unit) in words.items() if name in medians]
+    parts = [text.format(unit * medians[name]) for name, (text, unit) in GPU_METRICS.items() if name in medians]
     return f"GPU: {', '.join(parts)}\n" if parts else ""
 
 
@@ -117,9 +113,7 @@ def finish(
 
 def lines_of(data: Any, shown: Batch, predictions: Tensor) -> tuple[list[str], list[str]]:
     """The lines of a few samples, and what was predicted for each of their characters; the first is given."""
-    texts, predicted = [], []
-    for line, labels, guesses in zip(data.to_input(shown.images), shown.labels, predictions, strict=True):
-        given = data.text_of(line[:1])
-        texts.append(given + data.text_of(labels))
-        predicted.append(given + data.text_of(guesses[labels >= 0]))
-    return texts, predicted
+    given = data.to_input(shown.images)[:, :1]
+    predicted = predictions.where(shown.labels >= 0, shown.labels)
+    texts, guesses = (list(map(data.text_of, torch.cat([given, rest], 1))) for rest in (shown.labels, predicted))
+    return texts, guesses

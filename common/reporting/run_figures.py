@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED_CLASSES = 45
 LONG_NAME = 18  # letters that fit above an image of the grid
-COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76")
+COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76", "#8fb8dc", "#7fb8a0")
 
 
 def plot_curves(path: Path, records: Sequence[Record], title: str, unit: str = "images") -> None:
@@ -103,24 +103,22 @@ def plot_samples(
 
 
 def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title: str) -> None:
-    """Lines of text in four columns; below each character the one that was predicted there, if it is another, in red.
+    """Lines of text in four columns; below each line, in red, the characters that were predicted in the place of others.
 
     :param predicted: as long as ``texts``, line by line
     """
-    columns, width = 4, max(map(len, texts)) + 2
+    columns = 4
     rows = -(-len(texts) // columns)
     figure, axes = new_figure(1, 1, (9.6, 0.42 * rows + 0.8), title)
-    plot = axes[0, 0]
+    plot, style = axes[0, 0], {"family": "monospace", "fontsize": 9, "parse_math": False}
     plot.set_axis_off()
-    plot.set_xlim(0, columns * width)
-    plot.set_ylim(2.4 * rows, -1)
+    plot.set_xlim(0, columns)
+    plot.set_ylim(rows, -0.4)
     for number, (text, guesses) in enumerate(zip(texts, predicted, strict=True)):
         row, column = divmod(number, columns)
-        for place, (character, guess) in enumerate(zip(text, guesses, strict=True)):
-            x, style = column * width + place, {"family": "monospace", "fontsize": 9, "parse_math": False}
-            plot.text(x, 2.4 * row, printable(character), **style)
-            if guess != character:
-                plot.text(x, 2.4 * row + 1, printable(guess), color="#c0271a", **style)
+        wrong = "".join(" " if guess == given else guess for guess, given in zip(guesses, text, strict=True))
+        plot.text(column, row, text, **style)
+        plot.text(column, row + 0.4, wrong, color="#c0271a", **style)
     figure.savefig(path, dpi=110)
 
 

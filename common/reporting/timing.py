@@ -48,9 +48,9 @@ def interleave(
     for number in range(warmup + rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:
-            taken = variants[name]()
+            measured = variants[name]()
             if number >= warmup:
-                seconds[name].append(taken)
+                seconds[name].append(measured)
         if after_round is not None:
             after_round(number + 1)
     return seconds

@@ -12,20 +12,23 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from common.cli import parse
-from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
-from common.files.run_directory import files_line
-from common.reporting.benchmark import CPU, run_alone, write_results
+from common.distributed.process_group import DistEnv, require_alone
+from common.distributed.rank_logging import Progress, rank_logging
+from common.files.atomic_files import write_json
+from common.files.run_directory import files_line, prepare_output, results_in
+from common.machine import describe_machine
 from common.reporting.clock import clock_of
 from common.reporting.timing import Spread, interleave, paired_ratios
 
 Measured = TypeVar("Measured")
+CPU = torch.device("cpu")
 WARMUP = 1  # rounds of each build that do not count
 Step: TypeAlias = Callable[[], object]
 Times: TypeAlias = Mapping[str, list[float]]  # for each variant, one entry per round
@@ -41,13 +44,29 @@ def run_benchmark(
 ) -> None:
     """Run a benchmark that starts its own processes, and print its report.
 
+    The folder of the results is tried before the measurement begins.
+
     :param config_type: its settings, with a folder ``output``
+    :param command: its name, ``"ddp.bench costs"``
     :param measure: of the settings
     :param report: of the settings and what was measured; writes the results and returns the summary
     :raises UsageError: for wrong settings, under torchrun, and for a folder that cannot be written
     """
     config = parse(config_type, command, description, argv)
-    run_alone(command, config.output, lambda: measure(config), lambda measured: report(config, measured))
+    require_alone(command)
+    with rank_logging(DistEnv.alone(CPU)):
+        prepare_output(config.output)
+        measured = measure(config)
+        with results_in(config.output):
+            print(report(config, measured))
+
+
+def write_results(path: Path, content: Mapping[str, object]) -> None:
+    """Write a benchmark's JSON: the machine, the versions and the command, then ``content``.
+
+    :raises OSError: when it cannot be written
+    """
+    write_json(path, {"machine": describe_machine(), **content})
 
 
 def write_report(

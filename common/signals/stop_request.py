@@ -22,7 +22,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import register_after_fork
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 PAUSE_S = 0.01  # until the finalizer is over
 
@@ -64,9 +64,7 @@ INTERRUPTED = 130  # the status that a shell reports for a command that Ctrl-C e
 STOPPED = tuple(128 + number for number in SIGNALS)  # statuses of commands that are not requeued
 
 STUCK_S = 5.0  # a signal waits so long for the main thread to come back from C++; then the process ends
-REQUEUED_COMMANDS = ("ddp.train",)  # which a scheduler starts again
-
-T = TypeVar("T")
+REQUEUED_COMMAND = "ddp.train"  # which a scheduler starts again
 
 
 class StopTogether(SystemExit):
@@ -84,13 +82,6 @@ class StopRequest:
 
     def __bool__(self) -> bool:
         return self.number is not None
-
-    def before(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a stop is requested."""
-        for item in items:
-            if self:
-                return
-            yield item
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
@@ -167,7 +158,7 @@ def to_be_requeued() -> Iterator[None]:
 
 def is_requeued() -> bool:
     """Whether a scheduler starts this process's command again after a signal other than Ctrl-C."""
-    return any(name in sys.orig_argv for name in REQUEUED_COMMANDS)
+    return REQUEUED_COMMAND in sys.orig_argv
 
 
 def handled_signals() -> list[signal.Signals]:

@@ -49,9 +49,8 @@ class Evaluation:
     @property
     def class_accuracy(self) -> npt.NDArray[np.float64]:
         """Share of each class's samples that were recognized; nan for a class without samples."""
-        samples = self.confusion.sum(axis=1)
-        shares = np.full(len(samples), np.nan)
-        np.divide(self.confusion.diagonal(), samples, out=shares, where=samples > 0)
+        with np.errstate(invalid="ignore"):  # 0 / 0
+            shares: npt.NDArray[np.float64] = self.confusion.diagonal() / self.confusion.sum(axis=1)
         return shares
 
     def as_dict(self, classes: tuple[str, ...]) -> dict[str, object]:

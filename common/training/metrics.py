@@ -12,14 +12,11 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes
 from common.files.run_directory import CONTINUE, METRICS_FILE, read_regular, writing
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 Record = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -33,9 +30,9 @@ class MetricsWriter:
     :param after: when a run is resumed, the steps and epochs that are done: the records of others are dropped, since they
         will be written again; None starts a new file
     :param silent: write nothing: for all ranks but the one that speaks for them
-    :param tensorboard: also write every number as a TensorBoard scalar, below ``tensorboard/``
+    :param tensorboard: also write every number as a TensorBoard scalar, below ``tensorboard/``; see :func:`check_tensorboard`
     :param remedy: what a user does after a full disk has room again
-    :raises UsageError: when TensorBoard is asked for and not installed
+    :raises UsageError: when the file cannot be written
     """
 
     def __init__(
@@ -51,16 +48,17 @@ class MetricsWriter:
         self._remedy = remedy
         if silent:
             return
-        if tensorboard:
-            check_tensorboard()
         path = self._path = folder / METRICS_FILE
         with writing(path, remedy):
             kept = [] if after is None else [record for record in read_metrics(folder) if _is_done(record, *after)]
             if after is not None:
                 _report_lacking(path, kept, epochs=after[1])
             write_bytes(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
-        self._board = _summary_writer(folder / "tensorboard", after[0] if after else None) if tensorboard else None
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by __exit__)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(folder / "tensorboard", purge_step=after[0] + 1 if after else None)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one record; floats that are not finite become the strings JSON lacks (``"nan"``, ``"inf"``).
@@ -86,18 +84,15 @@ class MetricsWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk, which an earlier write has reported
                 self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def read_metrics(folder: Path) -> list[Record]:
@@ -145,12 +140,6 @@ def check_tensorboard() -> None:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
         raise UsageError("--tensorboard needs the extra: pip install 'raw-ddp[tensorboard]'") from error
-
-
-def _summary_writer(folder: Path, after_step: int | None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder, purge_step=None if after_step is None else after_step + 1)
 
 
 def _plain(value: Any) -> Any:

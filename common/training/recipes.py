@@ -23,11 +23,12 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 
 # The defaults of each data set.
+_PHOTOS: dict[str, Any] = {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True}
 RECIPES: dict[str, dict[str, Any]] = {
     "glyphs": {"model": "fashion-cnn", "epochs": 12, "batch_size": 144, "shift": 3, "flip": False},
     "fashion-mnist": {"model": "fashion-cnn", "epochs": 10, "batch_size": 144, "shift": 1, "flip": True},
-    "lfw": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
-    "folder": {"model": "resnet18", "epochs": 15, "batch_size": 48, "shift": 4, "flip": True},
+    "lfw": _PHOTOS,
+    "folder": _PHOTOS,
     "sums": {"model": "gpt", "epochs": 10, "batch_size": 96, "shift": 0, "flip": False},
 }
 # Nothing is known of a user's own data set, so its images are left as they are.
@@ -197,7 +198,7 @@ def load_dataset(config: LearningConfig) -> ImageData:
     :raises UsageError: as :func:`common.data.datasets.load` and :func:`common.data.own_dataset.load_own`; for an image size
         that the data set cannot have
     """
-    taken: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_samples": config.train_samples,
         "test_samples": config.test_samples,
         "augmentation": config.augmentation,
@@ -208,7 +209,7 @@ def load_dataset(config: LearningConfig) -> ImageData:
             f"--image-size {config.image_size} is for glyphs and files: {config.dataset} has images of one size"
         )
     if not is_function_name(config.dataset):
-        data = datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **taken)
+        data = datasets.load(config.dataset, Path(config.data_dir) if config.data_dir else None, **settings)
         if config.image_size is None:
             return data
         from common.data.enlarged import enlarge
@@ -218,7 +219,7 @@ def load_dataset(config: LearningConfig) -> ImageData:
 
     if config.data_dir is not None:
         raise UsageError(f"--data-dir {config.data_dir} is not passed to --dataset {config.dataset}: leave it out")
-    return load_own(config.dataset, **taken)
+    return load_own(config.dataset, **settings)
 
 
 def require_a_batch(config: LearningConfig, data: ImageData) -> None:

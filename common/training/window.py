@@ -134,10 +134,10 @@ class Window:
             self.on_gpu = self.meter.read(env)  # waits: the steps that are queued belong to this window
         seconds = time.perf_counter() - self._began
         sums = torch.cat([self._sums, self._sums.new_tensor([self._waited, seconds])])
-        loss, correct, samples, waited, taken = env.sum_over_ranks(sums).tolist()
+        loss, correct, samples, waited, seconds = env.sum_over_ranks(sums).tolist()
         self.restore(WindowState())
         share = 1 / samples if samples else math.nan  # none, if all of its steps were skipped
-        return WindowTotals(int(samples), loss * share, correct * share, taken / env.world_size, waited / taken)
+        return WindowTotals(int(samples), loss * share, correct * share, seconds / env.world_size, waited / seconds)
 
     def mark(self) -> None:
         """Remember the sums, for :meth:`rewind`."""

@@ -23,15 +23,14 @@ from typing import Any
 
 import torch
 
-from common.cli import command, option, parse
+from common.cli import command, option
 from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError
-from common.files.run_directory import files_line
 from common.machine import usable_cores
-from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.benchmark_figures import plot_sweep
+from common.reporting.turns import CPU, run_benchmark, write_report
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import StageCosts, measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure
@@ -131,8 +130,9 @@ def main() -> None:
     for flag in (argument.partition("=")[0] for argument in sys.argv[1:]):
         if flag in REMOVED:
             raise UsageError(f"{flag} is gone: {REMOVED[flag]}")
-    config = parse(LoadingBenchConfig, "dataloading.bench", __doc__)
-    run_alone("dataloading.bench", config.output, lambda: run(config), lambda measured: report(config, *measured))
+    run_benchmark(
+        LoadingBenchConfig, "dataloading.bench", __doc__, None, run, lambda config, measured: report(config, *measured)
+    )
 
 
 def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], list[LoadingVerdict]]:
@@ -219,16 +219,12 @@ def report(
     :returns: the tables and the verdicts for the terminal
     """
     axes = varying([measured.setting for measured in sweep])
-    write_results(
-        config.output / "sweep.json",
-        {
-            "config": dataclasses.asdict(config),
-            "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
-            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
-        },
-    )
+    content = {
+        "settings": [{**dataclasses.asdict(m), "images_per_s": m.images_per_s} for m in sweep],
+        "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+    }
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
-    plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), cores=usable_cores(), title=title)
+    plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), title=title)
     lines = _table(sweep, axes)
     for verdict in verdicts:
         lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
@@ -236,7 +232,7 @@ def report(
     if torch.cuda.is_available():
         lines.append("(every batch was copied to the GPU, which the stages of an image do not show)")
     lines.append("(files read before come from the page cache; a cold folder, or one larger than memory, takes longer)")
-    return "\n".join([*lines, files_line(config.output, ("sweep.png", "sweep.json"))])
+    return write_report(config, "sweep", content, ["sweep"], lines)
 
 
 def _curves(

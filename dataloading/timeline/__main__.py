@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import command, option, parse
+from common.cli import command, option
 from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.files.run_directory import files_line
-from common.reporting.benchmark import run_alone, write_results
 from common.reporting.spans import Recorder, in_lane, shifted
 from common.reporting.trace_events import trace_events, write_trace
+from common.reporting.turns import run_benchmark, write_results
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
@@ -81,9 +81,8 @@ class LoadingTimelineConfig:
 
 @command
 def main() -> None:
-    config = parse(LoadingTimelineConfig, "dataloading.timeline", __doc__)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
-    run_alone("dataloading.timeline", config.output, lambda: measure(config), lambda runs: report(config, runs))
+    run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 
 
 @loader_errors()

@@ -44,7 +44,7 @@ def measure(config: DataParallelBenchConfig) -> list[Point]:
     with (
         Progress(DistEnv.alone(devices[0]), "bench", rounds) as progress,
         WorkerGroup(
-            len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one, name="replica"
+            len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
         for mode, batch_size in itertools.product(config.mode, config.batch_sizes):
@@ -73,7 +73,6 @@ def report(config: DataParallelBenchConfig, points: list[Point]) -> str:
             "batch_size",
             config.batch_sizes,
             {name: {i: (point.seconds[name], point.batch_size) for i, point in enumerate(ours)} for name in drawn},
-            cores=usable_cores(),
             title=f"{mode}: {title}",
             logarithmic=True,
         )

@@ -3,7 +3,7 @@
 If a message does not arrive, all ranks name the rank that was lost.
 
 Gloo's own errors name no rank, or the wrong one: when rank 0 ends, rank 1 gives up and leaves, and rank 2 sees the connection
-of rank 1 close. So ranks report which rank they suspect (:mod:`common.resilience.failure_detector`) and agree on the lost one.
+of rank 1 close. So ranks report which rank they suspect (:mod:`common.resilience.suspicions`) and agree on the lost one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UsageError
-from common.resilience.failure_detector import RankLost, Suspicions
+from common.resilience.suspicions import RankLost, Suspicions
 from ddp.all_reduce.base import AllReduce
 
 

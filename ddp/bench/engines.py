@@ -38,7 +38,7 @@ from pathlib import Path
 from common.cli import option
 from common.distributed.placement import Placement, place_ranks
 from common.distributed.process_group import DEVICES
-from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import cells, progress_of, ratios, run_benchmark, table, write_report
 from ddp.bench.turns import Comparison, TurnsConfig, compare
 from ddp.bench.variants import (
@@ -161,4 +161,4 @@ def _plot(
         of_reference = ratios(one.seconds, one.reference)
         drawn = labels or {name: name for name in of_reference}
         panels[one.title] = {label: of_reference[name] for name, label in drawn.items()}
-    plot_ratios(path, panels, title=title, x_title=f"time per step, as a multiple of '{reference}'")
+    plot_rounds(path, panels, title=title, x_title=f"time per step, as a multiple of '{reference}'")

@@ -31,9 +31,8 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup, preload
 from common.machine import set_malloc
-from common.reporting.benchmark import CPU
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.turns import run_benchmark, table, write_report
+from common.reporting.turns import CPU, run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of

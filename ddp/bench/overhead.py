@@ -28,10 +28,9 @@ from common.data.datasets import Batch
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import files_line, prepare_output, results_in
-from common.reporting.benchmark import write_results
-from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import Spread, paired_ratios
-from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps
+from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_results
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
@@ -202,7 +201,7 @@ def report(
         results = {"world_size": env.world_size, "seconds_per_step": seconds, "ratios": ratios}
         write_results(config.output / f"{name}.json", {**results, **content})
         x_title = "ratio of the times per step"
-        plot_ratios(config.output / f"{name}.png", {"": ratios}, title=title, x_title=x_title, limit=limit)
+        plot_rounds(config.output / f"{name}.png", {"": ratios}, title=title, x_title=x_title, limit=limit, spec=".3f")
     print(f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]")
     for loop, milliseconds in cells(seconds, ".2f", 1e3).items():
         print(f"{loop:>24}: {milliseconds} ms per step")

@@ -21,7 +21,7 @@ from torch import nn
 
 from common.cli import option
 from common.distributed.process_group import DistEnv
-from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import Step, Times, cells, progress_of, ratios, run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
@@ -136,7 +136,7 @@ def report(config: ShardingConfig, seconds: Times) -> str:
     parameters = parameters_of(config.width, config.layers, config.length)
     title = f"{config.placement}; a transformer of {parameters / 1e6:.1f} M parameters"
     by = {f"by {reference}": ratios(seconds, reference) for reference in (REPLICAS, FULLY_SHARD)}
-    plot_ratios(config.output / "sharding.png", by, title=title, x_title="time per step, as a multiple")
+    plot_rounds(config.output / "sharding.png", by, title=title, x_title="time per step, as a multiple")
     columns = {"ms per step": cells(seconds, ".1f", 1e3)} | {name: cells(own, ".3f") for name, own in by.items()}
     lines = [f"{title}, {config.builds} x {config.rounds} rounds, median [quartiles]", *table(columns)]
     return write_report(config, "sharding", {"parameters": parameters, "seconds": seconds}, ["sharding"], lines)

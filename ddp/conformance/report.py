@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common.errors import UsageError
-from common.reporting.benchmark import write_results
+from common.reporting.turns import write_results
 from ddp.conformance.check import Check
 from ddp.conformance.runner import PASS, STATUSES, Result
 

@@ -25,7 +25,7 @@ from common.cli import command, option, parse
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import prepare_output, results_in
-from common.reporting.benchmark import write_results
+from common.reporting.turns import write_results
 from common.training.models import build_model, to_device
 from ddp.strategies import Averaging
 from ddp.train import wrap_network

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import command, option, parse
+from common.cli import command, option
 from common.errors import UsageError
 from common.files.run_directory import files_line
-from common.reporting.benchmark import run_alone, write_results
 from common.reporting.spans import Interval, length, union
+from common.reporting.turns import run_benchmark, write_results
 
 ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of torch.profiler's events
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -97,12 +97,8 @@ class Gaps:
 
 @command
 def main() -> None:
-    config = parse(GapsConfig, "ddp.gpu_check.gaps", __doc__)
-    run_alone(
-        "ddp.gpu_check.gaps",
-        config.output,
-        lambda: Gaps.of(read_trace(config.trace)),
-        lambda gaps: report(config, gaps),
+    run_benchmark(
+        GapsConfig, "ddp.gpu_check.gaps", __doc__, None, lambda config: Gaps.of(read_trace(config.trace)), report
     )
 
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.cli import command, option, parse
+from common.cli import command, option
 from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.gpu.devices import count_gpus, why_no_gpu
-from common.reporting.benchmark import run_alone, write_results
 from common.reporting.clock import clock_of
 from common.reporting.timing import interleave
+from common.reporting.turns import run_benchmark, write_results
 
 IMAGE = (3, 224, 224)
 WARMUP = 3
@@ -48,8 +48,9 @@ class PinnedConfig:
 
 @command
 def main() -> None:
-    config = parse(PinnedConfig, "ddp.gpu_check.pinned", __doc__)
-    run_alone("ddp.gpu_check.pinned", config.output, lambda: measure(config), lambda taken: report(config, *taken))
+    run_benchmark(
+        PinnedConfig, "ddp.gpu_check.pinned", __doc__, None, measure, lambda config, seconds: report(config, *seconds)
+    )
 
 
 def measure(config: PinnedConfig) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

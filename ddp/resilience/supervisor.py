@@ -6,6 +6,7 @@ The loop in ddp/train.py calls it after each step and each epoch. Nothing here c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -133,7 +134,7 @@ class Supervisor:
             with loader_errors():
                 yield from loader
 
-        batches = self._stop.before(loaded())
+        batches: Iterator[Batch] = itertools.takewhile(lambda _: not self._stop, loaded())
         if self.job.config.is_sharded:
             from ddp.sharded.equal_batches import equally_many
 

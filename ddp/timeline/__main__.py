@@ -21,14 +21,14 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from common.cli import command, parse
+from common.cli import command
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.files.run_directory import files_line
-from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.spans import Span, shifted
 from common.reporting.trace_events import trace_events, write_trace
+from common.reporting.turns import CPU, run_benchmark, write_results
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.parts import divide, in_total
 
@@ -51,8 +51,7 @@ class RecordedSteps(NamedTuple):
 
 @command
 def main() -> None:
-    config = parse(StepTimelineConfig, "ddp.timeline", __doc__)
-    run_alone("ddp.timeline", config.output, lambda: measure(config), lambda run: report(config, run))
+    run_benchmark(StepTimelineConfig, "ddp.timeline", __doc__, None, measure, report)
 
 
 def _subject(config: StepTimelineConfig) -> ModuleType:

@@ -60,15 +60,15 @@ def forks() -> list[tuple[int, int]]:
     ):
         assert env.world_size == 2
         os.register_at_fork(before=forking.let_threads_rest)  # also where Python has no need of it
-        found = []
+        children = []
         for _ in range(20):
             dist.all_reduce(torch.ones(1000))
             looked.reset_mock()
             pid = os.fork()
             if pid == 0:
                 os._exit(7)
-            found.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), looked.call_count))
-        return found
+            children.append((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), looked.call_count))
+        return children
 
 
 def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
@@ -76,6 +76,6 @@ def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
 
     Claim (ddp/README.md, 12): a fork waits for threads of C++.
     """
-    for found in run_ranks(forks, 2):
-        assert {status for status, _ in found} == {7}
-        assert min(times for _, times in found) >= 1
+    for children in run_ranks(forks, 2):
+        assert {status for status, _ in children} == {7}
+        assert min(times for _, times in children) >= 1

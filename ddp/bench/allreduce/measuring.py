@@ -12,9 +12,8 @@ import torch
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.benchmark import CPU
 from common.reporting.timing import interleave
-from common.reporting.turns import calls_of_a_turn, cells, ratios, table, timed_steps, write_report
+from common.reporting.turns import CPU, calls_of_a_turn, cells, ratios, table, timed_steps, write_report
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit
 from ddp.bench.allreduce.config import BACKEND, ELEMENT, MI, SHARED, AllReduceConfig, size_name

@@ -37,10 +37,10 @@ def test_each_rank_gets_a_gpu_or_all_a_place_that_is_named(
     those of the GPU's streams.
     """
     pretend_gpus(monkeypatch, gpus)
-    found = place_ranks(*asked)
-    assert (found, found.backend, found.device) == (placement, backend, "cuda" if placement.gpus else "cpu")
-    assert re.fullmatch(words, str(found))
-    assert place_ranks(found.device, found.ranks) == found  # as a configuration has it
+    placed = place_ranks(*asked)
+    assert (placed, placed.backend, placed.device) == (placement, backend, "cuda" if placement.gpus else "cpu")
+    assert re.fullmatch(words, str(placed))
+    assert place_ranks(placed.device, placed.ranks) == placed  # as a configuration has it
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from common.distributed.store_prefix import agree_on_prefix, store_with_new_prefix
+from common.distributed.store_prefix import agree_on_prefix
 
 PATIENT, HASTY = datetime.timedelta(seconds=60), datetime.timedelta(seconds=0.5)
 
@@ -28,7 +28,7 @@ def ranks(
 
     def rank(number: int) -> str:
         store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
-        return agree_on_prefix(store, number, world_size, timeout)
+        return agree_on_prefix(store, number, world_size, timeout.total_seconds())
 
     with ThreadPoolExecutor(world_size) as threads:
         return [threads.submit(rank, number) for number in (range(world_size) if present is None else present)]
@@ -50,13 +50,13 @@ def test_each_start_agrees_on_another_prefix_whatever_its_size(server: TCPStore)
 
 
 def test_ranks_that_asked_and_died_are_not_waited_for(server: TCPStore) -> None:
-    found = {agreed(server, 3)}
+    prefixes = {agreed(server, 3)}
     for present in ([1], [1, 2], [0, 2], [0]):  # in [0, 2] rank 2 has been answered, before it died
         first, *_ = ranks(server, 3, present, HASTY)
         with pytest.raises(dist.DistStoreError):
             first.result()
-        found.add(agreed(server, 3))
-    assert len(found) == 5
+        prefixes.add(agreed(server, 3))
+    assert len(prefixes) == 5
 
 
 def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:
@@ -73,15 +73,10 @@ def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:
     assert not any(server.check([key]) for key in keys)
 
 
-def test_a_restarted_job_does_not_see_the_keys_of_the_start_before(
-    server: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-
+def test_a_restarted_job_does_not_see_the_keys_of_the_start_before(server: TCPStore) -> None:
     def start() -> list[Store]:
-        with ThreadPoolExecutor(2) as threads:
-            return list(threads.map(lambda rank: store_with_new_prefix(rank, 2, PATIENT), range(2)))
+        clients = [TCPStore("127.0.0.1", server.port, is_master=False, timeout=PATIENT) for _ in range(2)]
+        return [PrefixStore(future.result(), own) for own, future in zip(clients, ranks(server, 2), strict=True)]
 
     first, second = start(), start()
     first[0].set("address", "of the dead")

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from common.errors import UsageError
-from common.files.run_directory import LOCK_FILE, RunLock
+from common.files.run_directory import LOCK_FILE, lock_run
 from tests.support.launch import FORK_SERVER, kill, kill_tree
 
 
 def _hold(folder: Path, pipe: Connection) -> None:
     """Hold the lock, beside a forked child that inherits all descriptors; until the pipe says otherwise."""
-    with RunLock(folder):
+    with lock_run(folder):
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()
         pipe.send(child.pid)
@@ -54,16 +54,16 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path) 
             with pytest.raises(
                 UsageError, match=rf"--run-dir {tmp_path} is in use by process {process.pid} on [^,]+: "
             ):
-                RunLock(tmp_path)
+                lock_run(tmp_path)
         pipe.send(None)
         assert pipe.poll(60)
-        RunLock(tmp_path).close()  # it lives, but has closed it
+        lock_run(tmp_path).close()  # it lives, but has closed it
 
 
 def test_it_is_free_when_its_process_was_killed_though_a_child_lives_on(tmp_path: Path) -> None:
     with holding(tmp_path) as (process, child, _):
         process.kill()
         process.join()
-        with RunLock(tmp_path):
+        with lock_run(tmp_path):
             assert child.is_running()
             assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")

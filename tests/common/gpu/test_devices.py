@@ -138,8 +138,8 @@ def test_ranks_that_share_gpus(visible: list[list[str]], backend: str, gpus: lis
     Claim (ddp/README.md, 1): a rank takes a GPU of those that it sees; two ranks of NCCL on one are refused, gloo's
     share it.
     """
-    found = run_ranks(device_or_error, 3, visible, backend, fresh=True)
+    told = run_ranks(device_or_error, 3, visible, backend, fresh=True)
     if isinstance(gpus, list):
-        assert found == gpus
+        assert told == gpus
     else:
-        assert all(re.search(gpus, line) for line in found)
+        assert all(re.search(gpus, line) for line in told)

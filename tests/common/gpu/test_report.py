@@ -69,12 +69,12 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_versions_and_variables_are_in_the_json() -> None:
     described = json.loads(json.dumps(describe_machine()))
     assert described["gpus"] == ["NVIDIA H100"]
-    found = described["gpu_software"]
-    assert {name: found[name] for name in ("driver", "cuda", "cudnn", "nccl")} == {
+    software = described["gpu_software"]
+    assert {name: software[name] for name in ("driver", "cuda", "cudnn", "nccl")} == {
         "driver": "580.95.05", "cuda": "13.2", "cudnn": "9.26.0", "nccl": "2.30.7"
     }  # fmt: skip
-    assert found["variables"].items() >= {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth1"}.items()
-    assert "PATH" not in found["variables"]
+    assert software["variables"].items() >= {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth1"}.items()
+    assert "PATH" not in software["variables"]
 
 
 @pytest.mark.usefixtures("a_gpu")

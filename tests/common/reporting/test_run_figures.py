@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from common.reporting.benchmark_figures import plot_ratios
+from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 
 Pixels = npt.NDArray[np.int64]
@@ -81,7 +81,7 @@ def test_ratios_are_drawn_for_any_number_of_variants(
 ) -> None:
     ratios = {f"variant {i}": [1.0, 1.01 + i / 100, 0.99] for i in range(variants)}
     titled = {f"panel {number}": ratios for number in range(panels)}
-    plot_ratios(tmp_path / "ratios.png", titled, title="Overhead", x_title="ratio", limit=limit)
+    plot_rounds(tmp_path / "ratios.png", titled, title="Overhead", x_title="ratio", limit=limit)
     pixels_of(tmp_path / "ratios.png")
 
 

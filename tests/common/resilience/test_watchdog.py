@@ -297,9 +297,9 @@ def error(job: Job, rank: int) -> str:
     """The one error that the rank logged. An error of a collective may come before it, if a rank that read the decision earlier
     has left."""
     logged = re.findall(r"^\S+ \S+ ERROR .*?\] (.*)$", job.log(rank), re.MULTILINE)
-    found = [line for line in logged if not line.startswith("while a missing rank is looked for: ")]
-    assert len(found) == 1, job.log(rank)
-    return str(found[0])
+    reports = [line for line in logged if not line.startswith("while a missing rank is looked for: ")]
+    assert len(reports) == 1, job.log(rank)
+    return str(reports[0])
 
 
 def named(job: Job, victim: int, finding: str) -> None:
@@ -452,7 +452,7 @@ def test_a_job_that_was_stopped_and_continued_as_a_whole_goes_on(tmp_path: Path)
 
 
 def watched_twice() -> int:
-    """How many keys, threads and files are left."""
+    """How many threads and files are left."""
     with process_group("cpu", threads=1) as env:
         for count in range(2):
             with Watchdog(env, 600.0) as watchdog:
@@ -467,10 +467,9 @@ def test_a_watchdog_leaves_nothing_behind() -> None:
 
 
 def left_open() -> int:
-    """Keys in the store, threads and files, once all ranks are here."""
+    """Threads and files, once all ranks are here."""
     dist.barrier()
-    keys = dist.distributed_c10d._get_default_store().num_keys()
-    return int(keys + threading.active_count() + psutil.Process().num_fds())
+    return threading.active_count() + psutil.Process().num_fds()
 
 
 def test_an_exception_passes_through() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import multiprocessing
 import os
 import signal
@@ -170,17 +169,6 @@ def test_a_worker_keeps_its_signals_to_itself_and_its_rank_may_leave_before_it()
         assert heard(pipe) == (signal.SIGTERM, True)
         process.join(PATIENCE_S)
         assert process.exitcode == 0
-
-
-def test_items_end_with_the_request() -> None:
-    stop = StopRequest()
-    seen = []
-    for item in stop.before(itertools.count()):
-        seen.append(item)
-        if item == 3:
-            stop.number = signal.SIGTERM
-    assert seen == [0, 1, 2, 3]
-    assert list(StopRequest().before("abc")) == ["a", "b", "c"]
 
 
 def test_only_a_person_s_ctrl_c_ends_a_job_for_good() -> None:

@@ -105,8 +105,8 @@ def test_metrics_progress_and_summary_have_what_a_gpu_did() -> None:
     assert {name: step[name] for name in ("gpu_ms_per_step", "gpu_busy", "gpu_memory", "mfu")} == {
         "gpu_ms_per_step": 12.34, "gpu_busy": 0.9, "gpu_memory": 3_500_000_000, "mfu": 0.41,
     }  # fmt: skip
-    found = of_gpus([step, {**step, "gpu_memory": 1}, {"kind": "epoch", "gpu_busy": "forged"}])
-    assert gpu_line(found) == "GPU: 12.3 ms per step, working 90 % of the time, 41 % MFU, at most 3.5 GB of tensors\n"
+    medians = of_gpus([step, {**step, "gpu_memory": 1}, {"kind": "epoch", "gpu_busy": "forged"}])
+    assert gpu_line(medians) == "GPU: 12.3 ms per step, working 90 % of the time, 41 % MFU, at most 3.5 GB of tensors\n"
     assert gpu_line(of_gpus([{"kind": "step", "loss": 1.0}])) == ""
 
 
@@ -176,8 +176,8 @@ def flops_with(strategy: str, env: DistEnv) -> int:
 
 
 def test_each_strategy_tells_the_same_flops() -> None:
-    for found in run_ranks(flops_of, 2, ["torch", "handwritten", "zero3", "fsdp2"]):
-        assert found == [found[0]] * 4
+    for flops in run_ranks(flops_of, 2, ["torch", "handwritten", "zero3", "fsdp2"]):
+        assert flops == [flops[0]] * 4
 
 
 @pytest.mark.gpu

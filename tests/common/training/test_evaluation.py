@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from common.data import datasets
 from common.data.datasets import BatchKey, fetch_batches
 from common.distributed.process_group import DistEnv
-from common.signals.stop_request import StopRequest
 from common.training.evaluation import Evaluation, evaluate, evaluation_batch_size, table
 from common.training.models import build_model
 
@@ -35,10 +32,7 @@ def test_it_equals_a_plain_loop() -> None:
 def test_a_stop_before_the_first_batch_counts_nothing() -> None:
     data = datasets.load("glyphs", train_samples=100, test_samples=1)
     network = build_model("mlp", data.shape, len(data.classes))
-    stop = StopRequest()
-    stop.number = signal.SIGTERM
-    shard = stop.before(fetch_batches(data.test, np.arange(1), 50))
-    result = evaluate(network, data, DistEnv.alone(torch.device("cpu")), "fp32", shard)
+    result = evaluate(network, data, DistEnv.alone(torch.device("cpu")), "fp32", [])
     assert (result.confusion.sum(), result.loss) == (0, 0.0)
     assert np.isnan(result.class_accuracy).all()
 

@@ -72,11 +72,6 @@ def test_dropout_is_the_only_randomness_and_only_in_training(name: str) -> None:
     assert torch.equal(*twice(model.eval()))
 
 
-def test_an_unknown_model_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'vgg'.*fashion-cnn, mlp, resnet18"):
-        build_model("vgg", GREY, 10)
-
-
 def test_a_model_of_ones_own_is_built_with_the_shape_and_the_classes(own: Callable[[str], str]) -> None:
     name = own(
         "def build(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes), nn.Dropout())"

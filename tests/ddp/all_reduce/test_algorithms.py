@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.distributed.process_group import process_group
-from common.resilience.failure_detector import RankLost
+from common.resilience.suspicions import RankLost
 from ddp.all_reduce import shared_memory
 from ddp.all_reduce.base import AllReduce
 from ddp.all_reduce.choice import watched_backend

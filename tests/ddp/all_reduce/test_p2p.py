@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.distributed.process_group import process_group
-from common.resilience.failure_detector import RankLost
+from common.resilience.suspicions import RankLost
 from ddp.all_reduce.p2p import P2P
 from tests.support.launch import free_port, run_ranks, run_with_victim
 

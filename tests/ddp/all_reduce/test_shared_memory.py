@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
-from common.resilience.failure_detector import RankLost
+from common.resilience.suspicions import RankLost
 from ddp.all_reduce.local_sockets import SECRET_BYTES, _accept, _connect, _new_socket
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.shared_memory import SMALL_BYTES, SharedMemory

@@ -1,4 +1,4 @@
-"""common/resilience/failure_detector.py: the ranks' reports lead to the rank that was lost first, and all ranks name the same one."""
+"""common/resilience/suspicions.py: the ranks' reports lead to the rank that was lost first, and all ranks name the same one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.resilience import failure_detector
-from common.resilience.failure_detector import RankLost, Suspicion, Suspicions
+from common.resilience import suspicions
+from common.resilience.suspicions import RankLost, Suspicion, Suspicions
 
 ELSEWHERE = ("another-host", 1)
 LATE = TimeoutError("no answer")
@@ -25,7 +25,7 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
     """A new store for ranks that are all in this process; none of them waits for the others' reports."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    patch.setattr(failure_detector, "GRACE_S", 0.0)
+    patch.setattr(suspicions, "GRACE_S", 0.0)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_rank_whose_process_has_ended_is_named_before_a_suspect() -> None:
 @pytest.mark.usefixtures("_store")
 @pytest.mark.parametrize("silent", [True, False])
 def test_without_a_store_the_suspect_is_named(monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
-    monkeypatch.setattr(failure_detector, "STORE_S", 0.1)
+    monkeypatch.setattr(suspicions, "STORE_S", 0.1)
     never = threading.Event()
 
     class Gone:
