@@ -110,11 +110,13 @@ def build_model(
         model.conv1 = nn.Conv2d(channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         return model
-    from common.training.gpt import TextModel
+    if name == TEXT_MODEL:
+        from common.training.gpt import TextModel
 
-    size = size or GPTSize()
-    with torch.device("meta" if size.on_meta else "cpu"):
-        return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row
+        size = size or GPTSize()
+        with torch.device("meta" if size.on_meta else "cpu"):
+            return TextModel(classes, size.width, size.layers, context=width)  # a line of text is an image of one row
+    raise ValueError(f"unknown model {name!r}; there are {', '.join(MODELS)}, {TEXT_MODEL} and module:function")
 
 
 def require_heads(width: int) -> None:
