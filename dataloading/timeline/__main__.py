@@ -81,7 +81,6 @@ def measure(config: LoadingTimelineConfig) -> list[LoaderTrace]:
     files = LFWDataset(
         config.path_to_folder or face_cache.ensure(),
         transform=course_transform("none"),
-        with_label=True,
         decoder=config.decoder,
         augmentation=config.augmentation,
     )
