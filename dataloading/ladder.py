@@ -60,13 +60,11 @@ class LadderConfig:
 
 @command
 def main() -> None:
-    run_benchmark(
-        LadderConfig, "dataloading.ladder", __doc__, None, run, lambda config, measured: report(config, *measured)
-    )
+    run_benchmark(LadderConfig, "dataloading.ladder", __doc__, None, run, report)
 
 
-def run(config: LadderConfig) -> tuple[dict[str, list[float]], str, int]:
-    """Let all variants and the ceiling take turns; returns what :func:`report` takes."""
+def run(config: LadderConfig) -> dict[str, list[float]]:
+    """Let all variants and the ceiling take turns; returns the seconds of each, one entry per round."""
     with loader_errors(), contextlib.ExitStack() as stack:
         storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
         files = LFWDataset(storage)
@@ -84,12 +82,11 @@ def run(config: LadderConfig) -> tuple[dict[str, list[float]], str, int]:
         for one in runs.values():
             stack.callback(one.close)
         progress = stack.enter_context(Progress(DistEnv.alone(CPU), "ladder", config.repeats + 1))
-        seconds = interleave(
+        return interleave(
             {**runs, "ceiling": ceiling},
             config.repeats,
             after_round=lambda done: progress.advance(1, f"{len(runs)} rungs and the ceiling"),
         )
-    return seconds, decoder, ceiling.images
 
 
 def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -> dict[str, tuple[int, Make]]:
@@ -97,7 +94,7 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     from torchvision.transforms import PILToTensor
 
     def files(decoder: str, **settings: Any) -> LFWDataset:
-        return LFWDataset(storage, with_label=True, decoder=decoder, image_size=config.image_size, **settings)
+        return LFWDataset(storage, decoder=decoder, image_size=config.image_size, **settings)
 
     def sampler(dataset: LFWDataset, batches: int) -> ShuffledSampler:
         return ShuffledSampler(len(dataset), length=batches * config.batch_size)
@@ -137,12 +134,13 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
     return rungs
 
 
-def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, ceiling_images: int) -> str:
+def report(config: LadderConfig, seconds: dict[str, list[float]]) -> str:
     """Write the JSON and the PNG.
 
     :returns: the table for the terminal
     """
-    images = dict.fromkeys(seconds, config.batches * config.batch_size) | {"ceiling": ceiling_images}
+    images = dict.fromkeys(seconds, config.batches * config.batch_size) | {"ceiling": CEILING_IMAGES}
+    decoder = installed()[0]
     rates = {name: [images[name] / s for s in runs] for name, runs in seconds.items()}
     folder = config.path_to_folder or face_cache.TITLE
     courses = [name for name in rates if name.startswith(COURSE)]
@@ -155,8 +153,6 @@ def report(config: LadderConfig, seconds: dict[str, list[float]], decoder: str, 
         f"{100 * paired_ratio(rates[name], ceiling).median:4.0f} %"
         for name in [*shown, "ceiling"]
     ]
-    others = (f"{name.split(', ')[1]} {statistics.median(rates[name]):,.0f}" for name in courses)
-    lines.append(f"the course's pipeline with {', '.join(others)}")
     name = f"ladder-{config.augmentation}"
     plot_rounds(
         config.output / f"{name}.png",

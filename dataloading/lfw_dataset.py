@@ -23,12 +23,12 @@ from common.data.loaders import loader_errors
 from common.distributed.process_group import require_alone
 from common.errors import UsageError
 from common.files.run_directory import prepare_output, results_in
+from common.reporting.run_figures import plot_samples
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
-from dataloading.grid_figure import plot_grid
 from dataloading.loader.stock_loader import FLOAT_BYTES, iterate, stock_loader
 from dataloading.synthetic import face_cache
 
@@ -65,7 +65,6 @@ def main() -> None:
     dataset = LFWDataset(
         config.path_to_folder or face_cache.ensure(),
         transform=course_transform(config.augmentation),
-        with_label=True,
         decoder=config.decoder,
         image_size=config.image_size,
         on_error=config.on_error,
@@ -103,15 +102,10 @@ def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[
 
 
 def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, labels: torch.Tensor) -> None:
-    from torchvision.utils import make_grid
-
-    images, labels = images[:SHOWN], labels[:SHOWN]
-    columns = min(8, len(images))
-    grid = make_grid(images, nrow=columns, padding=2)
+    pixels, people = images[:SHOWN].mul(255).byte().numpy(), labels[:SHOWN].tolist()
     path = config.output / "batch.png"
-    names = [dataset.people[label].replace("_", " ") for label in labels.tolist()]
     with results_in(config.output):
-        plot_grid(path, grid.permute(1, 2, 0).numpy(), names, columns, dataset.storage.root)
+        plot_samples(path, pixels, people, people, dataset.people, dataset.storage.root)  # as if all were recognized
     print(f"the batch is drawn in {path}")
 
 

@@ -46,9 +46,7 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
     :param devices: as ``torch.device`` takes them; an integer is a GPU's number
     :raises ValueError: for an empty list, an unknown or missing device, or two kinds
     """
-    if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise ValueError(f"devices are a list, as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], and not {devices!r}")
-    found = []
+    checked = []
     for name in devices:
         try:
             device = torch.device(f"cuda:{name}" if isinstance(name, int) else name)
@@ -56,16 +54,16 @@ def check_devices(devices: Sequence[torch.device | str | int]) -> tuple[torch.de
             raise ValueError(f"{name!r} is no device: give cpu or, for a GPU, cuda:0") from None
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name!r} is neither a CPU nor a CUDA device")
-        found.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))
-    if not found:
+        checked.append(torch.device("cpu") if device.type == "cpu" else torch.device("cuda", device.index or 0))
+    if not checked:
         raise ValueError("no devices: give at least one")
-    if len({device.type for device in found}) > 1:
+    if len({device.type for device in checked}) > 1:
         raise ValueError("some are CPU and some CUDA devices: give devices of one kind")
-    gpus = count_gpus() if found[0].type == "cuda" else 0
-    missing = [device for device in found if device.type == "cuda" and device.index >= gpus]
+    gpus = count_gpus() if checked[0].type == "cuda" else 0
+    missing = [device for device in checked if device.type == "cuda" and device.index >= gpus]
     if missing:
         raise ValueError(f"{missing[0]} is not there: this machine has {gpus or 'no'} usable GPU{'s' * (gpus != 1)}")
-    return tuple(found)
+    return tuple(checked)
 
 
 def current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream | None]:

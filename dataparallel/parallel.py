@@ -85,10 +85,8 @@ class HandwrittenDataParallel(nn.Module):
                 return gather(outputs, self.output_device, self.dim)
 
     def _check_module(self) -> None:
-        for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
+        for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
             if tensor.device != self.devices[0]:
-                named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-                name = next(name for name, other in named if other is tensor)
                 raise RuntimeError(
                     f"the module's {name} is on {tensor.device}, and not on the first device, {self.devices[0]}: "
                     f"call module.to({str(self.devices[0])!r}) first"

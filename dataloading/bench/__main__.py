@@ -47,6 +47,8 @@ REMOVED = {
     "--start-method": "workers start by Python's default method",
     "--in-order": "python -m dataloading.timeline shows what it does",
     "--on-error": "python -m dataloading.lfw_dataset --on-error skip names the files that cannot be read",
+    "--pin-memory": "batches for a GPU are always pinned",
+    "--seed": "the order is always that of seed 0",
 }
 
 
@@ -66,24 +68,18 @@ class LoadingBenchConfig:
     decoder: tuple[str, ...] = option(("pillow",), "decoder of the JPEGs", choices=DECODERS)
     prefetch_factor: tuple[int, ...] = option((2,), "batches requested ahead, per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
-    pin_memory: tuple[str, ...] = option(
-        ("no",), "pinned batches, so that the host does not wait while they are copied to the GPU", choices=YES_NO
-    )
     latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
     step_ms: float | None = option(None, "length of a training step, to predict whether it waits for data", above=0)
-    seed: int = option(0, "seed of the order and the augmentation", minimum=0)
     output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
 
     def __post_init__(self) -> None:
         self.worker_counts()
         for name in self.decoder:
             get_decoder(name)
-        if "yes" in self.pin_memory and not torch.cuda.is_available():
-            raise UsageError("--pin-memory yes needs a GPU to copy to, and there is none here: leave it out")
         if self.step_ms is not None and len(self.batch_size) > 1:
             raise UsageError(
                 f"--step-ms {self.step_ms} is the step of one --batch-size, and {self.batch_size} are several"
@@ -137,13 +133,8 @@ def main() -> None:
 
 def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], list[LoadingVerdict]]:
     """Measure all settings and judge them; returns what :func:`report` takes."""
-    device = torch.device("cuda") if torch.cuda.is_available() else CPU
     with loader_errors(), contextlib.ExitStack() as stack:
-        library = Library(
-            config.path_to_folder or os.fspath(face_cache.ensure()),
-            image_size=config.image_size,
-            seed=config.seed,
-        )
+        library = Library(config.path_to_folder or os.fspath(face_cache.ensure()), config.image_size)
         settings = config.settings()
         progress = stack.enter_context(Progress(DistEnv.alone(CPU), "bench", config.repeats + 1))
         sweep = measure(
@@ -151,7 +142,6 @@ def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], 
             settings,
             batches=config.batches,
             repeats=config.repeats,
-            device=device,
             after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
         )
         return library, sweep, [judge(library, task, config.step_ms) for task in tasks(sweep)]

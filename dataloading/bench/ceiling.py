@@ -30,7 +30,6 @@ class Ceiling:
 
     def __init__(self, images: Sequence[bytes], decoder: str, cores: int) -> None:
         context: Any = multiprocessing.get_context()
-        self.images = len(images)
         self._workers: list[tuple[Any, Any]] = []
         for core in range(cores):
             ours, theirs = context.Pipe()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from dataloading.dataset.augmentation import course_transform
@@ -30,7 +31,6 @@ class Setting:
         teach it; ``fast-threads`` and ``fast-processes``: ``FastLoader`` with this worker pool
     :param workers: processes or threads; 0 loads in the main process
     :param fetch_threads: threads inside each worker that fetch a batch's files in parallel
-    :param pin_memory: pinned batches; those of ``FastLoader`` are copied to the GPU by it
     :param latency_ms: median delay added to each open; 0 for none
     """
 
@@ -39,7 +39,6 @@ class Setting:
     batch_size: int = 32
     prefetch_factor: int = 2
     persistent_workers: bool = False
-    pin_memory: bool = False
     augmentation: str = "none"
     decoder: str = "pillow"
     latency_ms: float = 0.0
@@ -89,51 +88,37 @@ def _phrase(axis: str, value: Any) -> str:
 
 
 class Library:
-    """Data sets over one folder, one for each way to read it; the folder is listed once.
+    """Data sets and loaders over one folder, for each way to read it; the folder is listed once.
 
     :param root: a folder or URL; delays are added in this process before its files are opened
     :param image_size: see :class:`LFWDataset`
-    :param seed: of the order and the augmentation
     """
 
-    def __init__(
-        self,
-        root: str,
-        *,
-        image_size: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._storage = Listed(open_storage(root))
-        self._image_size, self._seed = image_size, seed
-        self._datasets: dict[tuple[str, str, float, bool], LFWDataset] = {}
+    def __init__(self, root: str, image_size: int | None = None) -> None:
+        self._storage, self._image_size = Listed(open_storage(root)), image_size
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def dataset(self, setting: Setting) -> LFWDataset:
         """The files as the setting reads them; for ``DataLoader`` with the course's ``ToTensor``."""
-        stock = setting.loader == "stock"
-        key = setting.decoder, setting.augmentation, setting.latency_ms, stock
-        if key not in self._datasets:
-            self._datasets[key] = LFWDataset(
-                DelayedStorage(self._storage, latency, self._seed)
-                if (latency := setting.latency_ms)
-                else self._storage,
-                transform=course_transform("none") if stock else None,
-                with_label=True,
-                decoder=setting.decoder,
-                augmentation=setting.augmentation,
-                seed=self._seed,
-                image_size=self._image_size,
-            )
-        return self._datasets[key]
+        latency = setting.latency_ms
+        return LFWDataset(
+            DelayedStorage(self._storage, latency) if latency else self._storage,
+            transform=course_transform("none") if setting.loader == "stock" else None,
+            decoder=setting.decoder,
+            augmentation=setting.augmentation,
+            image_size=self._image_size,
+        )
 
     def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
         """A loader of this many batches, which repeats the files if there are too few.
 
-        It iterates over ``(images, labels)``. Its workers end with the iterator, persistent ones with the loader.
+        It iterates over ``(images, labels)``; those for a GPU are pinned, or copied there by ``FastLoader``. Its workers end
+        with the iterator, persistent ones with the loader.
         """
         dataset = self.dataset(setting)
-        sampler = ShuffledSampler(len(dataset), seed=self._seed, length=batches * setting.batch_size)
+        sampler = ShuffledSampler(len(dataset), length=batches * setting.batch_size)
         if setting.loader == "stock":
-            return _stock(setting, dataset, sampler)
+            return _stock(setting, dataset, sampler, pin_memory=self.device.type == "cuda")
         pool = "processes" if setting.uses_processes else "threads"
         return FastLoader(
             LFWBatches(dataset),
@@ -142,11 +127,11 @@ class Library:
             pool=pool,
             prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
             persistent_workers=setting.persistent_workers,
-            device="cuda" if setting.pin_memory else None,
+            device=self.device,
         )
 
 
-def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> DataLoader[Any]:
+def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler, pin_memory: bool) -> DataLoader[Any]:
     workers: dict[str, Any] = {}
     if setting.workers:
         workers = {
@@ -160,7 +145,7 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler) -> D
         batch_size=setting.batch_size,
         sampler=sampler,
         collate_fn=collate,
-        pin_memory=setting.pin_memory,
+        pin_memory=pin_memory,
         **workers,
     )
 

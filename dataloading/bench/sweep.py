@@ -52,14 +52,12 @@ def measure(
     *,
     batches: int,
     repeats: int,
-    device: torch.device,
     after_round: Callable[[int], None] = lambda done: None,
 ) -> list[LoadingMeasurement]:
     """Run every setting once per round; a first round warms up and does not count.
 
     :param batches: timed batches of each run, after its warm-up
     :param repeats: rounds that count
-    :param device: where batches are copied to, if it is not the CPU
     :param after_round: called with the number of finished rounds
     """
     with contextlib.ExitStack() as stack:
@@ -67,7 +65,7 @@ def measure(
         for setting in settings:
             make_loader = functools.partial(library.loader, setting)
             ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
-            runs[setting] = LoaderRun(make_loader, setting.workers, ahead, batches, device, persistent=kept)
+            runs[setting] = LoaderRun(make_loader, setting.workers, ahead, batches, library.device, persistent=kept)
             stack.callback(runs[setting].close)
         interleave({str(number): run for number, run in enumerate(runs.values())}, repeats, after_round=after_round)
         return [

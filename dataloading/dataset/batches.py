@@ -6,9 +6,8 @@ and the data set decides how to load the batch. Otherwise the worker calls ``__g
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,7 @@ def collate(items: list[Any]) -> Any:
     :raises BadFile: for images of several sizes
     """
     kept = [item for item in items if not isinstance(item, Skipped)]
-    images = [item[0] if isinstance(item, tuple) else item for item in kept]
-    shapes = sorted({tuple(image.shape) for image in images if isinstance(image, Tensor)})
+    shapes = sorted({tuple(image.shape) for image, _ in kept if isinstance(image, Tensor)})
     if len(shapes) > 1:
         raise Unskippable(
             f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give image_size (--image-size)"
@@ -39,19 +37,18 @@ def collate(items: list[Any]) -> Any:
 
 
 class ThreadedFetch(Dataset[Any]):
-    """Fetches the samples of a batch in parallel, with a thread pool inside each loader worker.
+    """Fetches the samples of a batch in parallel, with threads inside each loader worker.
 
     It follows arXiv 2211.04908 for storage with high latency: the waits for several files overlap. The order of the samples
-    is kept. If several fail, the error of the first sample is raised.
+    is kept. If several fail, the error of the first sample is raised. The threads end with the batch: to start them takes
+    less than one file does, and a fork never finds any.
 
     :param dataset: of samples, with ``__getitem__``
-    :param threads: size of the pool, which each process starts when it first needs it
+    :param threads: at most so many at a time
     """
 
     def __init__(self, dataset: Dataset[Any], threads: int) -> None:
         self.dataset, self.threads = dataset, threads
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._pool_process = 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -60,21 +57,8 @@ class ThreadedFetch(Dataset[Any]):
         return self.dataset[key]
 
     def __getitems__(self, keys: Sequence[int | SampleKey]) -> list[Any]:
-        futures = [self._threads().submit(self.dataset.__getitem__, key) for key in keys]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:  # after an error, cancel those that have not begun
-                future.cancel()
-
-    def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
-        if self._pool is None or self._pool_process != os.getpid():  # a pool's threads do not survive a fork
-            self._pool = concurrent.futures.ThreadPoolExecutor(self.threads, thread_name_prefix="fetch")
-            self._pool_process = os.getpid()
-        return self._pool
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None}
+        with ThreadPoolExecutor(self.threads, "fetch") as pool:
+            return list(pool.map(self.dataset.__getitem__, keys))
 
 
 class LFWBatches(Dataset[Any]):

@@ -41,11 +41,10 @@ class Skipped:
 
 
 class LFWDataset(Dataset[Any]):
-    """Images from files.
+    """Images from files: ``(image, person)`` pairs, the person as an index into :attr:`people`.
 
     :param root: a folder, or a URL: ``file://``, ``http://``, or any protocol that fsspec has a plugin for
     :param transform: called with each Pillow image (RGB); None returns the image itself
-    :param with_label: return ``(image, person)`` pairs, the person as an index into :attr:`people`
     :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
     :param augmentation: applied before ``transform``; a pure function of (``seed``, epoch, sample)
     :param seed: of the augmentation, and of the fast loader's shuffling
@@ -61,7 +60,6 @@ class LFWDataset(Dataset[Any]):
         root: str | Path | Storage,
         transform: Callable[[Image.Image], Any] | None = None,
         *,
-        with_label: bool = False,
         decoder: str = "pillow",
         augmentation: str = "none",
         seed: int = 0,
@@ -73,8 +71,8 @@ class LFWDataset(Dataset[Any]):
         if image_size is not None and image_size < 1:
             raise ValueError(f"image_size (--image-size) is {image_size}: it must be at least 1")
         self.storage = open_storage(root) if isinstance(root, str | Path) else root
-        self.transform, self.with_label = transform, with_label
-        self.decoder, self.augmentation, self.seed = decoder, ImageAugmentation(augmentation), seed
+        self.transform, self.decoder = transform, decoder
+        self.augmentation, self.seed = ImageAugmentation(augmentation), seed
         self.image_size, self.on_error = image_size, on_error
         # It records nothing; the tracer of dataloading.timeline.tracing records each stage's time.
         self.span: StageTimer = contextlib.nullcontext
@@ -113,7 +111,7 @@ class LFWDataset(Dataset[Any]):
             return Skipped()
         with self.span("transform"):
             result = image if self.transform is None else self.transform(image)
-        return (result, int(self.labels[sample])) if self.with_label else result
+        return result, int(self.labels[sample])
 
     def subset(self, samples: npt.NDArray[np.int64], people: npt.NDArray[np.int64] | None = None) -> LFWDataset:
         """A data set of some of the files, in the order of ``samples``, with the same settings.

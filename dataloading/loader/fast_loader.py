@@ -26,6 +26,7 @@ import torch
 from common.data.datasets import Batch, BatchKey
 from common.data.on_device import copied_ahead
 from common.errors import UsageError
+from common.gpu.devices import count_gpus
 from common.machine import usable_cores
 from dataloading.dataset.batches import LFWBatches
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key
@@ -159,13 +160,12 @@ class FastLoader:
         try:
             while True:
                 while len(coming) < self.prefetch_batches and (key := next(keys, None)) is not None:
-                    coming.append(PendingBatch(key, self._buffers.take(len(key.samples)), len(key.samples)))
+                    coming.append(PendingBatch(key, self._buffers.take(len(key.samples))))
                     pool.submit(coming[-1])
                 if not coming:
                     break
                 pending = coming.popleft()
                 pool.wait(pending)
-                pending.raise_first()
                 batch = self.dataset.assemble(pending.key, pending.handle.pixels, sorted(pending.skipped))
                 del pending
                 yield batch
@@ -189,11 +189,10 @@ class FastLoader:
 
 
 def _gpu(device: torch.device | str | None) -> torch.device | None:
-    """The GPU by its number; None for the CPU."""
-    device = None if device is None else torch.device(device)
-    if device is None or device.type == "cpu":
+    """The GPU; None for the CPU."""
+    device = torch.device(device or "cpu")
+    if device.type == "cpu":
         return None
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type != "cuda" or (device.index or 0) >= gpus:
+    if device.type != "cuda" or (device.index or 0) >= count_gpus():
         raise UsageError(f"device {device} is not there: give one that is, or leave it out for batches on the CPU")
-    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    return device

@@ -7,15 +7,12 @@ next part whenever they are free. Processes have a GIL each, which pays if much 
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 import multiprocessing.connection
 import os
-import queue
 import signal
-import threading
 import traceback
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
@@ -40,87 +37,48 @@ class PendingBatch:
 
     :param key: the epoch and the samples
     :param handle: the memory to fill
-    :param missing: number of images that are not finished
     :param skipped: positions in the batch without an image
-    :param errors: each with the first position of the part that failed
+    :param chunks: the threads' parts of it
+    :param missing: number of images that processes have not finished
+    :param errors: of processes, each with the first position of the part that failed
     """
 
     key: BatchKey
     handle: BufferHandle
-    missing: int
     skipped: list[int] = field(default_factory=list)
+    chunks: list[Future[list[int]]] = field(default_factory=list)
+    missing: int = 0
     errors: list[tuple[int, BaseException]] = field(default_factory=list)
-
-    def raise_first(self) -> None:
-        """:raises BaseException: the error of the first sample that has one"""
-        if self.errors:
-            raise min(self.errors, key=lambda item: item[0])[1]
 
 
 class ThreadPool:
     """A pool of threads, which decode in parallel because decoders release the GIL.
 
     Like :class:`ProcessPool`, it fills batches in the background, in the order in which they were submitted. ``wait`` blocks
-    until a batch is filled or has failed; ``close`` ends the workers, and abandons batches that are not finished.
+    until a batch is filled, and raises the error of the first sample that has one; ``close`` ends the workers, and abandons
+    batches that are not finished.
     """
 
     def __init__(self, dataset: LFWBatches, workers: int) -> None:
         self._dataset, self._workers = dataset, workers
-        self._chunks: queue.SimpleQueue[tuple[PendingBatch, int, int] | None] = queue.SimpleQueue()
-        self._stopping = False
-        self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
-        try:
-            for number in range(workers):
-                thread = threading.Thread(target=self._work, name=f"fast-loader-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError as error:
-            self.close()
-            raise UsageError(f"thread {len(self._threads) + 1} of {workers} cannot be started: {error}") from error
+        self._threads = ThreadPoolExecutor(workers, "fast-loader")
 
     def submit(self, pending: PendingBatch) -> None:
         n = len(pending.key.samples)
         size = max(1, min(CHUNK, n // (4 * self._workers)))
         for start in range(0, n, size):
-            self._chunks.put((pending, start, min(start + size, n)))
+            arguments = pending.handle.pixels, pending.key, start, start + size
+            try:
+                pending.chunks.append(self._threads.submit(self._dataset.fill, *arguments))
+            except RuntimeError as error:
+                raise UsageError(f"{self._workers} threads cannot be started: {error}") from error
 
     def wait(self, pending: PendingBatch) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not pending.missing)
+        for chunk in pending.chunks:
+            pending.skipped += chunk.result()
 
     def close(self) -> None:
-        self._stopping = True
-        for _ in self._threads:
-            self._chunks.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._chunks = queue.SimpleQueue()  # the rest of the old queue refers to batches' memory
-
-    def _work(self) -> None:
-        while (chunk := self._chunks.get()) is not None and not self._stopping:
-            pending, start, stop = chunk
-            skipped, error = _fill(self._dataset, pending.handle.pixels, pending.key, start, stop)
-            with self._changed:
-                pending.skipped += skipped
-                pending.errors += [] if error is None else [(start, error)]
-                pending.missing -= stop - start
-                if not pending.missing:
-                    self._changed.notify_all()
-            del chunk, pending  # an idle thread must not keep a batch's memory in use
-
-
-def _fill(
-    dataset: LFWBatches,
-    pixels: npt.NDArray[np.uint8],
-    key: BatchKey,
-    start: int,
-    stop: int,
-) -> tuple[list[int], BaseException | None]:
-    try:
-        return dataset.fill(pixels, key, start, stop), None
-    except BaseException as error:
-        return [], error
+        self._threads.shutdown(cancel_futures=True)
 
 
 class ProcessPool:
@@ -153,7 +111,7 @@ class ProcessPool:
             raise
 
     def submit(self, pending: PendingBatch) -> None:
-        key, handle = pending.key, pending.handle
+        key, handle, pending.missing = pending.key, pending.handle, len(pending.key.samples)
         if not pending.missing:
             return
         number, self._submitted = self._submitted, self._submitted + 1
@@ -190,6 +148,8 @@ class ProcessPool:
                 filled.missing -= done
                 if not filled.missing:
                     del self._pending[number]
+        if pending.errors:
+            raise min(pending.errors, key=lambda item: item[0])[1]
 
     def close(self) -> None:
         for process, _ in self._workers:
@@ -225,17 +185,22 @@ def _serve(pipe: Any, dataset: LFWBatches) -> None:
             n = len(key.samples)
             if not n:
                 continue
-            skipped, error = _fill(dataset, buffers[buffer][start : start + n], key, 0, n)
-            if error is not None and not isinstance(error, UsageError):
+            skipped: list[int] = []
+            error: BaseException | None = None
+            try:
+                skipped = dataset.fill(buffers[buffer][start : start + n], key)
+            except UsageError as bad_file:
+                error = bad_file
+            except BaseException:
                 # A program error keeps its traceback, which a pickled exception would lose.
-                error = RuntimeError(f"in a loader process:\n{''.join(traceback.format_exception(error))}")
+                error = RuntimeError(f"in a loader process:\n{traceback.format_exc()}")
             pipe.send((number, n, start, [start + place for place in skipped], error))
 
 
 def _map(descriptor: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     """Map the shared memory of a file descriptor, and close the descriptor."""
     with open(descriptor, "r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), math.prod(shape)), np.uint8).reshape(shape)
+        return np.asarray(np.memmap(file, np.uint8, shape=shape))
 
 
 def _death(process: Any) -> UsageError:

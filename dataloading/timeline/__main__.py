@@ -1,11 +1,11 @@
-"""A picture of a real run of a loader: what the main process and each worker do at every moment.
+"""A picture of a real run of torch's ``DataLoader``: what the main process and each worker do at every moment.
 
     python -m dataloading.timeline
-    python -m dataloading.timeline --loader fast --decoder simplejpeg
+    python -m dataloading.timeline --workers 3 --decoder simplejpeg
     python -m dataloading.timeline --start-method spawn --slow-batch-ms 0
 
-By default torch's ``DataLoader`` runs twice over the same batches, with ``in_order`` and without, and one file of the
-third batch is late. The trace of each run is written beside the picture; it opens at https://ui.perfetto.dev.
+``DataLoader`` runs twice over the same batches, with ``in_order`` and without, and one file of the third batch is late. The
+trace of each run is written beside the picture; it opens at https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import copy
 import functools
 import multiprocessing.util
 import signal
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +28,15 @@ from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.spans import Recorder, in_lane, shifted
 from common.reporting.trace_events import trace_events, write_trace
-from common.reporting.turns import run_benchmark, write_results
+from common.reporting.turns import run_benchmark
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
-from dataloading.dataset.sampler import ShuffledSampler, as_batch_key
-from dataloading.loader.fast_loader import FastLoader
+from dataloading.dataset.sampler import ShuffledSampler
 from dataloading.loader.stock_loader import iterate, stock_loader
 from dataloading.synthetic import face_cache
 from dataloading.timeline.figure import first_batch, plot_timeline
-from dataloading.timeline.tracing import (
-    MAIN,
-    LateFile,
-    LoaderTrace,
-    Numbered,
-    TracedBatches,
-    TracedFetch,
-    traced_collate,
-    traced_start,
-)
+from dataloading.timeline.tracing import MAIN, LoaderTrace, Numbered, TracedFetch, traced_collate, traced_start
 
 START_METHODS = tuple(multiprocessing.get_all_start_methods())
 
@@ -56,10 +46,7 @@ class LoadingTimelineConfig:
     """Settings of ``dataloading.timeline``."""
 
     path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
-    loader: str = option(
-        "stock", "stock: DataLoader with processes; fast: FastLoader with threads", choices=("stock", "fast")
-    )
-    workers: int = option(2, "processes or threads; 0 loads in the main process", minimum=0)
+    workers: int = option(2, "worker processes", minimum=1)
     batches: int = option(16, "batches of a run", minimum=1)
     batch_size: int = option(32, "images per batch", minimum=1)
     prefetch_factor: int = option(2, "batches requested ahead, per worker", minimum=1)
@@ -81,6 +68,8 @@ class LoadingTimelineConfig:
 
 @command
 def main() -> None:
+    if any(argument.startswith("--loader") for argument in sys.argv):
+        raise UsageError("--loader is gone: this draws DataLoader; dataloading.bench --loader compares the loaders")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 
@@ -90,8 +79,7 @@ def measure(config: LoadingTimelineConfig) -> list[LoaderTrace]:
     """Make the runs of one picture."""
     files = LFWDataset(
         config.path_to_folder or face_cache.ensure(),
-        transform=course_transform("none") if config.loader == "stock" else None,
-        with_label=True,
+        transform=course_transform("none"),
         decoder=config.decoder,
         augmentation=config.augmentation,
     )
@@ -100,11 +88,6 @@ def measure(config: LoadingTimelineConfig) -> list[LoaderTrace]:
         files.read(key.sample)
     starts = range(0, len(keys), config.batch_size)
     batches = [Numbered(i, keys[start : start + config.batch_size]) for i, start in enumerate(starts)]
-    if config.loader == "fast":
-        how = "threads share each batch" if config.workers else "the main process does all work"
-        return [record(config, files, batches, "fast", f"the fast loader: {how}")]
-    if config.workers == 0:
-        return [record(config, files, batches, "no-workers", "num_workers=0: the main process does all work")]
     return [
         record(config, files, batches, "in-order", "in_order=True (the default)", in_order=True),
         record(config, files, batches, "out-of-order", "in_order=False", in_order=False),
@@ -118,75 +101,43 @@ def record(
     name: str,
     title: str,
     *,
-    in_order: bool = True,
+    in_order: bool,
 ) -> LoaderTrace:
     """Load all batches once and trace every stage."""
     late = config.slow_batch if config.slow_batch_ms else None
+    # The workers inherit this folder, and this process removes it. A terminated worker would leave its own behind.
+    multiprocessing.util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="raw-ddp-timeline-") as folder:
         recorder = Recorder(folder=Path(folder))
         dataset = copy.copy(files)
         dataset.span = recorder.span
-        if late is not None:
-            keys = batches[late].content
-            name_of_late = files.files[keys[len(keys) // 2].sample]
-            dataset.storage = LateFile(files.storage, name_of_late, late, config.slow_batch_ms / 1000, recorder)
         began = time.perf_counter()
-        loader = _traced_loader(config, dataset, batches, recorder, in_order, began)
-        if config.loader == "fast":  # its data set has decoded an image
-            began = time.perf_counter()
-        source: Any = iterate(loader)
+        loader = stock_loader(
+            TracedFetch(dataset, recorder, late, config.slow_batch_ms / 1000),
+            config.workers,
+            batch_sampler=batches,
+            collate_fn=functools.partial(traced_collate, recorder),
+            prefetch_factor=config.prefetch_factor,
+            multiprocessing_context=config.start_method,
+            in_order=in_order,
+            worker_init_fn=functools.partial(traced_start, recorder, began),
+        )
+        iterator: Any = iterate(loader)
         asked = time.perf_counter()
-        if config.loader == "stock" and config.workers:
-            recorder.add("start workers", began, asked)
+        recorder.add("start workers", began, asked, MAIN)
         try:
-            for number, batch in enumerate(source) if config.loader == "fast" else source:
+            for number, batch in iterator:
                 taken = time.perf_counter()
-                recorder.add("wait", asked, taken, batch=number)
+                recorder.add("wait", asked, taken, MAIN, batch=number)
                 time.sleep(config.step_ms / 1000)
                 del batch
                 asked = time.perf_counter()
-                recorder.add("consume", taken, asked, batch=number)
+                recorder.add("consume", taken, asked, MAIN, batch=number)
         finally:
             # The workers must end before their folder is removed. After an error, the traceback would keep the iterator and
             # so the workers alive. DataLoader's iterator has no public close.
-            close = getattr(source, "_shutdown_workers", None) or getattr(source, "close", None)
-            if close is not None:
-                close()
-        spans = [span for span in recorder.collect() if span.start >= began]
-    own = threading.current_thread().name
-    spans = [span._replace(lane=MAIN if span.lane == own else span.lane) for span in shifted(spans, began)]
-    return LoaderTrace(name, title, spans, late)
-
-
-def _traced_loader(
-    config: LoadingTimelineConfig,
-    dataset: LFWDataset,
-    batches: Sequence[Numbered],
-    recorder: Recorder,
-    in_order: bool,
-    began: float,
-) -> Iterable[Any]:
-    if config.loader == "fast":
-        keys = [as_batch_key(batch.content, epoch=0) for batch in batches]
-        return FastLoader(
-            TracedBatches(dataset, recorder, keys),
-            batch_sampler=keys,
-            num_workers=config.workers,
-            pool="threads",
-            prefetch_batches=config.prefetch_factor * max(1, config.workers),
-        )
-    workers: dict[str, Any] = {}
-    if config.workers:
-        # The workers inherit this folder, and this process removes it. A terminated worker would leave its own behind.
-        multiprocessing.util.get_temp_dir()
-        workers = {
-            "prefetch_factor": config.prefetch_factor,
-            "multiprocessing_context": config.start_method,
-            "in_order": in_order,
-            "worker_init_fn": functools.partial(traced_start, recorder, began),
-        }
-    traced, collate = TracedFetch(dataset, recorder), functools.partial(traced_collate, recorder)
-    return stock_loader(traced, config.workers, batch_sampler=batches, collate_fn=collate, **workers)
+            iterator._shutdown_workers()
+        return LoaderTrace(name, title, shifted(recorder.collect(), began), late)
 
 
 def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
@@ -194,26 +145,15 @@ def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
 
     :returns: the summary for the terminal
     """
-    names = ["timeline.png", "summary.json", *(f"trace-{run.name}.json" for run in runs)]
+    names = ["timeline.png", *(f"trace-{run.name}.json" for run in runs)]
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
         spans = [span for lane in run.lanes for span in in_lane(run.spans, lane)]
-        write_trace(config.output / f"trace-{run.name}.json", trace_events({run.title: spans + run.queue()}))
-    summaries = {run.name: _summary(run) for run in runs}
-    write_results(config.output / "summary.json", {"config": asdict(config), "runs": summaries})
+        write_trace(config.output / f"trace-{run.name}.json", trace_events({run.title: spans}))
     lines = [_title(config)]
     for run in runs:
         lines += [f"{run.title}:", *(f"    {line}" for line in _lines(run))]
     return "\n".join([*lines, files_line(config.output, names, traces=True)])
-
-
-def _summary(run: LoaderTrace) -> dict[str, Any]:
-    return {
-        "order": [batch.number for batch in run.batches],
-        "total_ms": 1000 * run.end,
-        "waited_share": run.waited / run.end,
-        "batches": [batch._asdict() for batch in run.batches],
-    }
 
 
 def _lines(run: LoaderTrace) -> list[str]:
@@ -225,13 +165,9 @@ def _lines(run: LoaderTrace) -> list[str]:
 
 
 def _title(config: LoadingTimelineConfig) -> str:
-    if config.workers == 0:
-        workers = "no workers"
-    else:
-        workers = f"{config.workers} {'threads' if config.loader == 'fast' else f'workers ({config.start_method})'}"
     late = f", one file of batch {config.slow_batch} {config.slow_batch_ms:.0f} ms late" if config.slow_batch_ms else ""
     return (
-        f"{config.loader} loader, {workers}, {config.batches} batches of {config.batch_size}, "
+        f"DataLoader, {config.workers} workers ({config.start_method}), {config.batches} batches of {config.batch_size}, "
         f"{config.step_ms:g} ms of work on each{late}"
     )
 

@@ -1,4 +1,4 @@
-"""The timeline's picture: a lane per process or thread, and a curve of the queue."""
+"""The timeline's picture: a lane per process, a frame around each batch, and what a late file does to the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from common.reporting.gantt import LABEL_SIZE, Gantt, new_gantt, save_gantt
 from common.reporting.run_figures import COLORS
-from common.reporting.spans import Interval
 from dataloading.timeline.tracing import LoaderTrace
 
 if TYPE_CHECKING:
@@ -42,12 +41,11 @@ def plot_timeline(path: Path, runs: Sequence[LoaderTrace], title: str, idle_reas
     :param path: of the PNG
     :param idle_reason: why a worker is idle while the main process waits for another worker's batch
     """
-    heights = [1.0 + len(runs[0].lanes), 0.9] * len(runs)
+    heights = [1.0 + len(run.lanes) for run in runs]
     figure, axes = new_gantt(heights, 2.6 + 0.5 * sum(heights), title)
     end = max(run.end for run in runs)
-    for i, run in enumerate(runs):
-        _draw_run(Gantt(axes[2 * i], 0, end, run.title), run, idle_reason)
-        _draw_queue(Gantt(axes[2 * i + 1], 0, end).plot, run)
+    for plot, run in zip(axes, runs, strict=True):
+        _draw_run(Gantt(plot, 0, end, run.title), run, idle_reason)
     _bracket(axes[0], 0, runs[0].batches[0].taken, first_batch(runs[0]))
     axes[-1].set_xlabel("ms since the main process asked for the loader's iterator")
     names = {span.name for run in runs for span in run.spans}
@@ -75,26 +73,16 @@ def _draw_run(gantt: Gantt, run: LoaderTrace, idle_reason: str) -> None:
         number = str(span.facts["batch"])
         if not gantt.write(0, span.start, span.end, number, **style) and 1000 * span.seconds > 11 * gantt.ms_per_px:
             gantt.plot.text(500 * (span.start + span.end), 0, number, rotation=90, ha="center", va="center", **style)
-    for batch in run.work:
-        for lane, (start, stop) in _shares(run, batch).items():
-            _frame(gantt, start, stop, run.lanes.index(lane), str(batch))
+    for batch in run.batches:
+        _frame(gantt, batch.began, batch.finished, run.lanes.index(batch.lane), str(batch.number))
     if run.late is not None:
         _explain_late(gantt, run, run.late, idle_reason)
     gantt.plot.set_yticks(range(len(run.lanes)), run.lanes)
     gantt.plot.set_ylim(len(run.lanes) - 0.5, -1.5)
 
 
-def _shares(run: LoaderTrace, number: int) -> dict[str, Interval]:
-    """When each of the lanes that worked on a batch began and ended its part."""
-    shares: dict[str, Interval] = {}
-    for span in run.work[number]:
-        began, ended = shares.get(span.lane, (span.start, span.end))
-        shares[span.lane] = began, max(ended, span.end)
-    return shares
-
-
 def _frame(gantt: Gantt, start: float, stop: float, y: float, number: str) -> None:
-    """A frame around a worker's part of a batch, with the batch's number at its left end."""
+    """A frame around the work on a batch, with the batch's number at its left end."""
     gantt.boxes(y, [(start, stop)], facecolor="none", edgecolor="black", linewidth=1.1)
     box = {"facecolor": "white", "edgecolor": "black", "linewidth": 0.7, "pad": 1.4}
     label_end = start + LABEL_PX * gantt.ms_per_px / 1000
@@ -120,8 +108,8 @@ def _explain_late(gantt: Gantt, run: LoaderTrace, number: int, idle_reason: str)
         text = f"waits for batch {number}; finished behind it: {_list(behind)}"
         gantt.write(0, wait.start, wait.end, text, _in_two(text), color="black")
     for y, lane in enumerate(run.lanes[1:], 1):
-        parts = sorted(_shares(run, batch)[lane] for batch in run.work if lane in _shares(run, batch))
-        for (_, start), (stop, _) in itertools.pairwise(parts):
+        busy = sorted((batch.began, batch.finished) for batch in run.batches if batch.lane == lane)
+        for (_, start), (stop, _) in itertools.pairwise(busy):
             if late.began < start and stop > late.finished:
                 style: dict[str, Any] = {"color": "0.3", "fontstyle": "italic"}
                 gantt.write(y, start, stop, idle_reason, _in_two(idle_reason), **style)
@@ -133,16 +121,6 @@ def _bracket(plot: Axes, start: float, stop: float, text: str) -> None:
     arrow = {"arrowstyle": "|-|,widthA=0.25,widthB=0.25", "shrinkA": 0, "shrinkB": 0}
     plot.annotate("", (1000 * start, y), (1000 * stop, y), arrowprops=arrow)
     plot.text(1000 * start, y - 0.12, text, ha="left", va="bottom", fontsize=LABEL_SIZE)
-
-
-def _draw_queue(plot: Axes, run: LoaderTrace) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    moments, waiting = zip(*((1000 * count.start, count.facts["batches"]) for count in run.queue()), strict=True)
-    plot.fill_between(moments, waiting, step="post", facecolor=(COLORS[3], 0.3), edgecolor=COLORS[3], linewidth=1.2)
-    plot.set_ylim(0, max(waiting) + 0.6)
-    plot.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
-    plot.set_ylabel("batches finished,\nnot yet taken", rotation=0, ha="right", va="center", fontsize=LABEL_SIZE)
 
 
 def _ms(seconds: float) -> str:

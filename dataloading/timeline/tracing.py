@@ -1,4 +1,4 @@
-"""A loader whose processes and threads record what they do, and the trace of one run.
+"""A ``DataLoader`` whose processes record what they do, and the trace of one run.
 
 The batch's number travels with its keys, its items and the batch itself (:class:`Numbered`). Otherwise a worker could not
 know it, and with ``in_order=False`` the main process could not either.
@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from common.data.datasets import BatchKey
 from common.data.loaders import start_worker
-from common.reporting.spans import COUNTERS, Recorder, Span
-from dataloading.dataset.batches import LFWBatches, collate
-from dataloading.dataset.decoders import Pixels
+from common.reporting.spans import Recorder, Span
+from dataloading.dataset.batches import collate
 from dataloading.dataset.lfw import LFWDataset
-from dataloading.dataset.storage import Reader, Storage
 
 MAIN = "main process"  # its lane
 
@@ -35,14 +30,21 @@ class Numbered(NamedTuple):
 
 
 class TracedFetch(Dataset[Any]):
-    """The data set of torch's ``DataLoader``, whose worker calls ``__getitems__`` once per batch."""
+    """The data set of torch's ``DataLoader``, whose worker calls ``__getitems__`` once per batch.
 
-    def __init__(self, dataset: LFWDataset, recorder: Recorder) -> None:
-        self.dataset, self.recorder = dataset, recorder
+    :param late: the number of the batch whose first file is late, or None
+    :param delay_s: of that file
+    """
+
+    def __init__(self, dataset: LFWDataset, recorder: Recorder, late: int | None, delay_s: float) -> None:
+        self._dataset, self._recorder, self._late, self._delay_s = dataset, recorder, late, delay_s
 
     def __getitems__(self, keys: Numbered) -> Numbered:
-        with self.recorder.within(batch=keys.number), self.recorder.span("fetch"):
-            return Numbered(keys.number, [self.dataset[key] for key in keys.content])
+        with self._recorder.within(batch=keys.number), self._recorder.span("fetch"):
+            if keys.number == self._late:
+                with self._recorder.span("late"):
+                    time.sleep(self._delay_s)
+            return Numbered(keys.number, [self._dataset[key] for key in keys.content])
 
 
 def traced_collate(recorder: Recorder, items: Numbered) -> Numbered:
@@ -59,45 +61,12 @@ def traced_start(recorder: Recorder, asked: float, worker: int) -> None:
     recorder.flush()
 
 
-class TracedBatches(LFWBatches):
-    """The data set of a fast loader with threads, which call ``fill`` for one part of a batch after the other.
-
-    :param keys: the same objects that the loader gets, since threads recognize a batch by its key's identity
-    """
-
-    def __init__(self, files: LFWDataset, recorder: Recorder, keys: Sequence[BatchKey]) -> None:
-        super().__init__(files)
-        self._recorder, self._keys = recorder, keys
-        self._numbers = {id(key): number for number, key in enumerate(keys)}
-
-    def fill(self, buffer: Pixels, key: BatchKey, *part: Any, **named: Any) -> list[int]:
-        with self._recorder.within(batch=self._numbers[id(key)]), self._recorder.span("fetch"):
-            return super().fill(buffer, key, *part, **named)
-
-
-class LateFile:
-    """A storage that delays one file when it is opened for one batch."""
-
-    def __init__(self, storage: Storage, name: str, batch: int, delay_s: float, recorder: Recorder) -> None:
-        self.root, self._storage = storage.root, storage
-        self._name, self._batch, self._delay_s, self._recorder = name, batch, delay_s, recorder
-
-    def names(self) -> list[str]:
-        return self._storage.names()
-
-    def open(self, name: str) -> Reader:
-        if name == self._name and self._recorder.facts.get("batch") == self._batch:
-            with self._recorder.span("late"):
-                time.sleep(self._delay_s)
-        return self._storage.open(name)
-
-
 class BatchTimes(NamedTuple):
     """The times of a batch, in seconds from the run's start.
 
     :param number: counts from 0
-    :param lane: of the worker that finished it
-    :param began: when its first image was opened
+    :param lane: of the worker that made it
+    :param began: when the worker began with it
     :param finished: when it was collated
     :param taken: when the main process received it
     """
@@ -134,23 +103,11 @@ class LoaderTrace:
         return [span for span in self.spans if span.name == name]
 
     @cached_property
-    def work(self) -> dict[int, list[Span]]:
-        """For each batch the outermost spans of the work on it, in the order of their start."""
-        work: dict[int, list[Span]] = defaultdict(list)
-        for span in self.spans:
-            if span.name in ("fetch", "collate"):
-                work[span.facts["batch"]].append(span)
-        return work
-
-    @cached_property
     def batches(self) -> list[BatchTimes]:
         """In the order in which the main process took them."""
-        batches = []
-        for wait in self.named("wait"):
-            work = self.work[wait.facts["batch"]]
-            last = max(work, key=lambda span: span.end)
-            batches.append(BatchTimes(wait.facts["batch"], last.lane, work[0].start, last.end, wait.end))
-        return batches
+        fetched, collated = ({span.facts["batch"]: span for span in self.named(name)} for name in ("fetch", "collate"))
+        taken = [(wait.facts["batch"], wait.end) for wait in self.named("wait")]
+        return [BatchTimes(n, fetched[n].lane, fetched[n].start, collated[n].end, end) for n, end in taken]
 
     @property
     def end(self) -> float:
@@ -161,12 +118,3 @@ class LoaderTrace:
     def waited(self) -> float:
         """Seconds that the main process spent without a batch to work on."""
         return self.end - sum(span.seconds for span in self.named("consume"))
-
-    def queue(self) -> list[Span]:
-        """A counter of the batches that are finished and not yet taken."""
-        changes = [(0.0, 0), *((b.finished, 1) for b in self.batches), *((b.taken, -1) for b in self.batches)]
-        spans, waiting = [], 0
-        for moment, change in sorted(changes, key=lambda item: (item[0], -item[1])):
-            waiting += change
-            spans.append(Span("batches finished, not taken", moment, moment, COUNTERS, {"batches": waiting}))
-        return spans

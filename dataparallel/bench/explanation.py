@@ -53,7 +53,7 @@ def explain(config: DataParallelBenchConfig, points: Sequence[Point]) -> list[st
     if config.on_cpu:
         lines.append(
             f"CPU devices are threads of this process. Each, and each process, has {config.threads_of_one} intra-op thread(s); "
-            f"'{PLAIN}' has all. '{TORCH}' passes its input through to the plain module without GPUs: the same work"
+            f"'{PLAIN}' has all"
         )
     for mode in config.mode:
         ours = [point for point in points if point.mode == mode]

@@ -31,6 +31,7 @@ TURN_S = 0.06  # least length of a turn; one of a small batch takes many calls
 PLAIN, TORCH, HANDWRITTEN, PROCESSES = "plain module", "nn.DataParallel", "handwritten", "processes"
 ONE_DEVICE = "one CPU device"
 STEP_BY_STEP = "handwritten, step by step"
+NO_WATCH: StepContext = contextlib.nullcontext
 
 
 def build_variants(
@@ -46,15 +47,13 @@ def build_variants(
     models: dict[str, nn.Module] = {PLAIN: OneDevice(config.build(first), first)}
     if config.on_cpu:
         models[ONE_DEVICE] = OneDevice(config.build(first), first)
-        if not torch.cuda.is_available():  # on a machine with a GPU, nn.DataParallel requires the module on it
-            models[TORCH] = nn.DataParallel(config.build(first))
     else:
         models[TORCH] = nn.DataParallel(config.build(first), list(devices))
         models[STEP_BY_STEP] = HandwrittenDataParallel(config.build(first), devices)
     models[HANDWRITTEN] = HandwrittenDataParallel(config.build(first), devices)
     variants = {}
     for name, model in models.items():
-        stopwatch, watch = Stopwatch(devices), _no_watch
+        stopwatch, watch = Stopwatch(devices), NO_WATCH
         if name == timed:
             model.step = watch = stopwatch  # type: ignore[assignment]
         call = call_of(model, mode, config.images(batch_size), first, config.precision, watch)
@@ -116,10 +115,6 @@ class OneDevice(nn.Module):
         return logits
 
 
-def _no_watch(name: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def _timed(call: Step, devices: Sequence[torch.device], threads: int, calls: int) -> float:
     """The mean seconds of a call, with so many intra-op threads in this process."""
     with intra_op_threads(threads):
@@ -138,7 +133,7 @@ def _timed_on_ranks(processes: WorkerGroup, mode: str, batch_size: int, calls: i
 
 
 def call_of(
-    model: nn.Module, mode: str, images: Tensor, device: torch.device, precision: str, watch: StepContext = _no_watch
+    model: nn.Module, mode: str, images: Tensor, device: torch.device, precision: str, watch: StepContext = NO_WATCH
 ) -> Step:
     """A function that classifies one batch, or takes one optimizer step on it.
 

@@ -68,7 +68,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, threads: int = 0) -> Iterator[Any]:
     """``DataLoader``, which fetches one sample after the other, or a batch's samples in threads."""
-    files.transform, files.with_label = to_tensor, True
+    files.transform = to_tensor
     sampler = ShuffledSampler(len(files), seed=files.seed)
     sampler.set_epoch(epoch)
     return iter(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
 import re
 import threading
@@ -46,17 +44,15 @@ LOADERS_AND_DAMAGE = [
 
 def expected_samples(files: LFWDataset, epoch: int = 0) -> list[tuple[torch.Tensor, int]]:
     """An epoch's samples one by one, by the data set alone: uint8 ``[3, height, width]`` and label."""
-    to_tensor = PILToTensor()
-    return [
-        (to_tensor(LFWDataset.__getitem__(plain(files), SampleKey(epoch, sample))), int(files.labels[sample]))
-        for sample in order_of(files, epoch)
-    ]
+    to_tensor, alone = PILToTensor(), plain(files)
+    pairs = [alone[SampleKey(epoch, sample)] for sample in order_of(files, epoch)]
+    return [(to_tensor(image), label) for image, label in pairs]
 
 
 def plain(files: LFWDataset) -> LFWDataset:
     """The data set without what a loader has set."""
     other = pickle.loads(pickle.dumps(files))
-    other.transform, other.with_label = None, False
+    other.transform = None
     return other  # type: ignore[no-any-return]
 
 
@@ -265,45 +261,6 @@ def test_the_first_error_in_the_batchs_order_is_raised_though_another_came_befor
         fetch.__getitems__([0, 1, 2, 3, 4])
 
 
-class Fetcher(Dataset[Any]):
-    """Gives the process and the thread that fetch."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, sample: int) -> tuple[int, int]:
-        return os.getpid(), threading.get_ident()
-
-
-def test_a_process_makes_its_pool_once_and_a_fork_of_it_another() -> None:
-    fetch = ThreadedFetch(Fetcher(), threads=1)
-    before = set(fetch.__getitems__([0, 1])) | set(fetch.__getitems__([2]))
-    assert len(before) == 1
-
-    ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_fetch_in_child, args=(fetch, theirs))
-    child.start()
-    first, second = ours.recv()
-    assert first == second
-    assert first[0] == child.pid
-    child.join()
-    assert child.exitcode == 0
-
-    assert set(fetch.__getitems__([0, 1])) == before
-
-
-def _fetch_in_child(fetch: ThreadedFetch, pipe: Any) -> None:
-    pipe.send([fetch.__getitems__([0])[0], fetch.__getitems__([1])[0]])
-
-
-def test_it_is_pickled_without_its_threads(pictures: Path) -> None:
-    fetch = ThreadedFetch(LFWDataset(pictures), threads=2)
-    fetch.__getitems__([0])
-    other = pickle.loads(pickle.dumps(fetch))
-    assert other.__getitems__([3])[0].tobytes() == fetch[3].tobytes()
-    assert len(other) == len(fetch) == PICTURES
-
-
 # LFWBatches
 
 
@@ -313,5 +270,5 @@ def test_a_part_of_a_batch_fills_its_places_only(pictures: Path) -> None:
     key = BatchKey(0, np.array([4, 3, 2, 1, 0]))
     assert dataset.fill(buffer, key, 1, 3) == []
     assert (buffer[[0, 3, 4]] == 77).all()
-    np.testing.assert_array_equal(buffer[1], dataset.files[3])
-    np.testing.assert_array_equal(buffer[2], dataset.files[2])
+    np.testing.assert_array_equal(buffer[1], dataset.files[3][0])
+    np.testing.assert_array_equal(buffer[2], dataset.files[2][0])

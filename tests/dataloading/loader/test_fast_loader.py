@@ -132,7 +132,7 @@ def test_torchs_loader_takes_any_of_the_data_sets(pictures: Path, workers: int, 
     Claim (dataloading/README.md, 6): any data set works in torch's DataLoader; a transform is refused and not
     ignored.
     """
-    files = LFWDataset(pictures, transform=PILToTensor(), with_label=True)
+    files = LFWDataset(pictures, transform=PILToTensor())
     whole = LFWBatches(LFWDataset(pictures))
     in_memory = ImageDataset(np.stack([files[i][0].numpy() for i in range(len(files))]), files.labels)
     for dataset in (files, whole, in_memory, ThreadedFetch(files, 2)):

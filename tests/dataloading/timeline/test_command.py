@@ -1,8 +1,7 @@
-"""``dataloading.timeline``: its traces of the loaders, the picture, and the command."""
+"""``dataloading.timeline``: its traces of ``DataLoader``, the picture, and the command."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import tempfile
@@ -18,7 +17,6 @@ from common.reporting.spans import Span, in_lane
 from dataloading.synthetic import face_cache
 from dataloading.timeline import __main__ as timeline
 from dataloading.timeline.__main__ import LoadingTimelineConfig, measure
-from dataloading.timeline.figure import plot_timeline
 from dataloading.timeline.tracing import MAIN, LoaderTrace
 from tests.support.launch import run_command, start_command
 from tests.support.user_errors import UserError
@@ -38,17 +36,9 @@ def config(faces: Path, **changes: Any) -> LoadingTimelineConfig:
 
 
 @pytest.fixture(scope="module")
-def stock(faces: Path) -> list[LoaderTrace]:
+def runs(faces: Path) -> list[LoaderTrace]:
     """In order, and not."""
     return measure(config(faces, start_method="fork"))
-
-
-@pytest.fixture(scope="module")
-def runs(faces: Path, stock: list[LoaderTrace]) -> list[LoaderTrace]:
-    """One of each kind."""
-    fast = measure(config(faces, loader="fast", augmentation="none"))
-    alone = measure(config(faces, workers=0, slow_batch_ms=0.0))
-    return [*stock, *fast, *alone]
 
 
 def test_every_batch_is_loaded_and_consumed_once(runs: list[LoaderTrace]) -> None:
@@ -73,12 +63,12 @@ def test_spans_of_a_thread_nest(runs: list[LoaderTrace]) -> None:
                 around.append(span)
 
 
-def test_a_batch_is_the_work_of_one_worker(stock: list[LoaderTrace]) -> None:
+def test_a_batch_is_the_work_of_one_worker(runs: list[LoaderTrace]) -> None:
     """A batch is the work of one worker.
 
     Claim (dataloading/README.md, 2): a worker makes whole batches; a late file holds up the others only in order.
     """
-    for run in stock:
+    for run in runs:
         assert run.lanes == [MAIN, "loader worker 0", "loader worker 1"]
         for number in range(BATCHES):
             spans = [s for s in run.spans if s.facts.get("batch") == number and s.name not in ("wait", "consume")]
@@ -86,12 +76,12 @@ def test_a_batch_is_the_work_of_one_worker(stock: list[LoaderTrace]) -> None:
             assert {span.name for span in spans} >= STAGES | {"fetch", "collate"}
 
 
-def test_a_late_batch_holds_up_the_others_only_in_order(stock: list[LoaderTrace]) -> None:
+def test_a_late_batch_holds_up_the_others_only_in_order(runs: list[LoaderTrace]) -> None:
     """A late batch holds up the others only if they must come in order.
 
     Claim (dataloading/README.md, 2): a worker makes whole batches; a late file holds up the others only in order.
     """
-    in_order, out_of_order = stock
+    in_order, out_of_order = runs
     assert [batch.number for batch in in_order.batches] == list(range(BATCHES))
     numbers = [batch.number for batch in out_of_order.batches]
     assert sorted(numbers) == list(range(BATCHES))
@@ -102,27 +92,7 @@ def test_a_late_batch_holds_up_the_others_only_in_order(stock: list[LoaderTrace]
 
 def test_only_the_late_file_is_late(runs: list[LoaderTrace]) -> None:
     for run in runs:
-        assert [span.facts["batch"] for span in run.named("late")] == ([] if run.late is None else [LATE])
-
-
-def test_lanes_are_threads(runs: list[LoaderTrace]) -> None:
-    _, _, fast, alone = runs
-    assert all(name.startswith("fast-loader-") for name in fast.lanes[1:])
-    assert alone.lanes == [MAIN]
-
-
-def test_the_queue_ends_empty_and_is_never_negative(runs: list[LoaderTrace]) -> None:
-    for run in runs:
-        counts = [count.facts["batches"] for count in run.queue()]
-        assert min(counts) == 0 == counts[-1]
-        assert all(abs(after - before) == 1 for before, after in itertools.pairwise(counts))
-
-
-def test_each_kind_of_run_can_be_drawn(runs: list[LoaderTrace], tmp_path: Path) -> None:
-    for number, group in enumerate([runs[:2], runs[2:3], runs[3:]]):
-        path = tmp_path / f"{number}.png"
-        plot_timeline(path, group, "a title", "a reason")
-        assert path.read_bytes().startswith(b"\x89PNG")
+        assert [span.facts["batch"] for span in run.named("late")] == [LATE]
 
 
 def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: Path) -> None:
@@ -139,13 +109,12 @@ def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: 
     result = run_command("dataloading.timeline", *folders, *sizes, env={"TMPDIR": str(scratch)})
     assert (result.returncode, result.stderr) == (0, "")
     assert "first batch after" in result.stdout
-    names = {"timeline.png", "summary.json", "trace-in-order.json", "trace-out-of-order.json"}
+    assert "taken in the order 0 1 2 3\n" in result.stdout
+    names = {"timeline.png", "trace-in-order.json", "trace-out-of-order.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
-    summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert summary["machine"]["torch"]
-    assert summary["runs"]["in-order"]["order"] == [0, 1, 2, 3]
+    assert (tmp_path / "out/timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "out/trace-in-order.json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    assert {event["ph"] for event in events} == {"M", "X"}
     lanes = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert lanes[:4] == [MAIN, "loader worker 0", "loader worker 1", "loader worker 2"]
     scratch.rmdir()  # nothing is left in it
@@ -177,6 +146,8 @@ def test_a_stopped_command_leaves_no_process_and_no_file(number: signal.Signals,
         (["--path-to-folder", "/no/such/folder"], "/no/such/folder is not there"),
         (["--output", "/dev/null/out"], "--output /dev/null/out cannot be written"),
         (["--batches", "2"], "--slow-batch 2 is not one of --batches 2"),
+        (["--workers", "0"], "--workers 0 is out of range"),
+        (["--loader=fast"], "--loader is gone: this draws DataLoader; dataloading.bench --loader compares"),
     ],
 )
 def test_bad_input_is_one_line(user_error: UserError, arguments: list[str], words: str, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
         "inference, ms per call by batch size",
         "training, ms per call by batch size",
         "handwritten: ",
-        "passes its input through",
     ):
         assert words in done.stdout
     for name in ("inference.png", "training.png", "steps.png"):
