@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ddp.bench import __main__ as bench
-from ddp.bench.allreduce.config import AllReduceConfig
-from ddp.bench.allreduce.measuring import report
+from ddp.bench.allreduce import AllReduceConfig, report
 from tests.support.launch import run_command
 from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError

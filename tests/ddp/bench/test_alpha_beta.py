@@ -1,4 +1,4 @@
-"""ddp/bench/allreduce/alpha_beta.py: fits against known lines and all other lines; bandwidths against the definition of nccl-tests."""
+"""ddp.bench.alpha_beta.py: fits against known lines and all other lines; bandwidths against the definition of nccl-tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.bench.allreduce.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit
+from ddp.bench.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit
 
 SIZES = tuple(4**power for power in range(1, 14))
 alphas = st.floats(1e-7, 1e-2)
