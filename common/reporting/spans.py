@@ -69,19 +69,15 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str = "") -> Iterator[None]:
-        """Record the block as a span."""
-        start = self.clock.stamp()
+        """Record the block as a span. The lane's next lap begins with it."""
+        start = self._last[lane] = self.clock.stamp()
         try:
             yield
         finally:
             self.add(name, start, self.clock.stamp(), lane)
 
-    def begin_laps(self, lane: str) -> None:
-        """The lane's next lap begins now."""
-        self._last[lane] = self.clock.stamp()
-
     def lap(self, name: str, lane: str) -> None:
-        """Record a span from the end of the lane's last lap until now: the laps of a lane leave no gap."""
+        """Record a span from the end of the lane's last lap, or the begin of a span since, until now: the laps of a lane leave no gap."""
         now = self.clock.stamp()
         self.add(name, self._last[lane], now, lane)
         self._last[lane] = now

@@ -30,7 +30,7 @@ from common.reporting.benchmark import CPU, run_alone, write_results
 from common.reporting.spans import Span, shifted
 from common.reporting.trace_events import trace_events, write_trace
 from ddp.timeline.config import StepTimelineConfig
-from ddp.timeline.parts import divide, in_total
+from ddp.timeline.parts import divide
 
 WARMUP = 3  # unrecorded steps; buckets are final, and the order of units is known, after the first
 BLOCK = 5  # consecutive steps between two reports of progress
@@ -102,7 +102,7 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     title = subject.title(config, run.facts)
     headings = list(map(subject.heading, parts[shown]))
     plot_step(config.output / "timeline.png", steps[shown], headings, subject.look(run.facts), title)
-    spans = {f"rank {rank}": [span for step in steps for span in in_total(step[rank])] for rank in range(config.ranks)}
+    spans = {f"rank {rank}": [span for step in steps for span in step[rank]] for rank in range(config.ranks)}
     write_trace(config.output / "trace.json", trace_events(spans))
     written = [
         [{"spans": [span._asdict() for span in rank], "parts": its} for rank, its in zip(*step, strict=True)]

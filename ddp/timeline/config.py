@@ -12,7 +12,7 @@ from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
 from common.training.models import MODELS, require_heads
 from ddp.all_reduce import ALL_REDUCES
-from ddp.config import micro_batch_size, require_samples
+from ddp.config import require_samples
 from ddp.strategies import STAGES, require_shardable
 
 REPLICAS = "handwritten"
@@ -85,12 +85,10 @@ class StepTimelineConfig:
         for name, value in {**defaults, "batch_size": BATCH_SIZES[bool(self.stage)]}.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if not self.stage:
-            require_samples(self.model, self.batch_size, self.ranks)
-            return
-        _ = self.sequences  # the batch may not divide
-        require_shardable(self.all_reduce, self.strategy)
-        require_heads(self.width)
+        require_samples(self.model, self.batch_size, self.ranks)
+        if self.stage:
+            require_shardable(self.all_reduce, self.strategy)
+            require_heads(self.width)
 
     def _check_gpus(self) -> None:
         if not self.placement.gpus:
@@ -119,11 +117,3 @@ class StepTimelineConfig:
     def stage(self) -> int:
         """The stage of sharding: 1, 2 or 3; 0 for replicas."""
         return STAGES.get(self.strategy, 0)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of each rank in a step, when the strategy is sharded.
-
-        :raises UsageError: when the batch does not divide over the ranks
-        """
-        return micro_batch_size(self.batch_size, self.ranks, 1)

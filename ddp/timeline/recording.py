@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed.process_group import DistEnv
@@ -26,7 +27,10 @@ from ddp.timeline.parts import COMPUTE
 
 
 class StepRecorder(abc.ABC):
-    """The service of one rank: it trains, and records the spans of each step."""
+    """The service of one rank: it trains, and records the spans of each step. A subclass sets the model and its optimizer."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, env: DistEnv) -> None:
         self.recorder = Recorder(clock_of(env.device))
@@ -36,20 +40,26 @@ class StepRecorder(abc.ABC):
         """Facts of the model, final after the first step."""
 
     @abc.abstractmethod
-    def next_batch(self) -> Any:
-        """Load the next batch."""
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Make the next batch: the model's inputs, and the classes of its outputs."""
 
-    @abc.abstractmethod
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the loss."""
+        inputs, labels = batch
+        return F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
 
-    @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients, averaged over the ranks."""
+        loss.backward()
 
-    @abc.abstractmethod
     def update(self) -> None:
         """Take a step of the optimizer."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def lap(self, name: str) -> None:
+        """End a lap."""
+        self.recorder.lap(name, COMPUTE)
 
     def run(self, steps: int) -> list[list[Span]]:
         """Take some steps. All ranks start together."""
@@ -71,10 +81,8 @@ class StepRecorder(abc.ABC):
             with phase("data"):
                 batch = self.next_batch()
             with phase("forward"):
-                self.recorder.begin_laps(COMPUTE)
                 loss = self.forward(batch)
             with phase("backward"):
-                self.recorder.begin_laps(COMPUTE)
                 self.backward(loss)
             with phase("optimizer"):
                 self.update()

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -40,7 +39,7 @@ class StepsOfRank(StepRecorder):
         network = to_device(build_model(config.model, IMAGE_SHAPE, CLASSES, 0.0), env.device, torch.channels_last)
         self._names = {parameter: name for name, parameter in network.named_parameters()}
         recorded = RecordedBackend if config.all_reduce == "backend" else RecordedCollectives
-        self._model = HandwrittenDistributedDataParallel(
+        self.model = HandwrittenDistributedDataParallel(
             network,
             broadcast_buffers=False,
             bucket_cap_mb=config.bucket_mib,
@@ -48,48 +47,39 @@ class StepsOfRank(StepRecorder):
         )
         for parameter, name in self._names.items():
             # DDP's hook is on the node that accumulates the gradient. The node calls its hooks after those of the parameter.
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._lap, name))
-            get_gradient_edge(parameter).node.register_hook(functools.partial(self._lap, "copy"))
-        self._optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9, fused=True)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._lap_of, name))
+            get_gradient_edge(parameter).node.register_hook(functools.partial(self._lap_of, "copy"))
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9, fused=True)
 
     def facts(self) -> dict[str, Any]:
         """``buckets``, in the order of their all-reduces: each maps its parameters to the bytes of the gradients."""
-        buckets = [bucket.parameters.values() for bucket in self._model.reducer.buckets]
+        buckets = [bucket.parameters.values() for bucket in self.model.reducer.buckets]
         return {"buckets": [{self._names[p]: p.nbytes for p in bucket} for bucket in buckets]}
 
     def compute(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` backward passes without synchronization. All ranks start together."""
         self.start_together()
         for _ in range(steps):
-            with self._model.no_sync():
+            with self.model.no_sync():
                 loss = self.forward(self.next_batch())
-                self.recorder.begin_laps(COMPUTE)
-                with self.recorder.span("alone"):
+                with self.recorder.span("alone", COMPUTE):
                     loss.backward()
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         return [span.seconds for span in self.recorder.read(self.recorder.take()) if span.name == "alone"]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         images, labels = torch.rand(self._samples, *IMAGE_SHAPE), torch.randint(CLASSES, (self._samples,))
         return images.to(self._device, memory_format=torch.channels_last), labels.to(self._device)
 
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self._model(images), labels)
-
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
-        self._lap("wait")
+        super().backward(loss)
+        self.lap("wait")
 
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _lap(self, name: str, *_: object) -> None:
-        self.recorder.lap(name, COMPUTE)
+    def _lap_of(self, name: str, *_: object) -> None:
+        self.lap(name)
 
     def _name_of(self, buffer: Tensor) -> str:
-        buckets = self._model.reducer.buckets
+        buckets = self.model.reducer.buckets
         return bucket_name(next(index for index, bucket in enumerate(buckets) if bucket.buffer is buffer))
 
 

@@ -60,12 +60,13 @@ def test_the_spans_of_a_killed_process_are_read(tmp_path: Path) -> None:
 
 def test_laps_leave_no_gap() -> None:
     recorder = Recorder()
-    recorder.begin_laps("lane")
-    for name in "abc":
-        recorder.lap(name, "lane")
-    spans = recorder.read(recorder.take())
-    assert [span.name for span in spans] == ["a", "b", "c"]
-    assert all(before.end == after.start for before, after in itertools.pairwise(spans))
+    with recorder.span("phase", "lane"):
+        for name in "abc":
+            recorder.lap(name, "lane")
+    phase, *laps = recorder.read(recorder.take())
+    assert [span.name for span in (phase, *laps)] == ["phase", "a", "b", "c"]
+    assert phase.start == laps[0].start
+    assert all(before.end == after.start for before, after in itertools.pairwise(laps))
     assert not recorder.take()
 
 
