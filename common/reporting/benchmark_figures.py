@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from common.reporting.run_figures import COLORS, new_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 STACK_COLORS = (
     "#8fb8dc", "#d9542b", "#1f6fb4", "#b8912b", "#3a9a5b", "#8a5fb0", "#c0271a", "#7fb8a0", "#b9c0c6"
@@ -110,9 +107,9 @@ def plot_stacked(
     panels: Mapping[str, Mapping[str, Sequence[float]]],
     x_values: Sequence[Any],
     *,
-    x_title: str,
     y_title: str,
     title: str,
+    x_title: str = "",
     line: tuple[float, str] | None = None,
     points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     totals: Mapping[str, Sequence[float]] | None = None,
@@ -153,14 +150,14 @@ def plot_ratios(
     *,
     title: str,
     x_title: str,
-    limit: float | None = None,
+    percents: bool = False,
 ) -> None:
     """Paired ratios in panels side by side: a dot per round and variant, the median and quartiles, and a line at 1.
 
     Variants whose names are equal up to a comma have the same color.
 
     :param panels: for each panel's title the ratios of its variants, one entry per round
-    :param limit: a second line, at the largest allowed ratio
+    :param percents: whether the ratios differ by percents: then the axis does not begin at 0
     """
     names = [list(variants) for variants in panels.values()]
     shared = all(one == names[0] for one in names)  # then the leftmost panel names the variants of all
@@ -173,27 +170,21 @@ def plot_ratios(
             color = colors.setdefault(name.partition(",")[0], COLORS[len(colors) % len(COLORS)])
             low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
             edge = max(edge, 1.25 * high)
-            draw_rounds(plot, position, ratios, color)
+            plot.plot(
+                ratios, position + np.linspace(-0.18, 0.18, len(ratios)), "o", color=color, alpha=0.35, markersize=3.5
+            )
+            plot.plot([median, median], [position - 0.25, position + 0.25], color=color, linewidth=2.5)
             plot.plot([low, high], [position, position], color=color, linewidth=2)
             box = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
-            text = f"{median:.2f}" if limit is None else f"{median:.3f}"  # a limit is a matter of percents
+            text = f"{median:.3f}" if percents else f"{median:.2f}"
             plot.text(median, position - 0.26, text, ha="center", va="bottom", fontsize=8, bbox=box)
         plot.axvline(1.0, color="0.25", linewidth=1, zorder=0)
-        if limit is not None:
-            plot.axvline(limit, color="0.25", linewidth=1, linestyle="--", zorder=0)
         plot.set_yticks(range(len(variants)), list(variants))
         plot.set_ylim(len(variants) - 0.5, -0.7)
-        if limit is None:
+        if not percents:
             plot.set_xlim(0, edge)  # a disturbed round may lie beyond
         plot.tick_params(axis="y", length=0, labelleft=plot is axes[0, 0] or not shared)
         plot.set_title(panel, fontsize=10)
         plot.grid(axis="x", alpha=0.25)
     figure.supxlabel(x_title, fontsize=10)
     figure.savefig(path, dpi=110)
-
-
-def draw_rounds(plot: Axes, position: int, values: Sequence[float], color: str) -> None:
-    """One row of a plot: a dot per round, spread over the row's height, and a bar at the median."""
-    plot.plot(values, position + np.linspace(-0.18, 0.18, len(values)), "o", color=color, alpha=0.35, markersize=3.5)
-    median = float(np.median(values))
-    plot.plot([median, median], [position - 0.25, position + 0.25], color=color, linewidth=2.5)

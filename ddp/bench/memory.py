@@ -16,8 +16,7 @@ flight. The peak adds activations, the units that are whole at the moment and th
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.turns import run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
-from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
+from ddp.bench.sharding import STAGES, VOCABULARY, parameters_of, share
+from ddp.timeline.memory import bytes_of, state_of
 
 PARTS = ("parameters", "gradients", "optimizer state")
 # torch would import these on each rank of each group: half of what a group takes to start.
@@ -109,7 +109,7 @@ class LedgerWorker:
         with torch.device("meta" if self._stage != 0 else "cpu"):  # only replicas are whole anywhere
             network = GPT(VOCABULARY, width, layers, config.length)
         all_reduce = "ring" if self._stage else "backend"
-        model: Any = ShardedVariant(self._stage, all_reduce).wrap(network)
+        model: Any = share(network, self._stage, all_reduce)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             sent_before = self._sent(model)
@@ -132,22 +132,13 @@ class LedgerWorker:
             flats: Any = model.flats
             parameters += [flat.full for flat in flats]
             gradients += [flat.gradient for flat in flats if flat.gradient is not None]
-        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        return dict(zip(PARTS, map(bytes_of, (parameters, gradients, state)), strict=True))
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each storage counted once. A ``DTensor`` counts by this rank's shard."""
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return dict(zip(PARTS, (bytes_of(parameters), bytes_of(gradients), state_of(optimizer)), strict=True))
 
 
 def process_bytes(name: str) -> int:
     """Bytes that /proc/self/status tells: VmRSS is the memory of the process, VmHWM its maximum."""
-    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert line is not None
-    return int(line[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -183,7 +174,6 @@ def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
             for panel, own in panels.items()
         },
         list(STAGES),
-        x_title="",
         y_title="bytes per parameter on a rank, between backward and step",
         title=title,
         points={panel: {"peak": [row["peak"] / parameters for row in own]} for panel, own in panels.items()},

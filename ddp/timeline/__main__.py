@@ -40,8 +40,8 @@ FILES = ("timeline.png", "trace.json", "steps.json")
 class RecordedSteps(NamedTuple):
     """The recorded steps of one training.
 
-    :param facts: of the model, and for replicas ``backward_alone``: for each rank, seconds of backward passes without
-        synchronization
+    :param facts: of the model, and for replicas ``backward_alone``: seconds of backward passes without synchronization, each
+        on all ranks
     :param steps: for each step its spans on each rank
     """
 
@@ -65,7 +65,7 @@ def _subject(config: StepTimelineConfig) -> ModuleType:
 def measure(config: StepTimelineConfig) -> RecordedSteps:
     """Record training steps, with replicas in turns with backward passes without communication."""
     steps: list[list[list[Span]]] = []
-    alone: list[list[float]] = [[] for _ in range(config.ranks)]
+    alone: list[list[float]] = []
     with (
         WorkerGroup(
             config.ranks,
@@ -82,11 +82,10 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
             block = min(BLOCK, config.steps - len(steps))
             steps += map(list, zip(*ranks.call("run", block), strict=True))
             if not config.stage:
-                for seconds, more in zip(alone, ranks.call("compute", block), strict=True):
-                    seconds += more
+                alone += map(list, zip(*ranks.call("compute", block), strict=True))
             progress.advance(block, f"{1e3 * _seconds(steps[-1]):.0f} ms each")
         facts = ranks.call("facts")[0]
-    return RecordedSteps(facts if config.stage else facts | {"backward_alone": alone}, steps)
+    return RecordedSteps(facts | {"backward_alone": alone}, steps)
 
 
 def report(config: StepTimelineConfig, run: RecordedSteps) -> str:

@@ -18,9 +18,8 @@ from ddp.strategies import STAGES, require_shardable
 REPLICAS = "handwritten"
 
 # Flags that one kind of strategy has, and flags whose default depends on it.
-OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_mib": None}
-OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64}
-BATCH_SIZES = {True: 12, False: 144}  # of stages, and of replicas
+OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_mib": None, "batch_size": 144}
+OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64, "batch_size": 12}
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,12 @@ class StepTimelineConfig:
     output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
 
     def __post_init__(self) -> None:
-        for name in OF_REPLICAS if self.stage else OF_STAGES:
+        defaults, others = (OF_STAGES, OF_REPLICAS) if self.stage else (OF_REPLICAS, OF_STAGES)
+        for name in others.keys() - defaults.keys():
             if getattr(self, name) is not None:
-                others = f"--strategy {REPLICAS}" if self.stage else f"the sharded strategies, {', '.join(STAGES)}"
+                right = f"--strategy {REPLICAS}" if self.stage else f"the sharded strategies, {', '.join(STAGES)}"
                 raise UsageError(
-                    f"{flag_of(name)} {getattr(self, name)} is for {others}: leave it out with --strategy {self.strategy}"
+                    f"{flag_of(name)} {getattr(self, name)} is for {right}: leave it out with --strategy {self.strategy}"
                 )
         if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
             object.__setattr__(self, "device", "cpu")
@@ -81,8 +81,7 @@ class StepTimelineConfig:
         object.__setattr__(self, "ranks", placement.ranks)
         object.__setattr__(self, "device", placement.device)
         self._check_gpus()
-        defaults = OF_STAGES if self.stage else OF_REPLICAS
-        for name, value in {**defaults, "batch_size": BATCH_SIZES[bool(self.stage)]}.items():
+        for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         require_samples(self.model, self.batch_size, self.ranks)
@@ -105,13 +104,6 @@ class StepTimelineConfig:
     @property
     def placement(self) -> Placement:
         return place_ranks(self.device, self.ranks)
-
-    @property
-    def processes(self) -> str:
-        """The ranks and their threads, or GPUs."""
-        if self.placement.gpus:
-            return str(self.placement)
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)} of {self.threads} thread{'s' * (self.threads > 1)}"
 
     @property
     def stage(self) -> int:

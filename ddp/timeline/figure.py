@@ -11,7 +11,7 @@ from common.reporting.gantt import HEIGHT, LABEL_SIZE, Gantt, new_gantt, readabl
 from common.reporting.run_figures import COLORS
 from common.reporting.spans import COUNTERS, Span, in_lane, shifted, stacked
 from ddp.by_hand.buckets import MIB
-from ddp.timeline.parts import COLLECTIVES, COMPUTE, Step, begun_by_all, phase, waits_of
+from ddp.timeline.parts import COLLECTIVES, COMPUTE, Step, begun_by_all, phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,18 +29,14 @@ class Look:
     """The look of the spans and counters by their names; others are not drawn.
 
     :param colors: matplotlib's, with an opacity or without
-    :param labels: for each name, labels of its boxes: the first that has room is written
     :param legend: see :func:`common.reporting.gantt.save_gantt`
     :param note: below the time axis
-    :param overlap: colors behind the collectives, until the last gradient is ready and after that
     :param replica: bytes that a replica would hold; 0 where no memory is recorded
     """
 
     colors: Mapping[str, Any]
-    labels: Mapping[str, tuple[str, ...]]
     legend: Mapping[str, Any]
     note: str
-    overlap: Sequence[str] = ()
     replica: int = 0
 
 
@@ -103,18 +99,12 @@ class _Chart:
                 gantt.box(row, span.start, min(moment, span.end), "0.9", **LATE, edgecolor=color)
                 is_named = self._box(gantt, row, moment, max(moment, span.end), span.name)
                 if until > span.end:
-                    labels = () if is_named else self._look.labels[span.name]
+                    labels = () if is_named else _labels(span.name)
                     gantt.box(row, span.end, until, (color, HELD), *labels, linewidth=0)
                     plot.plot([1000 * until] * 2, [row - HEIGHT / 2, row + HEIGHT / 2], color=color, linewidth=2)
             if rows:
                 holds = ",\nholds" if lane == "gather" and in_lane(self._step, "free") else ""
                 ticks[(min(rows) + max(rows)) / 2] = LANES[lane] + holds
-        if self._look.overlap:
-            ((ready, returned),) = waits_of(self._step)
-            edges = (phase(self._step, "backward").start, ready, returned)
-            for start, stop, color in zip(edges[:2], edges[1:], self._look.overlap, strict=True):
-                box = [(1000 * start, 1000 * (stop - start))]
-                plot.broken_barh(box, (0.5, self._bottom - 1), color=color, linewidth=0, zorder=0.1)
         plot.set_yticks(list(ticks), list(ticks.values()))
         plot.set_ylim(self._bottom - 0.4, -0.6)
 
@@ -141,9 +131,15 @@ class _Chart:
         plot.set_ylabel("memory, MiB")
 
     def _box(self, gantt: Gantt, row: float, start: float, stop: float, name: str) -> bool:
-        return gantt.box(row, start, stop, self._look.colors[name], *self._look.labels.get(name, ()))
+        return gantt.box(row, start, stop, self._look.colors[name], *_labels(name))
 
     def _held_until(self, gather: Span) -> float:
         frees = [free.start for free in in_lane(self._step, "free") if free.name == gather.name]
         later = [moment for moment in frees if moment >= gather.end and gather.lane == "gather"]
         return min(later, default=gather.end)
+
+
+def _labels(name: str) -> Sequence[str]:
+    """Labels of a box: the name of its span, or its number where there is no room for more."""
+    number = name.replace(".", " ").rpartition(" ")[2]
+    return (name, number) if number.isdigit() else (name,)

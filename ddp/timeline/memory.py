@@ -45,6 +45,6 @@ def state_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    """Bytes of the tensors' storages, each counted once. A ``DTensor`` counts by this rank's shard."""
+    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -176,7 +176,7 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     parameters = sum(facts["units"].values()) / 4  # of four bytes
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(facts['units'])} units, "
-        f"{config.batch_size} sequences of {config.length} tokens, {config.processes}, all-reduce: {config.all_reduce}"
+        f"{config.batch_size} sequences of {config.length} tokens, {config.placement}, all-reduce: {config.all_reduce}"
     )
 
 
@@ -208,16 +208,9 @@ def look(facts: Mapping[str, Any]) -> Look:
         "whole gradients": "#f2b66d",
         **{f"wait for {kind}": WAIT for kind in ("gather", "reduce-scatter", "flags")},
     }
-    labels: dict[str, tuple[str, ...]] = {name: ("waits",) for name in colors if name.startswith("wait")}
-    labels["optimizer"] = ("optimizer",)
     for number, unit in enumerate(facts["units"]):  # the root is the first
         color = BLOCK_COLORS[(number - 1) % len(BLOCK_COLORS)] if number else ROOT_COLOR
-        colors |= {
-            unit: color,
-            f"forward {unit}": (color, FORWARD),
-            f"backward {unit}": color,
-        }
-        labels |= {name: (unit, unit.rpartition(".")[2]) for name in (unit, f"forward {unit}", f"backward {unit}")}
+        colors |= {unit: color, f"forward {unit}": (color, FORWARD), f"backward {unit}": color}
     color = BLOCK_COLORS[0]
     legend = {
         "forward of a unit": (color, FORWARD),
@@ -228,4 +221,4 @@ def look(facts: Mapping[str, Any]) -> Look:
         "parameters are whole, until freed": (color, HELD),
         **{f"memory: {kind}": colors[kind] for kind in ("whole parameters", "whole gradients")},
     }
-    return Look(colors, labels, legend, "A unit has the same color everywhere", replica=facts["replica"])
+    return Look(colors, legend, "A unit has the same color everywhere", replica=facts["replica"])

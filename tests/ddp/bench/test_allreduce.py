@@ -41,7 +41,7 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
         assert {size: len(values) for size, values in one["seconds"].items()} == {"4": 2, "4096": 2}
         assert one["fit"]["alpha"] >= 0 and one["fit"]["beta"] >= 0
         assert one["fit"]["alpha"] + one["fit"]["beta"] > 0
-        assert len(one["fit"]["errors"]) == 2
+        assert one["fit"]["mean_error"] >= 0
         median = math.fsum(one["seconds"]["4096"]) / 2
         assert one["bus_bandwidth"]["4096"] == pytest.approx(4096 / median)  # of two ranks: 2 (n - 1) / n = 1
     assert written["memory_bytes_per_s"] > 1e6
