@@ -47,7 +47,7 @@ def plot_sweep(
         }
         rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
         for plot, values in ((seconds_plot, seconds), (rate_plot, rates)):
-            deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in values]
+            deviations = [runs.std(ddof=1) for runs in values]
             plot.errorbar(positions, [runs.mean() for runs in values], deviations, **style)
     for plot, y_title in ((seconds_plot, "seconds, mean and standard deviation"), (rate_plot, "images/s")):
         plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
@@ -83,9 +83,8 @@ def plot_bars(
     """
     figure, axes = new_figure(1, 1, (10, 1.4 + 0.5 * len(bars)), title)
     plot = axes[0, 0]
-    medians = [median for median, _, _ in bars.values()]
-    edge = max(ceiling, *(high for _, _, high in bars.values()))
-    errors = [[median - low for median, low, _ in bars.values()], [high - median for median, _, high in bars.values()]]
+    medians, lows, highs = np.array(list(bars.values())).T
+    edge, errors = max(ceiling, *highs), (medians - lows, highs - medians)
     colors = [COLORS[5], *[COLORS[0]] * (len(bars) - 1)]
     plot.barh(
         range(len(bars)), medians, xerr=errors, color=colors, height=0.62, error_kw={"capsize": 3, "ecolor": "0.3"}
@@ -162,7 +161,7 @@ def plot_ratios(
     names = [list(variants) for variants in panels.values()]
     shared = all(one == names[0] for one in names)  # then the leftmost panel names the variants of all
     width = 8.0 if len(panels) == 1 else 2 + (2.8 if shared else 4.4) * len(panels)
-    figure, axes = new_figure(1, len(panels), (width, 1.6 + 0.46 * max(map(len, names))), title)
+    figure, axes = new_figure(1, len(panels), (width, 1.6 + 0.46 * max(map(len, names))), title, sharey=shared)
     colors: dict[str, str] = {}
     for plot, (panel, variants) in zip(axes[0], panels.items(), strict=True):
         edge = 0.0
@@ -183,7 +182,7 @@ def plot_ratios(
         plot.set_ylim(len(variants) - 0.5, -0.7)
         if not percents:
             plot.set_xlim(0, edge)  # a disturbed round may lie beyond
-        plot.tick_params(axis="y", length=0, labelleft=plot is axes[0, 0] or not shared)
+        plot.tick_params(axis="y", length=0)
         plot.set_title(panel, fontsize=10)
         plot.grid(axis="x", alpha=0.25)
     figure.supxlabel(x_title, fontsize=10)

@@ -27,8 +27,7 @@ from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.benchmark import run_alone, write_results
-from common.reporting.spans import Recorder, in_lane, shifted
-from common.reporting.trace_events import trace_events, write_trace
+from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
@@ -199,7 +198,7 @@ def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
         spans = [span for lane in run.lanes for span in in_lane(run.spans, lane)]
-        write_trace(config.output / f"trace-{run.name}.json", trace_events({run.title: spans + run.queue()}))
+        write_trace(config.output / f"trace-{run.name}.json", {run.title: spans + run.queue()})
     summaries = {run.name: _summary(run) for run in runs}
     write_results(config.output / "summary.json", {"config": asdict(config), "runs": summaries})
     lines = [_title(config)]

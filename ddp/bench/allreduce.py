@@ -132,18 +132,23 @@ def main(argv: Sequence[str]) -> None:
     run_benchmark(AllReduceConfig, "ddp.bench allreduce", __doc__, argv, measure, report)
 
 
-def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float | None]:
+def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
     """Start the ranks, let the algorithms take turns, and end the ranks. The backend's own algorithm comes first.
 
-    :returns: also the bytes per second that the host's memory reads and writes for all ranks together, if the tensors are there
+    :returns: also the bytes per second that the host's memory reads and writes for all ranks together; 0 for tensors of GPUs
     """
     names = config.algorithms
-    arguments, backend = (names, max(config.sizes) // ELEMENT), config.placement.backend
     seconds: dict[str, dict[int, list[float]]] = {name: {} for name in names}
-    memory = None
+    memory = 0.0
     with (
         WorkerGroup(
-            config.ranks, AllReduceWorker, *arguments, device=config.device, backend=backend, threads=1
+            config.ranks,
+            AllReduceWorker,
+            names,
+            max(config.sizes) // ELEMENT,
+            device=config.device,
+            backend=config.placement.backend,
+            threads=1,
         ) as ranks,
         Progress(DistEnv.alone(CPU), "bench", len(config.sizes) * (config.rounds + WARMUP)) as progress,
     ):
@@ -162,7 +167,7 @@ def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float | None]
     return seconds, memory
 
 
-def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float | None]) -> str:
+def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     seconds, memory = measured
     medians = {name: {size: statistics.median(own) for size, own in of.items()} for name, of in seconds.items()}
@@ -171,7 +176,7 @@ def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float |
         name: {size: bus_bandwidth(size, median, config.ranks) for size, median in of.items()}
         for name, of in medians.items()
     }
-    limit = None if memory is None else shared_memory_limit(config.ranks, memory)
+    limit = shared_memory_limit(config.ranks, memory)
     title = f"all-reduce, {config.placement}, float32"
     _plot(config, seconds, fits, bandwidths, limit, title)
     lines = [f"{title}; {config.rounds} rounds, median [quartiles]"]
@@ -189,7 +194,7 @@ def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float |
         "off by, on average": {name: f"{100 * fit.mean_error:.0f} %" for name, fit in fits.items()},
     }
     lines += ["", "time = alpha + bytes / bandwidth, fitted to the medians:", *table(columns, first=26)]
-    if memory is not None and limit is not None:
+    if memory:
         lines.append(
             f"memory, all ranks at once, bytes read and written: {1e-9 * memory:.1f} GB/s. An all-reduce in shared memory reads "
             f"and writes each rank's tensor once. For tensors larger than the caches its bus bandwidth is at most "
@@ -201,7 +206,7 @@ def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float |
             lines.append(f"{size_name(largest)}: {SHARED} reaches {share:.0f} % of this limit")
     content = {
         "placement": str(config.placement),
-        "memory_bytes_per_s": memory,
+        "memory_bytes_per_s": memory or None,
         "algorithms": [
             {"name": name, "seconds": own, "fit": asdict(fits[name]), "bus_bandwidth": bandwidths[name]}
             for name, own in seconds.items()
@@ -215,7 +220,7 @@ def _plot(
     seconds: Mapping[str, Times],
     fits: Mapping[str, AlphaBeta],
     bandwidths: Mapping[str, Mapping[int, float]],
-    limit: float | None,
+    limit: float,
     title: str,
 ) -> None:
     """Draw the algorithms over the size of the tensor: time with the fitted line, and bus bandwidth."""
@@ -231,7 +236,7 @@ def _plot(
         time_plot.plot(curve, 1e6 * (fits[name].alpha + fits[name].beta * curve), color=colors[number], linewidth=1)
         values = [1e-9 * value for value in bandwidths[name].values()]
         bandwidth_plot.plot(sizes, values, linewidth=1.4, label=name, **style)
-    if limit is not None:
+    if limit:
         words = "memory bandwidth limit\n(without caches)"
         bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
     time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
@@ -243,6 +248,5 @@ def _plot(
         plot.set_xticks(apart, list(map(size_name, apart)), rotation=45, ha="right", fontsize=8)
         plot.set_xlabel("size of the tensor")
         plot.grid(alpha=0.25)
-    time_plot.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1 else f"{value:,.0f}")
     bandwidth_plot.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(config.output / "allreduce.png", dpi=110)

@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from common.cli import option
 from common.distributed.placement import place_ranks
@@ -132,9 +131,18 @@ def measure(config: StrategiesConfig) -> dict[str, list[StepParts]]:
             jobs = {}
             for name in names:
                 one = chosen[name]
-                arguments = (train_config, data, one.wrapper, one.devices)
-                where: Any = {"device": config.device, "threads": one.threads, "name": f"'{name}', rank"}
-                jobs[name] = stack.enter_context(WorkerGroup(one.processes, Runner, *arguments, **where))
+                job = WorkerGroup(
+                    one.processes,
+                    Runner,
+                    train_config,
+                    data,
+                    one.wrapper,
+                    one.devices,
+                    device=config.device,
+                    threads=one.threads,
+                    name=f"'{name}', rank",
+                )
+                jobs[name] = stack.enter_context(job)
 
             def turn(name: str) -> StepParts:
                 """Some steps on all ranks of a job at once."""

@@ -29,16 +29,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
+from common.distributed import STORE_POLL_S
 from common.distributed.addresses import addresses_by_interface, interface_towards
-from common.distributed.agreement import differences, different_gpus, shared_gpu
+from common.distributed.agreement import READ_S, differences, different_gpus, shared_gpu, wait_for
 from common.distributed.launch_facts import gpu_facts, software
 from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
 from common.distributed.rank_logging import rank_logging
 from common.launchers import launcher_name
 from common.stdout import print_results
 
-POLL_S = 0.002  # between two looks into the store
-READ_S = 3.0  # for the other ranks to read the verdict of rank 0
 ROUND_TRIPS, TRANSFERS = 20, 3
 MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
@@ -113,9 +112,9 @@ def exchange_facts(store: Store, env: DistEnv, facts: dict[str, str], timeout_s:
             for rank in set(range(env.world_size)) - everyone.keys():
                 if store.check([f"facts/{rank}"]):
                     everyone[rank] = json.loads(store.get(f"facts/{rank}"))
-            time.sleep(POLL_S)
+            time.sleep(STORE_POLL_S)
         return dict(sorted(everyone.items()))
-    if not _wait(store, "time", deadline):
+    if wait_for(["time"], store, deadline):
         raise dist.DistStoreError("rank 0 did not answer")
     facts = {**facts, "clock": f"{time.time() - float(store.get('time')):+.1f} s"}
     store.set(f"facts/{env.rank}", json.dumps(facts))
@@ -163,11 +162,9 @@ def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -
     if env.is_main:
         store.set("hosts", json.dumps(hosts))
         if not hosts:
-            deadline = time.monotonic() + READ_S
-            for rank in range(1, env.world_size):
-                _wait(store, f"read/{rank}", deadline)
+            wait_for([f"read/{rank}" for rank in range(1, env.world_size)], store, time.monotonic() + READ_S)
         return hosts
-    if not _wait(store, "hosts", time.monotonic() + timeout_s):
+    if wait_for(["hosts"], store, time.monotonic() + timeout_s):
         return {}
     told: dict[str, int] = json.loads(store.get("hosts"))
     store.set(f"read/{env.rank}", "")
@@ -235,15 +232,6 @@ def report(problems: Sequence[str], everyone: Mapping[int, Facts], env: DistEnv)
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _wait(store: Store, key: str, deadline: float) -> bool:
-    """Whether the store has the key in time."""
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 if __name__ == "__main__":

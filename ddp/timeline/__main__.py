@@ -27,8 +27,7 @@ from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.files.run_directory import files_line
 from common.reporting.benchmark import CPU, run_alone, write_results
-from common.reporting.spans import Span, shifted
-from common.reporting.trace_events import trace_events, write_trace
+from common.reporting.spans import Span, shifted, write_trace
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.parts import divide
 
@@ -102,7 +101,7 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     headings = list(map(subject.heading, parts[shown]))
     plot_step(config.output / "timeline.png", steps[shown], headings, subject.look(run.facts), title)
     spans = {f"rank {rank}": [span for step in steps for span in step[rank]] for rank in range(config.ranks)}
-    write_trace(config.output / "trace.json", trace_events(spans))
+    write_trace(config.output / "trace.json", spans)
     written = [
         [{"spans": [span._asdict() for span in rank], "parts": its} for rank, its in zip(*step, strict=True)]
         for step in zip(steps, parts, strict=True)

@@ -80,7 +80,17 @@ class StepTimelineConfig:
         placement = place_ranks(self.device, self.ranks)
         object.__setattr__(self, "ranks", placement.ranks)
         object.__setattr__(self, "device", placement.device)
-        self._check_gpus()
+        if placement.gpus:
+            if self.stage:
+                raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
+            if self.all_reduce != "backend":
+                raise UsageError(
+                    f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu"
+                )
+            if placement.backend != "nccl":
+                raise UsageError(
+                    f"--ranks {self.ranks} is more than the {placement.gpus} usable GPUs: give fewer, or --device cpu"
+                )
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -88,18 +98,6 @@ class StepTimelineConfig:
         if self.stage:
             require_shardable(self.all_reduce, self.strategy)
             require_heads(self.width)
-
-    def _check_gpus(self) -> None:
-        if not self.placement.gpus:
-            return
-        if self.stage:
-            raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
-        if self.all_reduce != "backend":
-            raise UsageError(f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu")
-        if self.placement.backend != "nccl":
-            raise UsageError(
-                f"--ranks {self.ranks} is more than the {self.placement.gpus} usable GPUs: give fewer, or --device cpu"
-            )
 
     @property
     def placement(self) -> Placement:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.reporting.gantt import HEIGHT, LABEL_SIZE, Gantt, new_gantt, readable_on, save_gantt
+from common.reporting.gantt import LABEL_SIZE, Gantt, new_gantt, readable_on, save_gantt
 from common.reporting.run_figures import COLORS
 from common.reporting.spans import COUNTERS, Span, in_lane, shifted, stacked
 from ddp.by_hand.buckets import MIB
@@ -30,13 +30,11 @@ class Look:
 
     :param colors: matplotlib's, with an opacity or without
     :param legend: see :func:`common.reporting.gantt.save_gantt`
-    :param note: below the time axis
     :param replica: bytes that a replica would hold; 0 where no memory is recorded
     """
 
     colors: Mapping[str, Any]
     legend: Mapping[str, Any]
-    note: str
     replica: int = 0
 
 
@@ -54,11 +52,10 @@ def plot_step(path: Path, ranks: Sequence[Step], headings: Sequence[str], look: 
     begun = {lane: begun_by_all(ranks, lane) for lane in COLLECTIVES}
     for rank, (chart, heading) in enumerate(zip(charts, headings, strict=True)):
         gantt = Gantt(axes[rank * (1 + has_memory)], 0, end, f"rank {rank}: {heading}")
-        chart.compute(gantt)
-        chart.collectives(gantt, begun)
+        chart.draw(gantt, begun)
         if has_memory:
             chart.memory(axes[2 * rank + 1], end)
-    axes[-1].set_xlabel(f"ms since the first rank began the step.  {look.note}")
+    axes[-1].set_xlabel("ms since the first rank began the step")
     save_gantt(path, figure, look.legend, rows=2)
 
 
@@ -80,31 +77,25 @@ class _Chart:
             self._bottom = max([self._bottom - 1, *self._rows[lane]]) + 1
         self.inches = ROW_INCHES * (self._bottom + 0.2)
 
-    def compute(self, gantt: Gantt) -> None:
-        """Row 0."""
-        for span in in_lane(self._step, COMPUTE):
-            if span.name in self._look.colors:
-                self._box(gantt, 0, span.start, span.end, span.name)
+    def draw(self, gantt: Gantt, begun: Mapping[str, Sequence[float]]) -> None:
+        """All rows, and the axes.
 
-    def collectives(self, gantt: Gantt, begun: Mapping[str, Sequence[float]]) -> None:
-        """The other rows, and the axes.
-
-        :param begun: for each lane, the moments at which all ranks have begun
+        :param begun: for each lane of collectives, the moments at which all ranks have begun
         """
         plot, colors = gantt.plot, self._look.colors
+        for span in in_lane(self._step, COMPUTE):
+            if span.name in colors:
+                gantt.box(0, span.start, span.end, colors[span.name], *_labels(span.name))
         ticks = {0.0: "computes"}
         for lane, rows in self._rows.items():
             for span, row, moment in zip(in_lane(self._step, lane), rows, begun[lane], strict=True):
-                until, color = self._held_until(span), colors[span.name]
+                until, color, labels = self._held_until(span), colors[span.name], _labels(span.name)
                 gantt.box(row, span.start, min(moment, span.end), "0.9", **LATE, edgecolor=color)
-                is_named = self._box(gantt, row, moment, max(moment, span.end), span.name)
+                is_named = gantt.box(row, moment, max(moment, span.end), color, *labels)
                 if until > span.end:
-                    labels = () if is_named else _labels(span.name)
-                    gantt.box(row, span.end, until, (color, HELD), *labels, linewidth=0)
-                    plot.plot([1000 * until] * 2, [row - HEIGHT / 2, row + HEIGHT / 2], color=color, linewidth=2)
+                    gantt.box(row, span.end, until, (color, HELD), *(() if is_named else labels), linewidth=0)
             if rows:
-                holds = ",\nholds" if lane == "gather" and in_lane(self._step, "free") else ""
-                ticks[(min(rows) + max(rows)) / 2] = LANES[lane] + holds
+                ticks[(min(rows) + max(rows)) / 2] = LANES[lane]
         plot.set_yticks(list(ticks), list(ticks.values()))
         plot.set_ylim(self._bottom - 0.4, -0.6)
 
@@ -122,16 +113,13 @@ class _Chart:
         below = 0.0
         for (name, (size, *_)), color in zip(sizes.items(), colors, strict=True):
             if size > LEAST_LABELED * replica:
-                look = {"va": "center", "fontsize": LABEL_SIZE, "color": readable_on(color)}
-                plot.text(moments[0], below + size / 2, f" {name}: {size:.1f} MiB", **look)
+                text, letters = f" {name}: {size:.1f} MiB", readable_on(color)
+                plot.text(moments[0], below + size / 2, text, va="center", fontsize=LABEL_SIZE, color=letters)
             below += size
         plot.axhline(replica, color="0.3", linewidth=1, linestyle="--")
         plot.text(0, replica, f" a replica: {replica:.1f} MiB", va="bottom", fontsize=LABEL_SIZE, color="0.3")
         plot.set_ylim(0, 1.12 * replica)
         plot.set_ylabel("memory, MiB")
-
-    def _box(self, gantt: Gantt, row: float, start: float, stop: float, name: str) -> bool:
-        return gantt.box(row, start, stop, self._look.colors[name], *_labels(name))
 
     def _held_until(self, gather: Span) -> float:
         frees = [free.start for free in in_lane(self._step, "free") if free.name == gather.name]
@@ -140,6 +128,6 @@ class _Chart:
 
 
 def _labels(name: str) -> Sequence[str]:
-    """Labels of a box: the name of its span, or its number where there is no room for more."""
+    """Labels of a box: a gradient's module; otherwise the name of the span, or its number where there is no room for more."""
     number = name.replace(".", " ").rpartition(" ")[2]
-    return (name, number) if number.isdigit() else (name,)
+    return (name, number) if number.isdigit() else (name.rpartition(".")[0] or name,)

@@ -57,8 +57,12 @@ class StepRecorder(abc.ABC):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def lap(self, name: str) -> None:
-        """End a lap."""
+    @abc.abstractmethod
+    def name_of(self, buffer: Tensor) -> str:
+        """The name of the collective of this tensor."""
+
+    def lap(self, name: str, *_: object) -> None:
+        """End a lap. It can be a hook."""
         self.recorder.lap(name, COMPUTE)
 
     def run(self, steps: int) -> list[list[Span]]:
@@ -92,13 +96,13 @@ class RecordedCollectives(ShardedAllReduce):
     """Runs another's collectives one after the other in a background thread, and records each.
 
     :param inner: has a reduce-scatter and an all-gather if they are asked for
-    :param name_of: what to call the collective of this tensor
+    :param steps: names the collectives, and has the recorder
     """
 
-    def __init__(self, inner: AllReduce, recorder: Recorder, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, inner: AllReduce, steps: StepRecorder) -> None:
         super().__init__()
         self._inner: Any = inner
-        self._recorder, self._name_of = recorder, name_of
+        self._steps: Any = steps
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory: Tensor = self._inner.allocate(numel, dtype, device)
@@ -118,24 +122,22 @@ class RecordedCollectives(ShardedAllReduce):
         self._inner.close()
 
     def _recorded(self, lane: str, collective: Callable[[Tensor], None], buffer: Tensor) -> None:
-        with self._recorder.span(self._name_of(buffer), lane):
+        with self._steps.recorder.span(self._steps.name_of(buffer), lane):
             collective(buffer)
 
 
 class RecordedBackend(RecordedCollectives):
     """Records the backend's own all-reduces: gloo runs several at a time, and NCCL in a stream of its own."""
 
-    def __init__(self, inner: AllReduce, recorder: Recorder, name_of: Callable[[Tensor], str]) -> None:
-        super().__init__(inner, recorder, name_of)
-        # It does nothing but wait for NCCL's sums, so an event in it tells when they end.
-        self._waiting: torch.cuda.Stream | None = None
+    # It does nothing but wait for NCCL's sums, so an event in it tells when they end.
+    _waiting: torch.cuda.Stream | None = None
 
     def start(self, buffer: Tensor) -> Pending:
-        started = self._recorder.clock.stamp()
-        name = self._name_of(buffer)
+        recorder, name = self._steps.recorder, self._steps.name_of(buffer)
+        started = recorder.clock.stamp()
 
         def record_end() -> None:
-            self._recorder.add(name, started, self._recorder.clock.stamp(), "all-reduce")
+            recorder.add(name, started, recorder.clock.stamp(), "all-reduce")
 
         def end_of_gloo(future: torch.futures.Future[Any]) -> None:
             record_end()

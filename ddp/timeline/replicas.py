@@ -43,12 +43,12 @@ class StepsOfRank(StepRecorder):
             network,
             broadcast_buffers=False,
             bucket_cap_mb=config.bucket_mib,
-            all_reduce=recorded(build_all_reduce(config.all_reduce), self.recorder, self._name_of),
+            all_reduce=recorded(build_all_reduce(config.all_reduce), self),
         )
         for parameter, name in self._names.items():
             # DDP's hook is on the node that accumulates the gradient. The node calls its hooks after those of the parameter.
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._lap_of, name))
-            get_gradient_edge(parameter).node.register_hook(functools.partial(self._lap_of, "copy"))
+            parameter.register_post_accumulate_grad_hook(functools.partial(self.lap, name))
+            get_gradient_edge(parameter).node.register_hook(functools.partial(self.lap, "copy"))
         self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9, fused=True)
 
     def facts(self) -> dict[str, Any]:
@@ -75,10 +75,7 @@ class StepsOfRank(StepRecorder):
         super().backward(loss)
         self.lap("wait")
 
-    def _lap_of(self, name: str, *_: object) -> None:
-        self.lap(name)
-
-    def _name_of(self, buffer: Tensor) -> str:
+    def name_of(self, buffer: Tensor) -> str:
         buckets = self.model.reducer.buckets
         return bucket_name(next(index for index, bucket in enumerate(buckets) if bucket.buffer is buffer))
 
@@ -133,7 +130,7 @@ def look(facts: Mapping[str, Any]) -> Look:
         "waits": WAIT,
         "optimizer": OPTIMIZER,
     }
-    return Look(colors, legend, "A gradient has the color of its bucket, and its name where there is room")
+    return Look(colors, legend)
 
 
 def bucket_name(index: int) -> str:

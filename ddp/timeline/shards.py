@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from common.distributed.process_group import DistEnv
 from common.machine import keep_freed_memory
 from common.reporting.run_figures import COLORS
+from common.reporting.spans import COUNTERS
 from common.training.gpt import GPT
 from ddp.by_hand.buckets import MIB
 from ddp.by_hand.outputs import tensors_in
@@ -105,7 +106,6 @@ class StepsOfRank(StepRecorder):
         return result
 
     def name_of(self, buffer: Tensor) -> str:
-        """The unit of a flat tensor."""
         units = (unit for flat, unit in self._unit_of.items() if buffer is flat.full or buffer is flat.gradient)
         return next(units, ROOT)
 
@@ -113,7 +113,8 @@ class StepsOfRank(StepRecorder):
         """Record the memory, if it has changed."""
         before, self._memory = self._memory, count(self.model.flats, self._state)
         if self._memory != before:
-            self.recorder.count("memory, bytes", self._memory)
+            now = self.recorder.clock.stamp()
+            self.recorder.add("memory, bytes", now, now, COUNTERS, **self._memory)
 
     def _hook(self, unit: str, module: nn.Module) -> None:
         """Record when a unit begins and ends, in forward and in backward. Modules in no other unit are the root's."""
@@ -162,10 +163,6 @@ class StepsOfRank(StepRecorder):
 
 
 class _Collectives(RecordedCollectives):
-    def __init__(self, inner: Any, steps: StepsOfRank) -> None:
-        super().__init__(inner, steps.recorder, steps.name_of)
-        self._steps = steps
-
     def run(self, buffer: Tensor) -> None:
         """Sum what the ranks must know of each other's gradients. The model waits for it."""
         self._steps.wait("wait for flags", lambda: self._inner.run(buffer))
@@ -221,4 +218,4 @@ def look(facts: Mapping[str, Any]) -> Look:
         "parameters are whole, until freed": (color, HELD),
         **{f"memory: {kind}": colors[kind] for kind in ("whole parameters", "whole gradients")},
     }
-    return Look(colors, legend, "A unit has the same color everywhere", replica=facts["replica"])
+    return Look(colors, legend, facts["replica"])

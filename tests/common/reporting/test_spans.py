@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.reporting.spans import COUNTERS, Interval, Recorder, Span, length, overlap, stacked, union
-from common.reporting.trace_events import trace_events
+from common.reporting.spans import COUNTERS, Interval, Recorder, Span, length, overlap, stacked, trace_events, union
 
 MOMENTS = st.integers(0, 40)
 INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS).map(lambda ends: (float(min(ends)), float(max(ends)))), max_size=8)

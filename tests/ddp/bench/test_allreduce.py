@@ -54,7 +54,7 @@ def test_on_gpus_nccl_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_pat
     config = AllReduceConfig(sizes=(4, 4096), rounds=2, output=tmp_path)
     assert (config.ranks, config.device, config.algorithms) == (4, "cuda", ("backend",))
     assert list(AllReduceConfig(device="cpu").algorithms) == ALGORITHMS
-    text = report(config, ({"backend": {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]}}, None))
+    text = report(config, ({"backend": {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]}}, 0.0))
     assert text.startswith("all-reduce, 4 ranks on 4 GPUs, nccl, float32; 2 rounds")
     assert "memory" not in text
     assert json.loads((tmp_path / "allreduce.json").read_text())["memory_bytes_per_s"] is None

@@ -146,7 +146,8 @@ def test_the_end_of_nccls_sum_is_told_by_a_stream_that_only_waits(monkeypatch: p
     recorder = Recorder(clock_of(device))
     recorder.clock.start()
     waited = gpu.waits
-    collectives = RecordedBackend(Backend(), recorder, lambda buffer: "bucket")
+    steps: Any = SimpleNamespace(recorder=recorder, name_of=lambda buffer: "bucket")
+    collectives = RecordedBackend(Backend(), steps)
     buffer: Any = SimpleNamespace(device=device)
     for _ in range(2):  # backward goes on meanwhile: the second sum starts before the first has ended
         gpu.now_ms["default"] += 10
