@@ -58,11 +58,11 @@ def require_agreement(store: Store, rank: int, world_size: int, facts: Facts, ti
         everyone, verdict = _compare_all(store, world_size, facts, deadline)
         store.set("verdict", verdict or "")
         if verdict:
-            _wait_for([f"read/{other}" for other in everyone if other > 0], store, time.monotonic() + READ_S)
+            wait_for([f"read/{other}" for other in everyone if other > 0], store, time.monotonic() + READ_S)
         elif remark := different_gpus(everyone):
             logger.warning(remark)
     else:
-        if _wait_for(["verdict"], store, deadline):
+        if wait_for(["verdict"], store, deadline):
             raise dist.DistStoreError("rank 0 did not come")
         # A rank that rank 0 does not know of, since their WORLD_SIZE differs, finds that by itself.
         verdict = store.get("verdict").decode()
@@ -173,7 +173,7 @@ def _facts_of(store: Store, rank: int) -> Facts:
     return facts
 
 
-def _wait_for(keys: list[str], store: Store, deadline: float) -> list[str]:
+def wait_for(keys: list[str], store: Store, deadline: float) -> list[str]:
     """Wait until the store has these keys; returns those that it does not have by then."""
     while keys := [key for key in keys if not store.check([key])]:
         if time.monotonic() > deadline:

@@ -41,7 +41,7 @@ def plot_sweep(
         }
         rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
         for plot, values in ((seconds_plot, seconds), (rate_plot, rates)):
-            deviations = [runs.std(ddof=1) if len(runs) > 1 else 0.0 for runs in values]
+            deviations = [runs.std(ddof=1) for runs in values]
             plot.errorbar(positions, [runs.mean() for runs in values], deviations, **style)
     for plot, y_title in ((seconds_plot, "seconds, mean and standard deviation"), (rate_plot, "images/s")):
         plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
@@ -62,9 +62,9 @@ def plot_stacked(
     panels: Mapping[str, Mapping[str, Sequence[float]]],
     x_values: Sequence[Any],
     *,
-    x_title: str,
     y_title: str,
     title: str,
+    x_title: str = "",
     line: tuple[float, str] | None = None,
     points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
     totals: Mapping[str, Sequence[float]] | None = None,
@@ -105,21 +105,21 @@ def plot_rounds(
     *,
     title: str,
     x_title: str,
-    limit: float | None = None,
     spec: str = ".2f",
+    from_zero: bool = True,
 ) -> None:
     """Paired ratios or rates in panels side by side: a dot per round and variant, the median and quartiles, and a line at 1.
 
     Variants whose names are equal up to a comma have the same color.
 
     :param panels: for each panel's title the values of its variants, one entry per round
-    :param limit: a second line, at the largest allowed ratio
     :param spec: format of a median, such as ``.2f``
+    :param from_zero: whether the axis begins at 0; not where the values differ by percents
     """
     names = [list(variants) for variants in panels.values()]
     shared = all(one == names[0] for one in names)  # then the leftmost panel names the variants of all
     width = 8.0 if len(panels) == 1 else 2 + (2.8 if shared else 4.4) * len(panels)
-    figure, axes = new_figure(1, len(panels), (width, 1.6 + 0.46 * max(map(len, names))), title)
+    figure, axes = new_figure(1, len(panels), (width, 1.6 + 0.46 * max(map(len, names))), title, sharey=shared)
     colors: dict[str, str] = {}
     for plot, (panel, variants) in zip(axes[0], panels.items(), strict=True):
         edge = 0.0
@@ -134,13 +134,11 @@ def plot_rounds(
             box = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
             plot.text(median, position - 0.26, format(median, spec), ha="center", va="bottom", fontsize=8, bbox=box)
         plot.axvline(1.0, color="0.25", linewidth=1, zorder=0)
-        if limit is not None:
-            plot.axvline(limit, color="0.25", linewidth=1, linestyle="--", zorder=0)
         plot.set_yticks(range(len(variants)), list(variants))
         plot.set_ylim(len(variants) - 0.5, -0.7)
-        if limit is None:
+        if from_zero:
             plot.set_xlim(0, edge)  # a disturbed round may lie beyond
-        plot.tick_params(axis="y", length=0, labelleft=plot is axes[0, 0] or not shared)
+        plot.tick_params(axis="y", length=0)
         plot.set_title(panel, fontsize=10)
         plot.grid(axis="x", alpha=0.25)
     figure.supxlabel(x_title, fontsize=10)

@@ -88,7 +88,7 @@ class Gantt:
         :returns: whether one has
         """
         self.boxes(lane, [(start, stop)], **{"facecolor": color, "edgecolor": "white", "linewidth": 0.5, **style})
-        return self.write(lane, start, stop, *labels, color=_readable_on(color))
+        return self.write(lane, start, stop, *labels, color=readable_on(color))
 
     def write(self, lane: float, start: float, stop: float, *labels: str, **style: Any) -> bool:
         """Write the first of the labels that has room into the middle of a box, and return whether one has."""
@@ -100,7 +100,8 @@ class Gantt:
         return bool(text)
 
 
-def _readable_on(color: Any) -> str:
+def readable_on(color: Any) -> str:
+    """The color of letters on this one."""
     from matplotlib.colors import to_rgba
 
     red, green, blue, alpha = to_rgba(color)

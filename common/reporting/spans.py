@@ -13,10 +13,11 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.files.atomic_files import write_json
 from common.reporting.clock import HostClock
 
 COUNTERS = "counters"  # the lane of counters: there a span has no length, and its facts are the values from then on
@@ -69,27 +70,18 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str = "") -> Iterator[None]:
-        """Record the block as a span."""
-        start = self.clock.stamp()
+        """Record the block as a span. The lane's next lap begins with it."""
+        start = self._last[lane] = self.clock.stamp()
         try:
             yield
         finally:
             self.add(name, start, self.clock.stamp(), lane)
 
-    def begin_laps(self, lane: str) -> None:
-        """The lane's next lap begins now."""
-        self._last[lane] = self.clock.stamp()
-
     def lap(self, name: str, lane: str) -> None:
-        """Record a span from the end of the lane's last lap until now: the laps of a lane leave no gap."""
+        """Record a span from the end of the lane's last lap, or the begin of a span since, until now: the laps of a lane leave no gap."""
         now = self.clock.stamp()
         self.add(name, self._last[lane], now, lane)
         self._last[lane] = now
-
-    def count(self, name: str, values: dict[str, float]) -> None:
-        """Record the values of a counter from now on."""
-        now = self.clock.stamp()
-        self.add(name, now, now, COUNTERS, **values)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -172,3 +164,54 @@ def length(intervals: Iterable[Interval]) -> float:
 def overlap(some: Sequence[Interval], others: Sequence[Interval]) -> float:
     """The length of what two lists of disjoint intervals have in common."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in itertools.product(some, others))
+
+
+def trace_events(processes: Mapping[str, Sequence[Span]]) -> list[dict[str, Any]]:
+    """The events of a trace in Chrome's format, which https://ui.perfetto.dev opens: a lane is a thread, and times are microseconds.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+    A process's lanes are shown in the order in which they first occur. Spans of a lane that overlap and do not nest, which the format
+    forbids, get further lanes.
+
+    :param processes: by name, their spans, sorted by their start with outer spans before inner ones, in seconds from the
+        beginning of the trace
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (process, spans) in enumerate(processes.items()):
+        tids: dict[tuple[str, int], int] = {}
+        ends: dict[tuple[str, int], list[float]] = {}  # of the spans of a lane that are not over yet
+        for span in spans:
+            row = 0
+            while not _has_room(ends.setdefault((span.lane, row), []), span):
+                row += 1
+            tid = tids.setdefault((span.lane, row), len(tids))
+            kind = {"ph": "C"} if span.lane == COUNTERS else {"ph": "X", "dur": 1e6 * span.seconds}
+            moment = {"name": span.name, "ts": 1e6 * span.start, "pid": pid, "tid": tid, "args": span.facts}
+            events.append({**moment, **kind})
+        for (lane, row), tid in tids.items():
+            names = {
+                "process_name": {"name": process},
+                "thread_name": {"name": f"{lane} {row + 1}" if row else lane},
+                "thread_sort_index": {"sort_index": tid},
+            }
+            events += [{"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args} for kind, args in names.items()]
+    return events
+
+
+def _has_room(ends: list[float], span: Span) -> bool:
+    """Whether the span nests in those of a row, or follows them; then it is added to them."""
+    while ends and ends[-1] <= span.start:
+        ends.pop()
+    if ends and span.end > ends[-1]:
+        return False
+    ends.append(span.end)
+    return True
+
+
+def write_trace(path: Path, processes: Mapping[str, Sequence[Span]]) -> None:
+    """Write :func:`trace_events` to a file.
+
+    :raises OSError: when it cannot be written
+    """
+    write_json(path, {"traceEvents": trace_events(processes), "displayTimeUnit": "ms"})

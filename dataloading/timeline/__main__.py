@@ -26,8 +26,7 @@ from common.cli import command, option
 from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.files.run_directory import files_line
-from common.reporting.spans import Recorder, in_lane, shifted
-from common.reporting.trace_events import trace_events, write_trace
+from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from common.reporting.turns import run_benchmark
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.decoders import DECODERS
@@ -149,7 +148,7 @@ def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
     plot_timeline(config.output / "timeline.png", runs, _title(config), _idle_reason(config))
     for run in runs:
         spans = [span for lane in run.lanes for span in in_lane(run.spans, lane)]
-        write_trace(config.output / f"trace-{run.name}.json", trace_events({run.title: spans}))
+        write_trace(config.output / f"trace-{run.name}.json", {run.title: spans})
     lines = [_title(config)]
     for run in runs:
         lines += [f"{run.title}:", *(f"    {line}" for line in _lines(run))]

@@ -34,6 +34,8 @@ REMOVED = {
     "--looks": "safety times whole steps",
     "--limit": "divide a rank's memory by the bytes per parameter at the peak",
     "memory --precision": "parameters are float32",
+    "--interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
+    "--threads": "the ranks share the usable cores: restrict these by taskset",
 }
 BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "costs", "sharding", "memory", "safety")
 

@@ -112,7 +112,6 @@ def report(config: CostsConfig, comparisons: list[Comparison]) -> str:
         config.output / "costs.png",
         panels,
         [ddp.replace(", ", ",\n") for ddp in DDPS],
-        x_title="",
         y_title="ms per step beyond one without synchronization",
         title=f"what each part of a DDP costs: {title}",
         totals=totals,

@@ -128,7 +128,6 @@ def report(config: EnginesConfig, measured: tuple[list[Comparison], list[Compari
         lines += [one.title, *_table(one)]
     content = {
         "placement": str(config.placement),
-        "samples_per_rank": SAMPLES,
         "models": [asdict(one) for one in compared],
         "variations": [asdict(one) for one in varied],
     }

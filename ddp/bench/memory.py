@@ -16,15 +16,13 @@ flight. The peak adds activations, the units that are whole at the moment and th
 from __future__ import annotations
 
 import gc
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from common.cli import option
 from common.distributed.process_group import DistEnv
@@ -35,7 +33,8 @@ from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.turns import CPU, run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
-from ddp.bench.sharding import STAGES, VOCABULARY, ShardedVariant, parameters_of
+from ddp.bench.sharding import STAGES, VOCABULARY, parameters_of, share
+from ddp.timeline.memory import bytes_of, state_of
 
 PARTS = ("parameters", "gradients", "optimizer state")
 # torch would import these on each rank of each group: half of what a group takes to start.
@@ -70,20 +69,6 @@ def formula(stage: int | None, ranks: int) -> dict[str, float]:
     return dict(zip(PARTS, (values, gradients, 8.0 if stage == 0 else 2 * shard), strict=True))
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """Bytes that one rank holds and sends.
-
-    :param resident: of each of :data:`PARTS`, between backward and step
-    :param peak: most memory that the process had from the beginning of the construction on, beyond what it had before
-    :param sent: in a step, by the hand-written ring; 0 where that is not used
-    """
-
-    resident: dict[str, int]
-    peak: int
-    sent: int
-
-
 class LedgerWorker:
     """The service of one rank: builds one variant, trains it for some steps, and counts."""
 
@@ -91,62 +76,49 @@ class LedgerWorker:
         set_malloc(mmap_threshold=128 << 10)  # freed tensors go back to the kernel at once
         self._config, self._stage = config, stage
 
-    def run(self, layers: int) -> Ledger:
-        """Build a model of so many layers, train three steps, count. A collective, once in a process."""
+    def run(self) -> dict[str, Any]:
+        """Build a model, train three steps, count. A collective, once in a process.
+
+        :returns: ``resident``, the bytes of each of :data:`PARTS` between backward and step; ``peak``, the most memory that the
+            process had from the beginning of the construction on, beyond what it had before; ``sent``, the bytes that the
+            hand-written ring sends in a step, or 0 where that is not used
+        """
         # The first step of a process takes memory that is not the model's: code, caches, buffers of gloo.
         self._train(1, 64)
         gc.collect()
         before = process_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what there is now
-        resident, sent = self._train(layers, self._config.width)
-        return Ledger(resident, process_bytes("VmHWM") - before, sent)
+        resident, sent = self._train(self._config.layers, self._config.width)
+        return {"resident": resident, "peak": process_bytes("VmHWM") - before, "sent": sent}
 
     def _train(self, layers: int, width: int) -> tuple[dict[str, int], int]:
-        config = self._config
-        tokens, targets = (torch.randint(VOCABULARY, (1, config.length)) for _ in range(2))
+        length, stage = self._config.length, self._stage
+        tokens, targets = (torch.randint(VOCABULARY, (1, length)) for _ in range(2))
         torch.manual_seed(0)
-        with torch.device("meta" if self._stage != 0 else "cpu"):  # only replicas are whole anywhere
-            network = GPT(VOCABULARY, width, layers, config.length)
-        all_reduce = "ring" if self._stage else "backend"
-        model: Any = ShardedVariant(self._stage, all_reduce).wrap(network)
+        with torch.device("meta" if stage != 0 else "cpu"):  # only replicas are whole anywhere
+            network = GPT(VOCABULARY, width, layers, length)
+        model: Any = share(network, stage, "ring" if stage else "backend")
+        flats, rings = (model.flats, model._collectives) if stage else ([], [])
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
-            sent_before = self._sent(model)
+            sent_before = sum(ring._p2p.sent_bytes for ring in rings)
             F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
-            resident = self._resident(model, optimizer)
+            parameters = [*model.parameters(), *(flat.full for flat in flats)]
+            gradients = [parameter.grad for parameter in model.parameters()] + [flat.gradient for flat in flats]
+            counts = bytes_of(parameters), bytes_of(one for one in gradients if one is not None), state_of(optimizer)
+            del parameters, gradients
             optimizer.step()
             optimizer.zero_grad()
-        sent = self._sent(model) - sent_before
-        if self._stage:
+        sent = sum(ring._p2p.sent_bytes for ring in rings) - sent_before
+        if stage:
             model.close()
-        return resident, sent
-
-    def _sent(self, model: Any) -> int:
-        return sum(algorithm._p2p.sent_bytes for algorithm in model._collectives) if self._stage else 0
-
-    def _resident(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        parameters: list[Tensor] = [*model.parameters()]
-        gradients: list[Tensor] = [p.grad for p in model.parameters() if p.grad is not None]
-        if self._stage:
-            flats: Any = model.flats
-            parameters += [flat.full for flat in flats]
-            gradients += [flat.gradient for flat in flats if flat.gradient is not None]
-        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        return dict(zip(PARTS, map(bytes_of, (parameters, gradients, state)), strict=True))
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, each storage counted once. A ``DTensor`` counts by this rank's shard."""
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    storages = (tensor.untyped_storage() for tensor in local if not tensor.is_meta)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return dict(zip(PARTS, counts, strict=True)), sent
 
 
 def process_bytes(name: str) -> int:
     """Bytes that /proc/self/status tells: VmRSS is the memory of the process, VmHWM its maximum."""
-    line = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert line is not None
-    return int(line[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -163,9 +135,9 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.
                 with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
-                    ledger = group.call("run", config.layers)[0]
+                    ledger = group.call("run")[0]
                 expected = {part: n * parameters for part, n in formula(stage, ranks).items()}
-                rows.append({"ranks": ranks, "variant": name, "formula": expected, **asdict(ledger)})
+                rows.append({"ranks": ranks, "variant": name, "formula": expected, **ledger})
                 progress.advance(1, f"{name}, {ranks} ranks")
     return rows
 
@@ -182,7 +154,6 @@ def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
             for panel, own in panels.items()
         },
         list(STAGES),
-        x_title="",
         y_title="bytes per parameter on a rank, between backward and step",
         title=title,
         points={panel: {"peak": [row["peak"] / parameters for row in own]} for panel, own in panels.items()},

@@ -27,10 +27,10 @@ from common.cli import option, parse
 from common.data.datasets import Batch
 from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
-from common.files.run_directory import files_line, prepare_output, results_in
+from common.files.run_directory import prepare_output, results_in
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.timing import Spread, paired_ratios
-from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_results
+from common.reporting.timing import paired_ratios
+from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_report
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
 from common.training.precision import PRECISIONS, autocast
@@ -40,7 +40,6 @@ from ddp.config import TrainConfig, require_samples
 from ddp.job import Job
 from ddp.train import build_job, train_step
 
-LIMIT = 1.05
 BARE, BARE_DDP, TRAINER = "bare", "bare, DDP", "trainer"
 
 
@@ -61,8 +60,6 @@ class OverheadConfig:
     steps: int = option(10, "steps of each loop in a round", minimum=1)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
-    interface: str | None = option(None, "as in ddp.train", per_node=True)
-    threads: int = option(0, "as in ddp.train", minimum=0)
     output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG", per_node=True)
 
     def __post_init__(self) -> None:
@@ -81,27 +78,22 @@ class OverheadConfig:
         )
 
     @contextlib.contextmanager
-    def start(self) -> Iterator[DistEnv]:
-        """Join the process group for a block, and prepare the output folder.
+    def start(self) -> Iterator[tuple[DistEnv, Callable[[], Job]]]:
+        """Join the process group for a block, and prepare the output folder. The block also gets a function that builds a job.
 
         :raises UsageError: for a folder that cannot be written, or a batch that the ranks cannot divide
         """
-        group = process_group(self.device, self.backend, threads=self.threads, settings=self)
-        with group as env, rank_logging(env):
+        with process_group(self.device, self.backend, settings=self) as env, rank_logging(env):
             with env.fail_together():
                 require_samples(self.model, self.batch_size, env.world_size)
                 prepare_output(self.output)
-            yield env
+            data = load_dataset(self.training)
+            yield env, lambda: build_job(self.training, env, data)
 
 
 def main(argv: Sequence[str]) -> None:
     config = parse(OverheadConfig, "ddp.bench overhead", __doc__, argv)
-    with config.start() as env:
-        data = load_dataset(config.training)
-
-        def job() -> Job:
-            return build_job(config.training, env, data)
-
+    with config.start() as (env, job):
         loops = {
             BARE: lambda _: bare_step(job(), "none"),
             BARE_DDP: lambda _: bare_step(job(), "torch"),
@@ -110,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
         seconds = measure(config, env, loops)
         against = BARE if env.world_size == 1 else BARE_DDP
         compared = {name: against for name in loops if name != against}
-        report(config, env, "overhead", seconds, compared, LIMIT, {"against": against})
+        report(config, env, "overhead", seconds, compared, {"against": against})
 
 
 def bare_step(job: Job, wrapper: str) -> Step:
@@ -164,17 +156,16 @@ def measure(config: OverheadConfig, env: DistEnv, loops: Mapping[str, Callable[[
     :param loops: functions that build a loop; what they enter on the stack is left when all loops are built anew
     """
 
+    def turn(step: Step) -> float:
+        return timed_steps(step, config.steps, env.device)[0]
+
     @contextlib.contextmanager
     def build(names: list[str]) -> Iterator[dict[str, Callable[[], float]]]:
         with ExitStack() as stack:
-            yield {name: functools.partial(_turn, loops[name](stack), config.steps, env) for name in names}
+            yield {name: functools.partial(turn, loops[name](stack)) for name in names}
 
     with progress_of(config, 1, env) as progress:
         return take_turns(config, loops, build, progress, f"{config.steps} steps a turn")
-
-
-def _turn(step: Step, steps: int, env: DistEnv) -> float:
-    return timed_steps(step, steps, env.device)[0]
 
 
 def report(
@@ -183,28 +174,24 @@ def report(
     name: str,
     seconds: Times,
     against: Mapping[str, str],
-    limit: float,
     content: Mapping[str, object],
 ) -> None:
     """Write the JSON and the figure, and print the summary; on rank 0.
 
     :param name: of the benchmark and its files
     :param against: for each loop the loop that it is compared with
-    :param limit: the largest ratio that is allowed, drawn as a line
     :param content: what else the JSON holds
     """
     if not env.is_main:
         return
     ratios = {f"{loop} / {other}": paired_ratios(seconds[loop], seconds[other]) for loop, other in against.items()}
     title = f"{config.model}, {env.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
+    lines = [f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
+    lines += [f"{loop:>24}: {milliseconds} ms per step" for loop, milliseconds in cells(seconds, ".2f", 1e3).items()]
+    lines += [f"{pair:>48}: {ratio}" for pair, ratio in cells(ratios, ".3f").items()]
+    results = {"world_size": env.world_size, "seconds_per_step": seconds, "ratios": ratios, **content}
     with results_in(config.output):
-        results = {"world_size": env.world_size, "seconds_per_step": seconds, "ratios": ratios}
-        write_results(config.output / f"{name}.json", {**results, **content})
         x_title = "ratio of the times per step"
-        plot_rounds(config.output / f"{name}.png", {"": ratios}, title=title, x_title=x_title, limit=limit, spec=".3f")
-    print(f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]")
-    for loop, milliseconds in cells(seconds, ".2f", 1e3).items():
-        print(f"{loop:>24}: {milliseconds} ms per step")
-    for pair, values in ratios.items():
-        print(f"{pair:>48}: {Spread.of(values):.3f}")
-    print(files_line(config.output, (f"{name}.json", f"{name}.png")))
+        figure = config.output / f"{name}.png"
+        plot_rounds(figure, {"": ratios}, title=title, x_title=x_title, spec=".3f", from_zero=False)
+        print(write_report(config, name, results, [name], lines))

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,61 +27,46 @@ from common.reporting.turns import Step, Times, cells, progress_of, ratios, run_
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.turns import TurnsConfig, compare, training_step
+from ddp.bench.variants import DDPVariant
 
 VOCABULARY = 96  # printable characters
 SEQUENCES = 4  # of each rank in a step
 
 
-@dataclass(frozen=True)
-class ShardedVariant:
-    """A way to hold a model on several ranks.
+def share(network: GPT, stage: int | None, all_reduce: str = "backend") -> nn.Module:
+    """Share a network among the ranks. A collective.
 
+    :param network: may be on the meta device, but for replicas
     :param stage: of ddp/sharded; 0 for replicas, by the hand-written DDP; None for torch's ``fully_shard``
     :param all_reduce: a :class:`ddp.all_reduce.sharded.ShardedAllReduce`, by its name
     """
-
-    stage: int | None
-    all_reduce: str = "backend"
-
-    def wrap(self, network: GPT) -> nn.Module:
-        """The network, shared by the ranks. A collective.
-
-        :param network: may be on the meta device, but for replicas
-        """
-        if self.stage is None:
-            return self._fully_shard(network)
-        if self.stage == 0:
-            from ddp.all_reduce.choice import build_all_reduce
-            from ddp.by_hand.wrapper import HandwrittenDistributedDataParallel
-
-            algorithm = build_all_reduce(self.all_reduce)
-            return HandwrittenDistributedDataParallel(network, broadcast_buffers=False, all_reduce=algorithm)
+    if stage == 0:
+        return cast(nn.Module, DDPVariant("handwritten", all_reduce=all_reduce).wrap(network))
+    if stage is not None:
         from ddp.sharded import shard
 
-        return shard(network, self.stage, units=network.blocks, all_reduce=self.all_reduce)
+        return shard(network, stage, units=network.blocks, all_reduce=all_reduce)
+    from torch.distributed.fsdp import fully_shard
 
-    def _fully_shard(self, network: GPT) -> nn.Module:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in network.blocks:
-            fully_shard(block)
-        fully_shard(network)
-        if next(network.parameters()).is_meta:
-            network.to_empty(device="cpu")
-            for part in network.modules():
-                if isinstance(part, nn.Linear | nn.Embedding | nn.LayerNorm):
-                    part.reset_parameters()
-        return network
+    for block in network.blocks:
+        fully_shard(block)
+    fully_shard(network)
+    if next(network.parameters()).is_meta:
+        network.to_empty(device="cpu")
+        for parameter in network.parameters():
+            nn.init.zeros_(parameter)
+    return network
 
 
 REPLICAS, FULLY_SHARD = "replicas", "fully_shard"
 STAGES: dict[str, int | None] = {REPLICAS: 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3": 3, FULLY_SHARD: None}
-SHARDED_VARIANTS: Mapping[str, ShardedVariant] = {
-    f"{name}{suffix}": ShardedVariant(stage, all_reduce)
+# For each variant, its stage and its all-reduce.
+SHARDED_VARIANTS: Mapping[str, tuple[int | None, str]] = {
+    f"{name}{suffix}": (stage, all_reduce)
     for suffix, all_reduce in (("", "backend"), (", shared memory", "shared-memory"))
     for name, stage in STAGES.items()
     if stage is not None
-} | {FULLY_SHARD: ShardedVariant(None)}
+} | {FULLY_SHARD: (None, "backend")}
 
 
 def parameters_of(width: int, layers: int, length: int) -> int:
@@ -107,8 +93,8 @@ class ShardingConfig(TurnsConfig):
         require_heads(self.width)
 
 
-def sharded_step(variant: ShardedVariant, config: ShardingConfig, env: DistEnv) -> Step:
-    """The step of the transformer held in this way, on one batch that is in memory. A collective.
+def sharded_step(config: ShardingConfig, stage: int | None, all_reduce: str, env: DistEnv) -> Step:
+    """The step of the transformer, shared in this way, on one batch that is in memory. A collective.
 
     The learning rate is 0: constant weights make every step the same work.
     """
@@ -116,7 +102,7 @@ def sharded_step(variant: ShardedVariant, config: ShardingConfig, env: DistEnv) 
     size = (SEQUENCES, config.length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     torch.manual_seed(0)
-    model = variant.wrap(GPT(VOCABULARY, config.width, config.layers, config.length))
+    model = share(GPT(VOCABULARY, config.width, config.layers, config.length), stage, all_reduce)
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=0.0), tokens, targets)
 
 
@@ -126,7 +112,7 @@ def main(argv: Sequence[str]) -> None:
 
 def measure(config: ShardingConfig) -> Times:
     """Measure the seconds of a step of each variant, one entry per round."""
-    steps = {name: functools.partial(sharded_step, variant, config) for name, variant in SHARDED_VARIANTS.items()}
+    steps = {name: functools.partial(sharded_step, config, *variant) for name, variant in SHARDED_VARIANTS.items()}
     with progress_of(config, 1) as progress:
         return compare(config, "sharding", steps, [REPLICAS], progress).seconds
 

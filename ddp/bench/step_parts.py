@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,24 +97,22 @@ class Runner:
 
     def __init__(self, env: DistEnv, config: TrainConfig, data: ImageData, wrapper: str, devices: int) -> None:
         self._env = env
-        kind = env.device.type
         self._job = job = build_job(config, env, data)
-        if wrapper != "ddp":
-            names = [f"cuda:{number}" if kind == "cuda" else "cpu" for number in range(devices)]
-            wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
-                "none": lambda module: module,
-                "handwritten": lambda module: HandwrittenDataParallel(module, names),
-                "torch": lambda module: nn.DataParallel(module, list(range(devices))),
-            }
-            job.model = wrappers[wrapper](job.model.module)  # instead of DDP
         self._stamps = Stamps(0.0)
         self._stopwatch: Stopwatch | None = None
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of the backward pass's stream
         if wrapper == "ddp":
             # (torch wants the class itself in a hook's annotations, or none.)
             job.model.register_comm_hook(None, lambda state, bucket: self._average(bucket))
-        elif wrapper == "handwritten" and kind == "cpu":  # on GPUs it would wait for them, which makes the step slower
-            self._stopwatch = job.model.step = Stopwatch(job.model.devices)
+        else:
+            job.model = job.model.module
+        if wrapper == "torch":
+            job.model = nn.DataParallel(job.model, list(range(devices)))
+        elif wrapper == "handwritten":
+            on_gpus = env.device.type == "cuda"
+            job.model = HandwrittenDataParallel(job.model, [f"cuda:{i}" if on_gpus else "cpu" for i in range(devices)])
+            if not on_gpus:  # there it would wait for them, which makes the step slower
+                self._stopwatch = job.model.step = Stopwatch(job.model.devices)
         job.optimizer.register_step_pre_hook(self._before_update)
         job.model.train()
         self._batches = self._timed(endless_batches(job))

@@ -13,16 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from common.cli import option
+from common.distributed.placement import place_ranks
 from common.distributed.process_group import DEVICES
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.gpu.devices import count_gpus, why_no_gpu
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import paired_ratio
@@ -58,25 +57,21 @@ class StrategiesConfig:
     )
     rounds: int = option(6, "measured rounds per build; in each, every strategy takes one turn", minimum=2)
     steps: int = option(5, "steps of each strategy in a round", minimum=1)
-    device: str = option("auto", "auto takes CUDA where there are several GPUs", choices=DEVICES)
+    device: str = option("auto", "auto takes CUDA where there is a GPU for each process", choices=DEVICES)
     output: Path = option(Path("runs/bench-strategies"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
-        gpus = 0 if self.device == "cpu" else count_gpus()
-        if self.device == "auto":
-            object.__setattr__(self, "device", "cuda" if gpus > 1 else "cpu")
-        if self.device == "cuda" and gpus == 0:
-            raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
-        if self.processes is None:
-            most = gpus if self.device == "cuda" else max(2, usable_cores())
-            object.__setattr__(self, "processes", tuple(range(1, min(most, MOST_PROCESSES) + 1)))
-        object.__setattr__(self, "processes", tuple(sorted(self.processes)))
-        if self.device == "cuda" and max(self.processes) > gpus:
+        placement = place_ranks(self.device, max(self.processes or (2,)))
+        most = min(placement.gpus or max(2, usable_cores()), MOST_PROCESSES)
+        processes = sorted(self.processes or range(1, most + 1))
+        if 0 < placement.gpus < processes[-1]:
             raise UsageError(
-                f"--processes {max(self.processes)} is more than the {gpus} usable GPUs: give fewer, or --device cpu"
+                f"--processes {processes[-1]} is more than the {placement.gpus} usable GPUs: give fewer, or --device cpu"
             )
-        for count in self.processes:
+        for count in processes:
             require_samples(self.model, self.batch_size, count)
+        object.__setattr__(self, "device", placement.device)
+        object.__setattr__(self, "processes", tuple(processes))
 
 
 @dataclass(frozen=True)
@@ -112,29 +107,15 @@ def strategies(config: StrategiesConfig) -> list[Strategy]:
     return chosen + ranks
 
 
-@dataclass(frozen=True)
-class StrategyMeasurement:
-    """The rounds of one strategy.
-
-    :param seconds: seconds per step, one entry per round
-    :param parts: the parts of a step, one entry per round, means over ranks and steps
-    """
-
-    strategy: Strategy
-    seconds: list[float]
-    parts: list[StepParts]
-
-    def medians(self) -> StepParts:
-        """The median of each part."""
-        return StepParts(*map(statistics.median, zip(*self.parts, strict=True)))
-
-
 def main(argv: Sequence[str]) -> None:
     run_benchmark(StrategiesConfig, "ddp.bench strategies", __doc__, argv, measure, report)
 
 
-def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
-    """Start all jobs, let them take turns, and end them; once per build."""
+def measure(config: StrategiesConfig) -> dict[str, list[StepParts]]:
+    """Start all jobs, let them take turns, and end them; once per build.
+
+    :returns: for each strategy the parts of a step, one entry per round, means over ranks and steps
+    """
     train_config = TrainConfig(
         model=config.model,
         batch_size=config.batch_size,
@@ -150,33 +131,37 @@ def measure(config: StrategiesConfig) -> list[StrategyMeasurement]:
             jobs = {}
             for name in names:
                 one = chosen[name]
-                arguments = (train_config, data, one.wrapper, one.devices)
-                where: Any = {"device": config.device, "threads": one.threads, "name": f"'{name}', rank"}
-                jobs[name] = stack.enter_context(WorkerGroup(one.processes, Runner, *arguments, **where))
-            yield {name: functools.partial(_turn, ranks, config.steps) for name, ranks in jobs.items()}
+                job = WorkerGroup(
+                    one.processes,
+                    Runner,
+                    train_config,
+                    data,
+                    one.wrapper,
+                    one.devices,
+                    device=config.device,
+                    threads=one.threads,
+                )
+                jobs[name] = stack.enter_context(job)
+
+            def turn(name: str) -> StepParts:
+                """Some steps on all ranks of a job at once."""
+                return StepParts.of(jobs[name].call("run", config.steps))
+
+            yield {name: functools.partial(turn, name) for name in names}
 
     with progress_of(config, 1) as progress:
-        parts = take_turns(config, chosen, build, progress, f"{len(chosen)} strategies")
-    return [
-        StrategyMeasurement(strategy, [sum(one) for one in parts[name]], parts[name])
-        for name, strategy in chosen.items()
-    ]
+        return take_turns(config, chosen, build, progress, f"{len(chosen)} strategies")
 
 
-def _turn(ranks: WorkerGroup, steps: int) -> StepParts:
-    """Some steps on all ranks of a job at once."""
-    return StepParts.of(ranks.call("run", steps))
-
-
-def lost(measured: StrategyMeasurement, single: StrategyMeasurement) -> dict[str, float]:
+def lost(measured: Sequence[StepParts], single: Sequence[StepParts], devices: int) -> dict[str, float]:
     """The seconds that a step takes beyond the single process's step divided by the number of devices, by cause.
 
     The causes add up to the whole excess. A part that the single process has too counts only beyond its share.
     """
-    devices = measured.strategy.devices
-    parts = zip(StepParts._fields, measured.medians(), single.medians(), strict=True)
-    causes = {CAUSES[name]: own - alone / devices for name, own, alone in parts}
-    whole = statistics.median(measured.seconds) - statistics.median(single.seconds) / devices
+    own, alone = (map(statistics.median, zip(*steps, strict=True)) for steps in (measured, single))
+    parts = zip(StepParts._fields, own, alone, strict=True)
+    causes = {CAUSES[name]: seconds - of_single / devices for name, seconds, of_single in parts}
+    whole = statistics.median(map(sum, measured)) - statistics.median(map(sum, single)) / devices
     causes[CAUSES["compute"]] += whole - sum(causes.values())  # medians of parts do not quite add up to the step's
     return causes
 
@@ -190,16 +175,23 @@ CAUSES = {
 }
 
 
-def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str:
+def report(config: StrategiesConfig, measured: Mapping[str, list[StepParts]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
-    single, ideal = measured[0], statistics.median(measured[0].seconds)
-    rows = [asdict(one) | {"parts": [parts._asdict() for parts in one.parts]} for one in measured]
+    chosen = strategies(config)
+    seconds = {name: [sum(parts) for parts in own] for name, own in measured.items()}
+    ideal = statistics.median(seconds[SINGLE])
+    rows = [
+        {
+            "strategy": asdict(one),
+            "seconds": seconds[one.name],
+            "parts": [parts._asdict() for parts in measured[one.name]],
+        }
+        for one in chosen
+    ]
     title = f"{config.model}, global batch {config.batch_size}, {config.precision}, {config.device}"
-    by_name = {one.strategy.name: one for one in measured}
-    devices = {name: one.strategy.devices for name, one in by_name.items()}
-    milliseconds = {name: [1e3 * seconds for seconds in one.seconds] for name, one in by_name.items()}
-    speedups = {name: paired_ratio(single.seconds, one.seconds) for name, one in by_name.items()}
-    causes = {name: lost(one, single) for name, one in by_name.items()}
+    devices = {one.name: one.devices for one in chosen}
+    speedups = {name: paired_ratio(seconds[SINGLE], own) for name, own in seconds.items()}
+    causes = {name: lost(own, measured[SINGLE], devices[name]) for name, own in measured.items()}
     # Each step as a stack of the ideal and the causes. A negative cause makes the lowest part shorter than the ideal.
     excess = {name: {cause: s * devices[name] / ideal for cause, s in own.items()} for name, own in causes.items()}
     stacks = {
@@ -209,13 +201,12 @@ def report(config: StrategiesConfig, measured: list[StrategyMeasurement]) -> str
         config.output / "lost.png",
         {"": stacks | {cause: [max(0.0, own[cause]) for own in excess.values()] for cause in CAUSES.values()}},
         [name.replace(", ", ",\n") for name in causes],
-        x_title="",
         y_title="time per step, in multiples of the ideal",
         title=f"where the lost time goes: {title}",
         line=(1.0, "ideal"),
     )
     columns = {
-        "ms per step [quartiles]": cells(milliseconds, ".1f"),
+        "ms per step [quartiles]": cells(seconds, ".1f", 1e3),
         "times as fast as one": {name: f"{speedup:.2f}" for name, speedup in speedups.items()},
         "efficiency": {name: f"{100 * one.median / devices[name]:.0f} %" for name, one in speedups.items()},
     }

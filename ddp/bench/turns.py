@@ -91,12 +91,14 @@ def compare(
     :param variants: as :class:`StepWorker` takes them; they can be pickled
     :param references: the fastest of these variants becomes the reference
     """
-    device, backend = config.placement.device, config.placement.backend
+    placement = config.placement
 
     @contextlib.contextmanager
     def build(names: list[str]) -> Iterator[dict[str, Callable[[], tuple[float, float]]]]:
         built = {name: variants[name] for name in names}
-        with WorkerGroup(config.ranks, StepWorker, built, device=device, backend=backend, threads=1) as ranks:
+        with WorkerGroup(
+            config.ranks, StepWorker, built, device=placement.device, backend=placement.backend, threads=1
+        ) as ranks:
 
             def turn(name: str, steps: int) -> tuple[float, float]:
                 wall, processor = zip(*ranks.call("run", name, steps), strict=True)

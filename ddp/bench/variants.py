@@ -24,7 +24,7 @@ from ddp.strategies import register_hook
 IMAGE, CLASSES = (1, 28, 28), 10
 DEEP, DEEP_BLOCKS, DEEP_WIDTH = "deep-mlp", 100, 20
 NETWORKS = (*MODELS, DEEP)
-LARGE = {"resnet50": (3, 224, 224)}  # its images; for GPUs
+LARGE = {"resnet50": (3, 224, 224)}  # channels, height and width of its images; for GPUs
 ON_THE_CPU = tuple(name for name in NETWORKS if name not in LARGE)
 SAMPLES = dict.fromkeys(NETWORKS, 72) | {"resnet18": 16, "resnet50": 32}  # of a rank in a step
 ONE_BUCKET_MIB = 10**6  # a bucket that holds all gradients of any model
@@ -32,16 +32,11 @@ AT_THE_END = "all-reduce at the end"
 NO_SUM = "no sum"
 
 
-def image_shape(name: str) -> tuple[int, int, int]:
-    """Channels, height and width of a model's images."""
-    return LARGE.get(name, IMAGE)
-
-
 def build_network(name: str) -> nn.Module:
-    """Build a model of :data:`NETWORKS` for images of :func:`image_shape`, with the same weights on every rank."""
+    """Build a model of :data:`NETWORKS`, for images of its own shape or of :data:`IMAGE`, with the same weights on every rank."""
     torch.manual_seed(0)
     if name != DEEP:
-        return build_model(name, image_shape(name), CLASSES)
+        return build_model(name, LARGE.get(name, IMAGE), CLASSES)
     blocks: list[nn.Module] = []
     for _ in range(DEEP_BLOCKS):
         blocks += [nn.Linear(DEEP_WIDTH, DEEP_WIDTH), nn.LayerNorm(DEEP_WIDTH), nn.ReLU()]
@@ -100,7 +95,7 @@ class DDPVariant:
         The learning rate is 0: constant weights make every step the same work.
         """
         generator = torch.Generator().manual_seed(env.rank)
-        images = torch.randn(SAMPLES[model], *image_shape(model), generator=generator).to(env.device)
+        images = torch.randn(SAMPLES[model], *LARGE.get(model, IMAGE), generator=generator).to(env.device)
         labels = torch.randint(CLASSES, (SAMPLES[model],), generator=generator).to(env.device)
         wrapped = self.wrap(build_network(model).to(env.device))
         optimizer = build_optimizer("sgd", wrapped.parameters(), momentum=0.9, weight_decay=5e-4)

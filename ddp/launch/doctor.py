@@ -15,6 +15,7 @@ that), and larger ones go one way and are answered by a byte (the bandwidth).
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -28,16 +29,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
+from common.distributed import STORE_POLL_S
 from common.distributed.addresses import addresses_by_interface, interface_towards
-from common.distributed.agreement import differences, different_gpus, shared_gpu
+from common.distributed.agreement import READ_S, differences, different_gpus, shared_gpu, wait_for
 from common.distributed.launch_facts import gpu_facts, software
 from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
 from common.distributed.rank_logging import rank_logging
 from common.launchers import launcher_name
 from common.stdout import print_results
 
-POLL_S = 0.002  # between two looks into the store
-READ_S = 3.0  # for the other ranks to read the verdict of rank 0
 ROUND_TRIPS, TRANSFERS = 20, 3
 MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
@@ -106,28 +106,19 @@ def exchange_facts(store: Store, env: DistEnv, facts: dict[str, str], timeout_s:
     """
     deadline = time.monotonic() + timeout_s
     if env.is_main:
-        return _collect_facts(store, env.world_size, {**facts, "clock": "+0.0 s"}, deadline)
-    store.set(f"ask/{env.rank}", "")
-    if not _wait(store, f"time/{env.rank}", deadline):
+        everyone: dict[int, Facts] = {0: {**facts, "clock": "+0.0 s"}}
+        while len(everyone) < env.world_size and time.monotonic() < deadline:
+            store.set("time", repr(time.time()))  # what the others read is as old as one turn of this loop
+            for rank in set(range(env.world_size)) - everyone.keys():
+                if store.check([f"facts/{rank}"]):
+                    everyone[rank] = json.loads(store.get(f"facts/{rank}"))
+            time.sleep(STORE_POLL_S)
+        return dict(sorted(everyone.items()))
+    if wait_for(["time"], store, deadline):
         raise dist.DistStoreError("rank 0 did not answer")
-    facts = {**facts, "clock": f"{time.time() - float(store.get(f'time/{env.rank}')):+.1f} s"}
+    facts = {**facts, "clock": f"{time.time() - float(store.get('time')):+.1f} s"}
     store.set(f"facts/{env.rank}", json.dumps(facts))
     return {env.rank: facts}
-
-
-def _collect_facts(store: Store, world_size: int, own: Facts, deadline: float) -> dict[int, Facts]:
-    """Rank 0: wait for the facts of all, and answer those that ask for the time."""
-    everyone = {0: own}
-    silent = set(range(1, world_size))
-    while len(everyone) < world_size and time.monotonic() < deadline:
-        for rank in range(1, world_size):
-            if rank in silent and store.check([f"ask/{rank}"]):
-                store.set(f"time/{rank}", repr(time.time()))
-                silent.remove(rank)
-            if rank not in everyone and store.check([f"facts/{rank}"]):
-                everyone[rank] = json.loads(store.get(f"facts/{rank}"))
-        time.sleep(POLL_S)
-    return dict(sorted(everyone.items()))
 
 
 def what_is_wrong(everyone: Mapping[int, Facts], world_size: int) -> list[str]:
@@ -171,11 +162,9 @@ def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -
     if env.is_main:
         store.set("hosts", json.dumps(hosts))
         if not hosts:
-            deadline = time.monotonic() + READ_S
-            for rank in range(1, env.world_size):
-                _wait(store, f"read/{rank}", deadline)
+            wait_for([f"read/{rank}" for rank in range(1, env.world_size)], store, time.monotonic() + READ_S)
         return hosts
-    if not _wait(store, "hosts", time.monotonic() + timeout_s):
+    if wait_for(["hosts"], store, time.monotonic() + timeout_s):
         return {}
     told: dict[str, int] = json.loads(store.get("hosts"))
     store.set(f"read/{env.rank}", "")
@@ -194,19 +183,18 @@ def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: Doctor
     with rendezvous_errors(env):
         dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     links = [["from", "to", "latency", "bandwidth"]]
-    names = list(hosts)
-    for place, first in enumerate(names if len(names) <= MOST_PAIRS_OF else names[:1]):
-        for second in names[place + 1 :]:
-            pair = hosts[first], hosts[second]
-            seconds = torch.zeros(2, dtype=torch.float64)
-            if env.rank in pair:
-                other = pair[1] if env.rank == pair[0] else pair[0]
-                seconds[0] = _median_seconds(ROUND_TRIPS, 1, env.rank == pair[0], other) / 2
-                seconds[1] = _median_seconds(TRANSFERS, size, env.rank == pair[0], other)
-            dist.broadcast(seconds, pair[0])
-            latency, large = seconds.tolist()
-            speed = size / max(large - latency, 1e-9)
-            links.append([first, second, f"{1e6 * latency:.0f} us", f"{speed / 2**20:.0f} MiB/s"])
+    for (first, sender), (second, receiver) in itertools.combinations(hosts.items(), 2):
+        if sender > 0 and len(hosts) > MOST_PAIRS_OF:
+            continue
+        seconds = torch.zeros(2, dtype=torch.float64)
+        if env.rank in (sender, receiver):
+            other = receiver if env.rank == sender else sender
+            seconds[0] = _median_seconds(ROUND_TRIPS, 1, env.rank == sender, other) / 2
+            seconds[1] = _median_seconds(TRANSFERS, size, env.rank == sender, other)
+        dist.broadcast(seconds, sender)
+        latency, large = seconds.tolist()
+        speed = size / max(large - latency, 1e-9)
+        links.append([first, second, f"{1e6 * latency:.0f} us", f"{speed / 2**20:.0f} MiB/s"])
     return links
 
 
@@ -244,15 +232,6 @@ def report(problems: Sequence[str], everyone: Mapping[int, Facts], env: DistEnv)
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _wait(store: Store, key: str, deadline: float) -> bool:
-    """Whether the store has the key in time."""
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 if __name__ == "__main__":

@@ -26,11 +26,10 @@ from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.files.run_directory import files_line
-from common.reporting.spans import Span, shifted
-from common.reporting.trace_events import trace_events, write_trace
+from common.reporting.spans import Span, shifted, write_trace
 from common.reporting.turns import CPU, run_benchmark, write_results
 from ddp.timeline.config import StepTimelineConfig
-from ddp.timeline.parts import divide, in_total
+from ddp.timeline.parts import divide
 
 WARMUP = 3  # unrecorded steps; buckets are final, and the order of units is known, after the first
 BLOCK = 5  # consecutive steps between two reports of progress
@@ -40,8 +39,8 @@ FILES = ("timeline.png", "trace.json", "steps.json")
 class RecordedSteps(NamedTuple):
     """The recorded steps of one training.
 
-    :param facts: of the model, and for replicas ``backward_alone``: for each rank, seconds of backward passes without
-        synchronization
+    :param facts: of the model, and for replicas ``backward_alone``: seconds of backward passes without synchronization, each
+        on all ranks
     :param steps: for each step its spans on each rank
     """
 
@@ -64,7 +63,7 @@ def _subject(config: StepTimelineConfig) -> ModuleType:
 def measure(config: StepTimelineConfig) -> RecordedSteps:
     """Record training steps, with replicas in turns with backward passes without communication."""
     steps: list[list[list[Span]]] = []
-    alone: list[list[float]] = [[] for _ in range(config.ranks)]
+    alone: list[list[float]] = []
     with (
         WorkerGroup(
             config.ranks,
@@ -81,11 +80,10 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
             block = min(BLOCK, config.steps - len(steps))
             steps += map(list, zip(*ranks.call("run", block), strict=True))
             if not config.stage:
-                for seconds, more in zip(alone, ranks.call("compute", block), strict=True):
-                    seconds += more
+                alone += map(list, zip(*ranks.call("compute", block), strict=True))
             progress.advance(block, f"{1e3 * _seconds(steps[-1]):.0f} ms each")
         facts = ranks.call("facts")[0]
-    return RecordedSteps(facts if config.stage else facts | {"backward_alone": alone}, steps)
+    return RecordedSteps(facts | {"backward_alone": alone}, steps)
 
 
 def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
@@ -101,8 +99,8 @@ def report(config: StepTimelineConfig, run: RecordedSteps) -> str:
     title = subject.title(config, run.facts)
     headings = list(map(subject.heading, parts[shown]))
     plot_step(config.output / "timeline.png", steps[shown], headings, subject.look(run.facts), title)
-    spans = {f"rank {rank}": [span for step in steps for span in in_total(step[rank])] for rank in range(config.ranks)}
-    write_trace(config.output / "trace.json", trace_events(spans))
+    spans = {f"rank {rank}": [span for step in steps for span in step[rank]] for rank in range(config.ranks)}
+    write_trace(config.output / "trace.json", spans)
     written = [
         [{"spans": [span._asdict() for span in rank], "parts": its} for rank, its in zip(*step, strict=True)]
         for step in zip(steps, parts, strict=True)

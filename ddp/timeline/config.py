@@ -12,15 +12,14 @@ from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
 from common.training.models import MODELS, require_heads
 from ddp.all_reduce import ALL_REDUCES
-from ddp.config import micro_batch_size, require_samples
+from ddp.config import require_samples
 from ddp.strategies import STAGES, require_shardable
 
 REPLICAS = "handwritten"
 
 # Flags that one kind of strategy has, and flags whose default depends on it.
-OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_mib": None}
-OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64}
-BATCH_SIZES = {True: 12, False: 144}  # of stages, and of replicas
+OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_mib": None, "batch_size": 144}
+OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64, "batch_size": 12}
 
 
 @dataclass(frozen=True)
@@ -69,61 +68,42 @@ class StepTimelineConfig:
     output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
 
     def __post_init__(self) -> None:
-        for name in OF_REPLICAS if self.stage else OF_STAGES:
+        defaults, others = (OF_STAGES, OF_REPLICAS) if self.stage else (OF_REPLICAS, OF_STAGES)
+        for name in others.keys() - defaults.keys():
             if getattr(self, name) is not None:
-                others = f"--strategy {REPLICAS}" if self.stage else f"the sharded strategies, {', '.join(STAGES)}"
+                right = f"--strategy {REPLICAS}" if self.stage else f"the sharded strategies, {', '.join(STAGES)}"
                 raise UsageError(
-                    f"{flag_of(name)} {getattr(self, name)} is for {others}: leave it out with --strategy {self.strategy}"
+                    f"{flag_of(name)} {getattr(self, name)} is for {right}: leave it out with --strategy {self.strategy}"
                 )
         if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
             object.__setattr__(self, "device", "cpu")
         placement = place_ranks(self.device, self.ranks)
         object.__setattr__(self, "ranks", placement.ranks)
         object.__setattr__(self, "device", placement.device)
-        self._check_gpus()
-        defaults = OF_STAGES if self.stage else OF_REPLICAS
-        for name, value in {**defaults, "batch_size": BATCH_SIZES[bool(self.stage)]}.items():
+        if placement.gpus:
+            if self.stage:
+                raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
+            if self.all_reduce != "backend":
+                raise UsageError(
+                    f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu"
+                )
+            if placement.backend != "nccl":
+                raise UsageError(
+                    f"--ranks {self.ranks} is more than the {placement.gpus} usable GPUs: give fewer, or --device cpu"
+                )
+        for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        if not self.stage:
-            require_samples(self.model, self.batch_size, self.ranks)
-            return
-        _ = self.sequences  # the batch may not divide
-        require_shardable(self.all_reduce, self.strategy)
-        require_heads(self.width)
-
-    def _check_gpus(self) -> None:
-        if not self.placement.gpus:
-            return
+        require_samples(self.model, self.batch_size, self.ranks)
         if self.stage:
-            raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
-        if self.all_reduce != "backend":
-            raise UsageError(f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu")
-        if self.placement.backend != "nccl":
-            raise UsageError(
-                f"--ranks {self.ranks} is more than the {self.placement.gpus} usable GPUs: give fewer, or --device cpu"
-            )
+            require_shardable(self.all_reduce, self.strategy)
+            require_heads(self.width)
 
     @property
     def placement(self) -> Placement:
         return place_ranks(self.device, self.ranks)
 
     @property
-    def processes(self) -> str:
-        """The ranks and their threads, or GPUs."""
-        if self.placement.gpus:
-            return str(self.placement)
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)} of {self.threads} thread{'s' * (self.threads > 1)}"
-
-    @property
     def stage(self) -> int:
         """The stage of sharding: 1, 2 or 3; 0 for replicas."""
         return STAGES.get(self.strategy, 0)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of each rank in a step, when the strategy is sharded.
-
-        :raises UsageError: when the batch does not divide over the ranks
-        """
-        return micro_batch_size(self.batch_size, self.ranks, 1)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.reporting.gantt import HEIGHT, LABEL_SIZE, Gantt, new_gantt, save_gantt
+from common.reporting.gantt import LABEL_SIZE, Gantt, new_gantt, readable_on, save_gantt
 from common.reporting.run_figures import COLORS
 from common.reporting.spans import COUNTERS, Span, in_lane, shifted, stacked
 from ddp.by_hand.buckets import MIB
-from ddp.timeline.memory import SHARDS
-from ddp.timeline.parts import COLLECTIVES, COMPUTE, Step, begun_by_all, phase, waits_of
+from ddp.timeline.parts import COLLECTIVES, COMPUTE, Step, begun_by_all, phase
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +21,7 @@ OPTIMIZER, WAIT = COLORS[5], "#f3c3b2"
 LATE = {"facecolor": "0.9", "hatch": "////", "linewidth": 0.5}  # the style of what not all ranks have begun
 HELD = 0.22  # the opacity of what a gather has made whole, until it is freed
 LANES = {"all-reduce": "all-reduce", "gather": "gathers", "reduce-scatter": "reduce-\nscatters"}
-LEAST_LABELED = 0.09  # of the memory's axis; a thinner band has no label
+LEAST_LABELED = 0.1  # of a replica; a thinner band has no label
 
 
 @dataclass(frozen=True)
@@ -30,18 +29,12 @@ class Look:
     """The look of the spans and counters by their names; others are not drawn.
 
     :param colors: matplotlib's, with an opacity or without
-    :param labels: for each name, labels of its boxes: the first that has room is written
     :param legend: see :func:`common.reporting.gantt.save_gantt`
-    :param note: below the time axis
-    :param overlap: colors behind the collectives, until the last gradient is ready and after that
-    :param replica: bytes that a replica would hold
+    :param replica: bytes that a replica would hold; 0 where no memory is recorded
     """
 
     colors: Mapping[str, Any]
-    labels: Mapping[str, tuple[str, ...]]
     legend: Mapping[str, Any]
-    note: str
-    overlap: Sequence[str] = ()
     replica: int = 0
 
 
@@ -50,20 +43,19 @@ def plot_step(path: Path, ranks: Sequence[Step], headings: Sequence[str], look: 
 
     :param headings: of each rank
     """
-    origin, end = min(step[0].start for step in ranks), max(phase(step, "step").end for step in ranks)
-    charts = [_Chart(shifted(step, origin), look) for step in ranks]
-    has_memory = bool(in_lane(ranks[0], COUNTERS))
+    origin, has_memory = min(step[0].start for step in ranks), look.replica > 0
+    ranks = [shifted(step, origin) for step in ranks]
+    end = max(phase(step, "step").end for step in ranks)
+    charts = [_Chart(step, look) for step in ranks]
     inches = [height for chart in charts for height in (chart.inches, MEMORY_INCHES)[: 1 + has_memory]]
     figure, axes = new_gantt(inches, 1.2 + 0.35 * len(ranks) + sum(inches), title)
-    begun = {lane: [moment - origin for moment in begun_by_all(ranks, lane)] for lane in COLLECTIVES}
-    most = max(sum(count.facts.values()) for step in ranks for count in in_lane(step, COUNTERS)) if has_memory else 0
+    begun = {lane: begun_by_all(ranks, lane) for lane in COLLECTIVES}
     for rank, (chart, heading) in enumerate(zip(charts, headings, strict=True)):
-        gantt = Gantt(axes[rank * (1 + has_memory)], 0, end - origin, f"rank {rank}: {heading}")
-        chart.compute(gantt)
-        chart.collectives(gantt, begun)
+        gantt = Gantt(axes[rank * (1 + has_memory)], 0, end, f"rank {rank}: {heading}")
+        chart.draw(gantt, begun)
         if has_memory:
-            chart.memory(axes[2 * rank + 1], 1.12 * max(look.replica, most) / MIB)
-    axes[-1].set_xlabel(f"ms since the first rank began the step.  {look.note}")
+            chart.memory(axes[2 * rank + 1], end)
+    axes[-1].set_xlabel("ms since the first rank began the step")
     save_gantt(path, figure, look.legend, rows=2)
 
 
@@ -85,72 +77,57 @@ class _Chart:
             self._bottom = max([self._bottom - 1, *self._rows[lane]]) + 1
         self.inches = ROW_INCHES * (self._bottom + 0.2)
 
-    def compute(self, gantt: Gantt) -> None:
-        """Row 0."""
-        for span in in_lane(self._step, COMPUTE):
-            if span.name in self._look.colors:
-                self._box(gantt, 0, span.start, span.end, span.name)
+    def draw(self, gantt: Gantt, begun: Mapping[str, Sequence[float]]) -> None:
+        """All rows, and the axes.
 
-    def collectives(self, gantt: Gantt, begun: Mapping[str, Sequence[float]]) -> None:
-        """The other rows, and the axes.
-
-        :param begun: for each lane, the moments at which all ranks have begun
+        :param begun: for each lane of collectives, the moments at which all ranks have begun
         """
         plot, colors = gantt.plot, self._look.colors
+        for span in in_lane(self._step, COMPUTE):
+            if span.name in colors:
+                gantt.box(0, span.start, span.end, colors[span.name], *_labels(span.name))
         ticks = {0.0: "computes"}
         for lane, rows in self._rows.items():
             for span, row, moment in zip(in_lane(self._step, lane), rows, begun[lane], strict=True):
-                until, color = self._held_until(span), colors[span.name]
+                until, color, labels = self._held_until(span), colors[span.name], _labels(span.name)
                 gantt.box(row, span.start, min(moment, span.end), "0.9", **LATE, edgecolor=color)
-                is_named = self._box(gantt, row, moment, max(moment, span.end), span.name)
+                is_named = gantt.box(row, moment, max(moment, span.end), color, *labels)
                 if until > span.end:
-                    labels = () if is_named else self._look.labels[span.name]
-                    gantt.box(row, span.end, until, (color, HELD), *labels, linewidth=0)
-                    plot.plot([1000 * until] * 2, [row - HEIGHT / 2, row + HEIGHT / 2], color=color, linewidth=2)
+                    gantt.box(row, span.end, until, (color, HELD), *(() if is_named else labels), linewidth=0)
             if rows:
-                holds = ",\nholds" if lane == "gather" and in_lane(self._step, "free") else ""
-                ticks[(min(rows) + max(rows)) / 2] = LANES[lane] + holds
-        if self._look.overlap:
-            ((ready, returned),) = waits_of(self._step)
-            edges = (phase(self._step, "backward").start, ready, returned)
-            for start, stop, color in zip(edges[:2], edges[1:], self._look.overlap, strict=True):
-                box = [(1000 * start, 1000 * (stop - start))]
-                plot.broken_barh(box, (0.5, self._bottom - 1), color=color, linewidth=0, zorder=0.1)
+                ticks[(min(rows) + max(rows)) / 2] = LANES[lane]
         plot.set_yticks(list(ticks), list(ticks.values()))
         plot.set_ylim(self._bottom - 0.4, -0.6)
 
-    def memory(self, plot: Axes, top: float) -> None:
-        """Bytes over time, stacked: shards, whole parameters, whole gradients.
+    def memory(self, plot: Axes, end: float) -> None:
+        """Bytes over time, stacked: the optimizer's state, shards, and what is whole.
 
-        :param top: of the axis, in MiB
+        :param end: of the time axis
         """
-        Gantt(plot, 0, plot.get_xlim()[1] / 1000)
-        counts, end = in_lane(self._step, COUNTERS), phase(self._step, "step").end
-        moments = [1000 * moment for moment in (*(count.start for count in counts), end)]
-        below = [0.0] * len(moments)
-        for name in sorted(counts[0].facts, key=lambda name: name.startswith("gradients")):
-            values = [count.facts[name] / MIB for count in (*counts, counts[-1])]
-            upper = [base + value for base, value in zip(below, values, strict=True)]
-            color = self._look.colors[name]
-            style = {"facecolor": color, "linewidth": 0}
-            if name.startswith("gradients"):
-                style = {"facecolor": "white", "edgecolor": color, "hatch": "xxxx", "linewidth": 0}
-            plot.fill_between(moments, below, upper, step="post", **style)
-            if name in SHARDS and values[0] > LEAST_LABELED * top:
-                text, middle = f" {name}: {values[0]:.1f} MiB", (below[0] + upper[0]) / 2
-                letters = "white" if color == OPTIMIZER else "black"
-                plot.text(moments[0], middle, text, va="center", fontsize=LABEL_SIZE, color=letters)
-            below = upper
-        replica = self._look.replica / MIB
+        Gantt(plot, 0, end)
+        counts, replica = in_lane(self._step, COUNTERS), self._look.replica / MIB
+        moments = [1000 * count.start for count in counts] + [1000 * phase(self._step, "step").end]
+        sizes = {name: [count.facts[name] / MIB for count in (*counts, counts[-1])] for name in counts[0].facts}
+        colors = [self._look.colors[name] for name in sizes]
+        plot.stackplot(moments, list(sizes.values()), colors=colors, step="post", linewidth=0)
+        below = 0.0
+        for (name, (size, *_)), color in zip(sizes.items(), colors, strict=True):
+            if size > LEAST_LABELED * replica:
+                text, letters = f" {name}: {size:.1f} MiB", readable_on(color)
+                plot.text(moments[0], below + size / 2, text, va="center", fontsize=LABEL_SIZE, color=letters)
+            below += size
         plot.axhline(replica, color="0.3", linewidth=1, linestyle="--")
         plot.text(0, replica, f" a replica: {replica:.1f} MiB", va="bottom", fontsize=LABEL_SIZE, color="0.3")
-        plot.set_ylim(0, top)
+        plot.set_ylim(0, 1.12 * replica)
         plot.set_ylabel("memory, MiB")
-
-    def _box(self, gantt: Gantt, row: float, start: float, stop: float, name: str) -> bool:
-        return gantt.box(row, start, stop, self._look.colors[name], *self._look.labels.get(name, ()))
 
     def _held_until(self, gather: Span) -> float:
         frees = [free.start for free in in_lane(self._step, "free") if free.name == gather.name]
         later = [moment for moment in frees if moment >= gather.end and gather.lane == "gather"]
         return min(later, default=gather.end)
+
+
+def _labels(name: str) -> Sequence[str]:
+    """Labels of a box: a gradient's module; otherwise the name of the span, or its number where there is no room for more."""
+    number = name.replace(".", " ").rpartition(" ")[2]
+    return (name, number) if number.isdigit() else (name.rpartition(".")[0] or name,)

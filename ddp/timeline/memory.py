@@ -1,6 +1,6 @@
 """The memory of a sharded model's tensors on one rank, read from their storages.
 
-Counted are whole parameters and gradients of each unit, shards of both, and the optimizer's state. Not counted are
+Counted are whole parameters and gradients, shards of both, and the optimizer's state. Not counted are
 activations, what a step of the optimizer needs for itself, and what the collectives copy (gloo's reduce-scatter copies what
 it sends).
 """
@@ -8,33 +8,31 @@ it sends).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from ddp.sharded.flat import FlatParameters
 
-SHARDS = ("optimizer state", "shards of parameters", "shards of gradients")
-WHOLE = ("parameters", "gradients")  # of a unit
+KINDS = ("optimizer state", "shards of parameters", "shards of gradients", "whole parameters", "whole gradients")
 
 
-def count(unit_of: Mapping[FlatParameters, str], state: int) -> dict[str, float]:
-    """Bytes by the names of :data:`SHARDS`, and of ``parameters of <unit>`` and ``gradients of <unit>``.
+def count(flats: Iterable[FlatParameters], state: int) -> dict[str, float]:
+    """Bytes by the names of :data:`KINDS`.
 
     At stages 1 and 2 the shard of the parameters lies in the whole ones, and at stage 1 the shard of the gradients in the whole
     ones: these bytes are counted once, as whole.
 
-    :param unit_of: the name of the unit of all flat parameters
     :param state: bytes of the optimizer's state, which changes in its first step only
     """
-    counts: Counter[str] = Counter(dict.fromkeys(SHARDS, 0))
+    counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     counts["optimizer state"] = state
-    for flat, unit in unit_of.items():
+    for flat in flats:
         gradients = [] if flat.gradient is None else [flat.gradient]
         gradients += [parameter.grad for parameter in flat.whole if parameter.grad is not None]  # on their way into it
-        for kind, whole, shard in zip(WHOLE, ([flat.full], gradients), (flat.shard, flat._grad_shard), strict=True):
-            counts[f"{kind} of {unit}"] += bytes_of(whole)
+        for kind, whole, shard in (("parameters", [flat.full], flat.shard), ("gradients", gradients, flat._grad_shard)):
+            counts[f"whole {kind}"] += bytes_of(whole)
             if shard is not None:
                 counts[f"shards of {kind}"] += bytes_of([*whole, shard]) - bytes_of(whole)
     return dict(counts)
@@ -47,6 +45,6 @@ def state_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    """Bytes of the tensors' storages, each counted once. A ``DTensor`` counts by this rank's shard."""
+    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -7,7 +7,6 @@ time until the slowest rank begins the same collective is a wait for that rank, 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from common.reporting.spans import COUNTERS, Interval, Span, in_lane, length, overlap, union
@@ -22,11 +21,11 @@ Parts = dict[str, float]
 """Seconds of the parts of a step, of which each kind of strategy has some:
 
 - ``step``, ``data``, ``forward``, ``backward``, ``optimizer``: the phases
-- ``compute``: with replicas, backward without waits; with shards, forward and backward without waits
+- ``waits``: with replicas, for gradients; with shards, for parameters, for gradients, and for flags about these
+- ``compute``: backward without waits, with shards forward too
 - ``exposed``, ``hidden``: time in which at least one collective runs, and the rank waits or does not
 - ``waiting``: waits in which no collective runs, since slower ranks have yet to begin theirs
 - ``all_reduce``, ``gather``, ``reduce_scatter``: time in which at least one of them runs
-- ``wait_gather``, ``wait_reduce``: waits for parameters; for gradients, and what the ranks tell each other of them
 
 And bytes: ``peak``, the most of tensors at a time, and ``rest``, those at the end of the step.
 """
@@ -50,13 +49,12 @@ def _divide(step: Step, begun: Mapping[str, Sequence[float]]) -> Parts:
     busy, waits = union(itertools.chain(*running.values())), waits_of(step)
     exposed = overlap(busy, waits)
     parts = {name: phase(step, name).seconds for name in ("step", "data", "forward", "backward", "optimizer")}
-    parts["compute"] = parts["backward"] - length(waits)
+    parts["waits"] = length(waits)
+    parts["compute"] = parts["backward"] - parts["waits"]
     parts |= {"exposed": exposed, "hidden": length(busy) - exposed, "waiting": overlap(sent, waits) - exposed}
     parts |= {lane.replace("-", "_"): length(intervals) for lane, intervals in running.items()}
     memory = [sum(count.facts.values()) for count in in_lane(step, COUNTERS)]
     if memory:  # of shards
-        names = {"wait_gather": ("wait for gather",), "wait_reduce": ("wait for reduce-scatter", "wait for flags")}
-        parts |= {part: sum(span.seconds for span in step if span.name in waits) for part, waits in names.items()}
         parts |= {"compute": parts["compute"] + parts["forward"], "peak": max(memory), "rest": memory[-1]}
     return parts
 
@@ -77,15 +75,3 @@ def waits_of(step: Step) -> list[Interval]:
     copies = [span.start for span in laps if span.name == "copy"]
     waits = [(span.start, span.end) for span in laps if span.name.startswith("wait")]
     return [(copies[-1], waits[-1][1])] if copies else waits
-
-
-def in_total(step: Step) -> list[Span]:
-    """The same spans, with the memory of all units in one sum."""
-    spans = []
-    for span in step:
-        totals: Counter[str] = Counter()
-        for name, size in span.facts.items():
-            kind, _, unit = name.partition(" of ")
-            totals[f"whole {kind}" if unit and kind != "shards" else name] += size
-        spans.append(span._replace(facts=dict(totals)))
-    return spans

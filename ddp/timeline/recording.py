@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed.process_group import DistEnv
@@ -26,7 +27,10 @@ from ddp.timeline.parts import COMPUTE
 
 
 class StepRecorder(abc.ABC):
-    """The service of one rank: it trains, and records the spans of each step."""
+    """The service of one rank: it trains, and records the spans of each step. A subclass sets the model and its optimizer."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, env: DistEnv) -> None:
         self.recorder = Recorder(clock_of(env.device))
@@ -36,20 +40,30 @@ class StepRecorder(abc.ABC):
         """Facts of the model, final after the first step."""
 
     @abc.abstractmethod
-    def next_batch(self) -> Any:
-        """Load the next batch."""
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Make the next batch: the model's inputs, and the classes of its outputs."""
 
-    @abc.abstractmethod
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Compute the loss."""
+        inputs, labels = batch
+        return F.cross_entropy(self.model(inputs).flatten(0, -2), labels.flatten())
 
-    @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients, averaged over the ranks."""
+        loss.backward()
 
-    @abc.abstractmethod
     def update(self) -> None:
         """Take a step of the optimizer."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @abc.abstractmethod
+    def name_of(self, buffer: Tensor) -> str:
+        """The name of the collective of this tensor."""
+
+    def lap(self, name: str, *_: object) -> None:
+        """End a lap. It can be a hook."""
+        self.recorder.lap(name, COMPUTE)
 
     def run(self, steps: int) -> list[list[Span]]:
         """Take some steps. All ranks start together."""
@@ -71,10 +85,8 @@ class StepRecorder(abc.ABC):
             with phase("data"):
                 batch = self.next_batch()
             with phase("forward"):
-                self.recorder.begin_laps(COMPUTE)
                 loss = self.forward(batch)
             with phase("backward"):
-                self.recorder.begin_laps(COMPUTE)
                 self.backward(loss)
             with phase("optimizer"):
                 self.update()
@@ -84,13 +96,13 @@ class RecordedCollectives(ShardedAllReduce):
     """Runs another's collectives one after the other in a background thread, and records each.
 
     :param inner: has a reduce-scatter and an all-gather if they are asked for
-    :param name_of: what to call the collective of this tensor
+    :param steps: names the collectives, and has the recorder
     """
 
-    def __init__(self, inner: AllReduce, recorder: Recorder, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, inner: AllReduce, steps: StepRecorder) -> None:
         super().__init__()
         self._inner: Any = inner
-        self._recorder, self._name_of = recorder, name_of
+        self._steps: Any = steps
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         memory: Tensor = self._inner.allocate(numel, dtype, device)
@@ -110,24 +122,22 @@ class RecordedCollectives(ShardedAllReduce):
         self._inner.close()
 
     def _recorded(self, lane: str, collective: Callable[[Tensor], None], buffer: Tensor) -> None:
-        with self._recorder.span(self._name_of(buffer), lane):
+        with self._steps.recorder.span(self._steps.name_of(buffer), lane):
             collective(buffer)
 
 
 class RecordedBackend(RecordedCollectives):
     """Records the backend's own all-reduces: gloo runs several at a time, and NCCL in a stream of its own."""
 
-    def __init__(self, inner: AllReduce, recorder: Recorder, name_of: Callable[[Tensor], str]) -> None:
-        super().__init__(inner, recorder, name_of)
-        # It does nothing but wait for NCCL's sums, so an event in it tells when they end.
-        self._waiting: torch.cuda.Stream | None = None
+    # It does nothing but wait for NCCL's sums, so an event in it tells when they end.
+    _waiting: torch.cuda.Stream | None = None
 
     def start(self, buffer: Tensor) -> Pending:
-        started = self._recorder.clock.stamp()
-        name = self._name_of(buffer)
+        recorder, name = self._steps.recorder, self._steps.name_of(buffer)
+        started = recorder.clock.stamp()
 
         def record_end() -> None:
-            self._recorder.add(name, started, self._recorder.clock.stamp(), "all-reduce")
+            recorder.add(name, started, recorder.clock.stamp(), "all-reduce")
 
         def end_of_gloo(future: torch.futures.Future[Any]) -> None:
             record_end()

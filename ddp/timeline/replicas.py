@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -27,7 +26,7 @@ from ddp.timeline.recording import RecordedBackend, RecordedCollectives, StepRec
 IMAGE_SHAPE, CLASSES = (1, 28, 28), 10  # as a glyph's
 MOST_SIZES = 6  # bucket sizes that the title lists
 BUCKET_COLORS = (COLORS[0], COLORS[2], COLORS[3], COLORS[4])
-DATA, FORWARD, COPY, HIDDEN, EXPOSED = "#d9dde0", "#a9b8c4", "0.25", "#e7f2e6", "#fbe3da"
+DATA, FORWARD, COPY = "#d9dde0", "#a9b8c4", "0.25"
 
 
 class StepsOfRank(StepRecorder):
@@ -37,69 +36,56 @@ class StepsOfRank(StepRecorder):
         super().__init__(env)
         torch.manual_seed(env.rank)  # DDP broadcasts rank 0's parameters
         self._device, self._samples = env.device, config.batch_size // config.ranks
-        network = to_device(build_model(config.model, IMAGE_SHAPE, CLASSES, 0.0), env.device, torch.channels_last)
+        network = to_device(build_model(config.model, IMAGE_SHAPE, CLASSES), env.device, torch.channels_last)
         self._names = {parameter: name for name, parameter in network.named_parameters()}
         recorded = RecordedBackend if config.all_reduce == "backend" else RecordedCollectives
-        self._model = HandwrittenDistributedDataParallel(
+        self.model = HandwrittenDistributedDataParallel(
             network,
             broadcast_buffers=False,
             bucket_cap_mb=config.bucket_mib,
-            all_reduce=recorded(build_all_reduce(config.all_reduce), self.recorder, self._name_of),
+            all_reduce=recorded(build_all_reduce(config.all_reduce), self),
         )
         for parameter, name in self._names.items():
             # DDP's hook is on the node that accumulates the gradient. The node calls its hooks after those of the parameter.
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._lap, name))
-            get_gradient_edge(parameter).node.register_hook(functools.partial(self._lap, "copy"))
-        self._optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9, fused=True)
+            parameter.register_post_accumulate_grad_hook(functools.partial(self.lap, name))
+            get_gradient_edge(parameter).node.register_hook(functools.partial(self.lap, "copy"))
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, momentum=0.9, fused=True)
 
     def facts(self) -> dict[str, Any]:
         """``buckets``, in the order of their all-reduces: each maps its parameters to the bytes of the gradients."""
-        buckets = [bucket.parameters.values() for bucket in self._model.reducer.buckets]
+        buckets = [bucket.parameters.values() for bucket in self.model.reducer.buckets]
         return {"buckets": [{self._names[p]: p.nbytes for p in bucket} for bucket in buckets]}
 
     def compute(self, steps: int) -> list[float]:
         """Seconds of each of ``steps`` backward passes without synchronization. All ranks start together."""
         self.start_together()
         for _ in range(steps):
-            with self._model.no_sync():
+            with self.model.no_sync():
                 loss = self.forward(self.next_batch())
-                self.recorder.begin_laps(COMPUTE)
-                with self.recorder.span("alone"):
+                with self.recorder.span("alone", COMPUTE):
                     loss.backward()
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         return [span.seconds for span in self.recorder.read(self.recorder.take()) if span.name == "alone"]
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         images, labels = torch.rand(self._samples, *IMAGE_SHAPE), torch.randint(CLASSES, (self._samples,))
         return images.to(self._device, memory_format=torch.channels_last), labels.to(self._device)
 
-    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self._model(images), labels)
-
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
-        self._lap("wait")
+        super().backward(loss)
+        self.lap("wait")
 
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def _lap(self, name: str, *_: object) -> None:
-        self.recorder.lap(name, COMPUTE)
-
-    def _name_of(self, buffer: Tensor) -> str:
-        buckets = self._model.reducer.buckets
+    def name_of(self, buffer: Tensor) -> str:
+        buckets = self.model.reducer.buckets
         return bucket_name(next(index for index, bucket in enumerate(buckets) if bucket.buffer is buffer))
 
 
 def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     """Name the model and its buckets."""
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in facts["buckets"]]
-    shown = sizes if len(sizes) <= MOST_SIZES else [*sizes[:MOST_SIZES], "..."]
     return (
-        f"{config.model}, global batch {config.batch_size}, {config.processes}, all-reduce: {config.all_reduce}, "
-        f"{len(sizes)} bucket{'s' * (len(sizes) > 1)} of {', '.join(shown)} MiB"
+        f"{config.model}, global batch {config.batch_size}, {config.placement}, all-reduce: {config.all_reduce}, "
+        f"{len(sizes)} bucket{'s' * (len(sizes) > 1)} of {', '.join(sizes[:MOST_SIZES])} MiB"
     )
 
 
@@ -111,7 +97,7 @@ def sentences(config: StepTimelineConfig, facts: Mapping[str, Any], steps: Seque
         1e3 * statistics.median(statistics.fmean(rank[name] for rank in step) for step in steps)
         for name in ("exposed", "waiting", "compute")
     )
-    alone = 1e3 * statistics.median(map(statistics.fmean, zip(*facts["backward_alone"], strict=True)))
+    alone = 1e3 * statistics.median(map(statistics.fmean, facts["backward_alone"]))
     shared = "GPU" if config.placement.gpus else "cores"
     return [
         f"hidden: {hidden:.0f} % of the time of the all-reduces, behind the computation of gradients; {exposed:.1f} ms of a step "
@@ -126,19 +112,15 @@ def heading(parts: Parts) -> str:
     step, total, hidden, exposed, late = (
         f"{1e3 * parts[name]:.1f} ms" for name in ("step", "all_reduce", "hidden", "exposed", "waiting")
     )
-    late = f"; {late} wait for the slowest rank" if parts["waiting"] > 0.005 * parts["step"] else ""
-    return f"step {step}, all-reduce {total}, of which {hidden} hidden and {exposed} exposed{late}"
+    sums = f"all-reduce {total}, of which {hidden} hidden and {exposed} exposed"
+    return f"step {step}, {sums}; {late} wait for the slowest rank"
 
 
 def look(facts: Mapping[str, Any]) -> Look:
     """A bucket and its gradients have the same color."""
     colors: dict[str, Any] = {"data": DATA, "forward": FORWARD, "copy": COPY, "wait": WAIT, "optimizer": OPTIMIZER}
-    labels: dict[str, tuple[str, ...]] = {"forward": ("forward",), "wait": ("waits",), "optimizer": ("optimizer",)}
     for index, bucket in enumerate(facts["buckets"]):
-        name, color = bucket_name(index), BUCKET_COLORS[index % len(BUCKET_COLORS)]
-        colors |= dict.fromkeys((*bucket, name), color)
-        labels |= {gradient: (gradient.rpartition(".")[0],) for gradient in bucket}  # a layer's are computed together
-        labels[name] = f"{name}: {sum(bucket.values()) / MIB:.1f} MiB", name, str(index + 1)
+        colors |= dict.fromkeys((*bucket, bucket_name(index)), BUCKET_COLORS[index % len(BUCKET_COLORS)])
     legend = {
         "data": DATA,
         "forward": FORWARD,
@@ -147,11 +129,8 @@ def look(facts: Mapping[str, Any]) -> Look:
         "sent, but not yet by the slowest rank": {**LATE, "edgecolor": "0.4"},
         "waits": WAIT,
         "optimizer": OPTIMIZER,
-        "all-reduce is hidden here": HIDDEN,
-        "and exposed here": EXPOSED,
     }
-    note = "A gradient has the color of its bucket, and the name of its module where there is room"
-    return Look(colors, labels, legend, note, overlap=(HIDDEN, EXPOSED))
+    return Look(colors, legend)
 
 
 def bucket_name(index: int) -> str:

@@ -18,24 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.distributed.process_group import DistEnv
 from common.machine import keep_freed_memory
 from common.reporting.run_figures import COLORS
+from common.reporting.spans import COUNTERS
 from common.training.gpt import GPT
-from ddp.all_reduce.backend import another_group
-from ddp.all_reduce.choice import build_all_reduce
 from ddp.by_hand.buckets import MIB
 from ddp.by_hand.outputs import tensors_in
 from ddp.sharded.flat import FlatParameters
-from ddp.sharded.stages import STAGES
+from ddp.sharded.stages import shard
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.figure import HELD, LATE, OPTIMIZER, WAIT, Look
 from ddp.timeline.memory import count, state_of
-from ddp.timeline.parts import COMPUTE, Parts
+from ddp.timeline.parts import Parts
 from ddp.timeline.recording import RecordedCollectives, StepRecorder
 
 VOCABULARY = 96
@@ -44,7 +41,7 @@ OF_A_REPLICA = 4  # times its parameters: these, their gradients, and AdamW's tw
 BLOCK_COLORS, ROOT_COLOR = (COLORS[0], COLORS[2], COLORS[3]), COLORS[4]
 # The methods of FlatParameters that wait: the attribute with what they wait for, and the collective.
 WAITS = {"finish_gather": ("_gathering", "gather"), "finish_reduce": ("_reducing", "reduce-scatter")}
-FORWARD, PARAMETERS = 0.55, 0.85  # opacity of a unit's color
+FORWARD = 0.55  # opacity of a unit's color
 
 
 class StepsOfRank(StepRecorder):
@@ -57,57 +54,49 @@ class StepsOfRank(StepRecorder):
         self._memory: dict[str, float] = {}
         self._state = 0
         self._generator = torch.Generator().manual_seed(env.rank)
-        self._size = (config.sequences, config.length + 1)
+        self._size = (config.batch_size // config.ranks, config.length + 1)
         with torch.device("meta"):  # no rank ever holds all of it, at stage 3
             network = GPT(VOCABULARY, config.width, config.layers, config.length)
-        # Gathers and reductions run at the same time, each kind in an order of its own.
-        groups = [another_group(dist.distributed_c10d._get_default_group()) for _ in range(2)]
-        collectives = [_Collectives(build_all_reduce(config.all_reduce, group), self) for group in groups]
         torch.manual_seed(0)
-        self._model = STAGES[config.stage](network, network.blocks, collectives=(collectives[0], collectives[1]))
-        self._optimizer = torch.optim.AdamW(self._model.parameters())
-        self._units = {unit.name or ROOT: unit.module for unit in self._model.units}
-        unit_of_parameter = {name: unit.name or ROOT for unit in self._model.units for name in unit.owners}
-        self._unit_of = {flat: unit_of_parameter[next(iter(flat.owners))] for flat in self._model.flats}
-        for flat, unit in self._unit_of.items():
-            self._wrap(flat, unit)
-        for unit, module in self._units.items():
-            self._hook(unit, module)
+        self.model = shard(network, config.stage, units=network.blocks, all_reduce=config.all_reduce)
+        self.model._collectives = gathers, reductions = [_Collectives(one, self) for one in self.model._collectives]
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self._unit_of: dict[FlatParameters, str] = {}
+        for unit in self.model.units:
+            name = unit.name or ROOT
+            for flat in self.model._flats_of[unit.name]:
+                self._unit_of[flat] = name
+                flat._gather, flat._reduce = gathers, reductions
+                self._wrap(flat, name)
+            self._hook(name, unit.module)
 
     def facts(self) -> dict[str, Any]:
         """``units``, the bytes of each unit's parameters, first the root's, which has those outside of all blocks; and
         ``replica``, the bytes that a rank would hold without sharding: parameters, gradients and the optimizer's state."""
-        sizes = dict.fromkeys(self._units, 0)
-        for flat, unit in self._unit_of.items():
-            sizes[unit] += flat.full.nbytes
+        sizes = {unit: flat.full.nbytes for flat, unit in self._unit_of.items()}
         return {"units": sizes, "replica": OF_A_REPLICA * sum(sizes.values())}
 
-    def next_batch(self) -> Tensor:
+    def next_batch(self) -> tuple[Tensor, Tensor]:
         self._memory = {}
         self.count()
-        return torch.randint(VOCABULARY, self._size, generator=self._generator)
+        tokens = torch.randint(VOCABULARY, self._size, generator=self._generator)
+        return tokens[:, :-1], tokens[:, 1:]
 
-    def forward(self, batch: Tensor) -> Tensor:
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         self._lap_name = f"forward {ROOT}"
-        logits = self._model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss = super().forward(batch)
         self.lap(self._lap_name)
         return loss
 
     def backward(self, loss: Tensor) -> None:
         self._lap_name = f"backward {ROOT}"
-        loss.backward()
+        super().backward(loss)
         self.lap(self._lap_name)
 
     def update(self) -> None:
-        self._optimizer.step()
-        self._state = state_of(self._optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
+        super().update()
+        self._state = state_of(self.optimizer)
         self.count()
-
-    def lap(self, name: str) -> None:
-        """End a lap."""
-        self.recorder.lap(name, COMPUTE)
 
     def wait(self, name: str, method: Callable[[], Any]) -> Any:
         """Call what waits, in a lap of its own."""
@@ -117,15 +106,15 @@ class StepsOfRank(StepRecorder):
         return result
 
     def name_of(self, buffer: Tensor) -> str:
-        """The unit of a flat tensor."""
         units = (unit for flat, unit in self._unit_of.items() if buffer is flat.full or buffer is flat.gradient)
         return next(units, ROOT)
 
     def count(self) -> None:
         """Record the memory, if it has changed."""
-        before, self._memory = self._memory, count(self._unit_of, self._state)
+        before, self._memory = self._memory, count(self.model.flats, self._state)
         if self._memory != before:
-            self.recorder.count("memory, bytes", self._memory)
+            now = self.recorder.clock.stamp()
+            self.recorder.add("memory, bytes", now, now, COUNTERS, **self._memory)
 
     def _hook(self, unit: str, module: nn.Module) -> None:
         """Record when a unit begins and ends, in forward and in backward. Modules in no other unit are the root's."""
@@ -174,10 +163,6 @@ class StepsOfRank(StepRecorder):
 
 
 class _Collectives(RecordedCollectives):
-    def __init__(self, inner: Any, steps: StepsOfRank) -> None:
-        super().__init__(inner, steps.recorder, steps.name_of)
-        self._steps = steps
-
     def run(self, buffer: Tensor) -> None:
         """Sum what the ranks must know of each other's gradients. The model waits for it."""
         self._steps.wait("wait for flags", lambda: self._inner.run(buffer))
@@ -188,7 +173,7 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     parameters = sum(facts["units"].values()) / 4  # of four bytes
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(facts['units'])} units, "
-        f"{config.batch_size} sequences of {config.length} tokens, {config.processes}, all-reduce: {config.all_reduce}"
+        f"{config.batch_size} sequences of {config.length} tokens, {config.placement}, all-reduce: {config.all_reduce}"
     )
 
 
@@ -203,10 +188,9 @@ def sentences(config: StepTimelineConfig, facts: Mapping[str, Any], steps: Seque
 
 def heading(parts: Parts) -> str:
     """Sum up a rank's step."""
-    waits = parts["wait_gather"] + parts["wait_reduce"]
     return (
-        f"step {1000 * parts['step']:.0f} ms, waits for {1000 * waits:.0f} ms of it; at most {parts['peak'] / MIB:.1f} MiB, "
-        f"{parts['rest'] / MIB:.1f} MiB between steps"
+        f"step {1000 * parts['step']:.0f} ms, waits for {1000 * parts['waits']:.0f} ms of it; "
+        f"at most {parts['peak'] / MIB:.1f} MiB, {parts['rest'] / MIB:.1f} MiB between steps"
     )
 
 
@@ -217,20 +201,13 @@ def look(facts: Mapping[str, Any]) -> Look:
         "optimizer state": OPTIMIZER,
         "shards of parameters": "#a9b8c4",
         "shards of gradients": "#d9dde0",
+        "whole parameters": COLORS[1],
+        "whole gradients": "#f2b66d",
         **{f"wait for {kind}": WAIT for kind in ("gather", "reduce-scatter", "flags")},
     }
-    labels: dict[str, tuple[str, ...]] = {name: ("waits",) for name in colors if name.startswith("wait")}
-    labels["optimizer"] = ("optimizer",)
     for number, unit in enumerate(facts["units"]):  # the root is the first
         color = BLOCK_COLORS[(number - 1) % len(BLOCK_COLORS)] if number else ROOT_COLOR
-        colors |= {
-            unit: color,
-            f"forward {unit}": (color, FORWARD),
-            f"backward {unit}": color,
-            f"parameters of {unit}": (color, PARAMETERS),
-            f"gradients of {unit}": color,
-        }
-        labels |= {name: (unit, unit.rpartition(".")[2]) for name in (unit, f"forward {unit}", f"backward {unit}")}
+        colors |= {unit: color, f"forward {unit}": (color, FORWARD), f"backward {unit}": color}
     color = BLOCK_COLORS[0]
     legend = {
         "forward of a unit": (color, FORWARD),
@@ -239,12 +216,6 @@ def look(facts: Mapping[str, Any]) -> Look:
         "optimizer, and its state": OPTIMIZER,
         "begun, but not yet by the slowest rank": {**LATE, "edgecolor": color},
         "parameters are whole, until freed": (color, HELD),
-        "memory: whole parameters of a unit": (color, PARAMETERS),
-        "memory: whole gradients of a unit": {
-            "facecolor": "white",
-            "edgecolor": color,
-            "hatch": "xxxx",
-            "linewidth": 0,
-        },
+        **{f"memory: {kind}": colors[kind] for kind in ("whole parameters", "whole gradients")},
     }
-    return Look(colors, labels, legend, "A unit has the same color everywhere", replica=facts["replica"])
+    return Look(colors, legend, facts["replica"])

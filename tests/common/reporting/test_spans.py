@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.reporting.spans import COUNTERS, Interval, Recorder, Span, length, overlap, stacked, union
-from common.reporting.trace_events import trace_events
+from common.reporting.spans import COUNTERS, Interval, Recorder, Span, length, overlap, stacked, trace_events, union
 
 MOMENTS = st.integers(0, 40)
 INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS).map(lambda ends: (float(min(ends)), float(max(ends)))), max_size=8)
@@ -60,12 +59,13 @@ def test_the_spans_of_a_killed_process_are_read(tmp_path: Path) -> None:
 
 def test_laps_leave_no_gap() -> None:
     recorder = Recorder()
-    recorder.begin_laps("lane")
-    for name in "abc":
-        recorder.lap(name, "lane")
-    spans = recorder.read(recorder.take())
-    assert [span.name for span in spans] == ["a", "b", "c"]
-    assert all(before.end == after.start for before, after in itertools.pairwise(spans))
+    with recorder.span("phase", "lane"):
+        for name in "abc":
+            recorder.lap(name, "lane")
+    phase, *laps = recorder.read(recorder.take())
+    assert [span.name for span in (phase, *laps)] == ["phase", "a", "b", "c"]
+    assert phase.start == laps[0].start
+    assert all(before.end == after.start for before, after in itertools.pairwise(laps))
     assert not recorder.take()
 
 

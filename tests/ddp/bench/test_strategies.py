@@ -9,7 +9,7 @@ import pytest
 
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
-from ddp.bench.strategies import CAUSES, StrategiesConfig, Strategy, StrategyMeasurement, lost, strategies
+from ddp.bench.strategies import CAUSES, StrategiesConfig, lost, strategies
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
@@ -36,10 +36,10 @@ def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:
-    single = StrategyMeasurement(Strategy("single", "none", 1, 1, 1), [1.0, 1.2], [StepParts(0.1, 0.7, 0, 0, 0.2)] * 2)
-    two = StrategyMeasurement(Strategy("two", "ddp", 2, 2, 1), [0.7, 0.8], [StepParts(0.06, 0.4, 0.03, 0.05, 0.2)] * 2)
-    causes = lost(two, single)
-    assert sum(causes.values()) == pytest.approx(0.75 - 1.1 / 2)
+    single = [StepParts(0.1, 0.7, 0, 0, 0.2), StepParts(0.1, 0.9, 0, 0, 0.2)]
+    two = [StepParts(0.06, computing, 0.03, 0.05, 0.2) for computing in (0.4, 0.4, 0.5)]
+    causes = lost(two, single, 2)
+    assert sum(causes.values()) == pytest.approx(0.74 - 1.1 / 2)
     assert causes[CAUSES["communication"]] == pytest.approx(0.05)
     assert causes[CAUSES["input"]] == pytest.approx(0.06 - 0.05)
     assert causes[CAUSES["update"]] == pytest.approx(0.2 - 0.1)  # each rank updates all parameters: nothing was divided

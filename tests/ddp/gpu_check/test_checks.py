@@ -11,7 +11,7 @@ import pytest
 
 from common.cli import parse
 from dataparallel.train import DataParallelConfig
-from ddp.bench.allreduce.config import AllReduceConfig
+from ddp.bench.allreduce import AllReduceConfig
 from ddp.bench.engines import EnginesConfig
 from ddp.bench.overhead import OverheadConfig
 from ddp.bench.safety import SafetyConfig

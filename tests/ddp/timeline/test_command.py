@@ -65,7 +65,7 @@ def test_a_step_is_recorded_in_order(changes: dict[str, Any], buckets: int) -> N
     ranks = changes.get("ranks", 2)
     assert len(run.facts["buckets"]) == buckets
     assert [len(step) for step in run.steps] == [ranks] * 2
-    assert [len(seconds) for seconds in run.facts["backward_alone"]] == [2] * ranks
+    assert [len(seconds) for seconds in run.facts["backward_alone"]] == [ranks] * 2
     for step in run.steps:
         check_order(step, run.facts["buckets"])
     assert all(a[0].end <= b[0].start for a, b in zip(*run.steps, strict=True))
@@ -80,10 +80,13 @@ def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     arguments = ("--model", "fashion-cnn", "--batch-size", "12", "--steps", "3", "--output", str(tmp_path))
     done = run_command("ddp.timeline", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(
-        "fashion-cnn, global batch 12, 2 ranks of 1 thread, all-reduce: backend, 2 buckets of "
-    )
-    for words in ("hidden: ", "all-reduces share the cores", "of 3, the one of median duration"):
+    assert done.stdout.startswith("fashion-cnn, global batch 12, 2 ranks on ")
+    for words in (
+        ", gloo, all-reduce: backend, 2 buckets of ",
+        "hidden: ",
+        "all-reduces share the cores",
+        "of 3, the one of median duration",
+    ):
         assert words in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "trace.json", "steps.json"}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -143,7 +146,8 @@ def test_the_end_of_nccls_sum_is_told_by_a_stream_that_only_waits(monkeypatch: p
     recorder = Recorder(clock_of(device))
     recorder.clock.start()
     waited = gpu.waits
-    collectives = RecordedBackend(Backend(), recorder, lambda buffer: "bucket")
+    steps: Any = SimpleNamespace(recorder=recorder, name_of=lambda buffer: "bucket")
+    collectives = RecordedBackend(Backend(), steps)
     buffer: Any = SimpleNamespace(device=device)
     for _ in range(2):  # backward goes on meanwhile: the second sum starts before the first has ended
         gpu.now_ms["default"] += 10

@@ -12,6 +12,7 @@ import pytest
 from common.reporting.spans import COUNTERS, Span, in_lane
 from ddp.timeline.__main__ import measure
 from ddp.timeline.config import StepTimelineConfig
+from ddp.timeline.memory import KINDS
 from ddp.timeline.parts import COMPUTE, divide, phase
 from ddp.timeline.shards import ROOT
 from tests.support.launch import run_command
@@ -46,19 +47,16 @@ def check_order(step: list[Span], units: dict[str, int]) -> None:
 
 def check_memory(step: list[Span], units: dict[str, int], replica: int) -> None:
     """At most two blocks are whole at a time; without them, two ranks hold half of a replica each."""
-    blocks, block = list(units)[1:], max(units.values())
+    block = max(units.values())
     memory = [count.facts for count in in_lane(step, COUNTERS)]
     for counts in memory:
-        parameters, gradients = (
-            {unit: counts[f"{kind} of {unit}"] for unit in units} for kind in ("parameters", "gradients")
-        )
         assert sum(counts.values()) < replica
-        assert sum(parameters[unit] > 0 for unit in blocks) <= 2
+        assert counts["whole parameters"] <= units[ROOT] + 2 * block
         # Two are reduced while a third is computed, of which autograd has one parameter's apart.
-        assert sum(gradients.values()) <= units[ROOT] + 3.5 * block
+        assert counts["whole gradients"] <= units[ROOT] + 3.5 * block
     assert max(sum(counts.values()) for counts in memory) > sum(memory[0].values()) + 2 * block
     for counts in (memory[0], memory[-1]):
-        assert not any(size for name, size in counts.items() if " of " in name and "shards" not in name)
+        assert counts["whole parameters"] == counts["whole gradients"] == 0
         assert sum(counts.values()) == pytest.approx(replica / 2, rel=0.01)
 
 
@@ -92,13 +90,11 @@ def test_a_step_of_stage_3(tmp_path: Path) -> None:
                 assert len({span.name for span in same}) == 1
         for rank in its:
             parts = rank["parts"]
-            assert 0 <= parts["exposed"] <= parts["wait_gather"] + parts["wait_reduce"] + 1e-9
+            assert 0 <= parts["exposed"] <= parts["waits"] + 1e-9
             assert parts["peak"] > parts["rest"]
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
-    shards = ("optimizer state", "shards of parameters", "shards of gradients")
-    memory = [event["args"] for event in events if event["ph"] == "C"]
-    assert all(set(counts) == {*shards, "whole parameters", "whole gradients"} for counts in memory)
+    assert all(set(event["args"]) == set(KINDS) for event in events if event["ph"] == "C")
 
 
 def test_a_step_of_stage_1_frees_nothing() -> None:
@@ -113,7 +109,7 @@ def test_a_step_of_stage_1_frees_nothing() -> None:
         assert all(last < span.start for span in in_lane(step, "reduce-scatter"))
         for count in in_lane(step, COUNTERS):  # the shards lie in what is whole
             assert count.facts["shards of parameters"] == count.facts["shards of gradients"] == 0
-            assert sum(count.facts[f"parameters of {unit}"] for unit in units) >= sum(units.values())
+            assert count.facts["whole parameters"] >= sum(units.values())
 
 
 def test_what_runs_while_the_rank_waits_is_exposed() -> None:
@@ -129,5 +125,5 @@ def test_what_runs_while_the_rank_waits_is_exposed() -> None:
     early, late = divide([a_step((0, 4)), a_step((2, 3))])
     assert (early["gather"], late["gather"]) == (2, 1)  # since the late rank has begun
     assert [(parts["exposed"], parts["hidden"]) for parts in (early, late)] == [(2, 2), (1, 2)]
-    assert (early["compute"], early["wait_gather"], early["wait_reduce"]) == (6, 3, 1)
+    assert (early["compute"], early["waits"]) == (6, 4)
     assert (early["peak"], early["rest"]) == (15, 6)

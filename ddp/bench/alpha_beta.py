@@ -21,12 +21,12 @@ class AlphaBeta:
 
     :param alpha: seconds
     :param beta: seconds per byte
-    :param errors: for each fitted time, in the order of sizes: (line - time) / time
+    :param mean_error: the mean of the magnitudes of (line - time) / time
     """
 
     alpha: float
     beta: float
-    errors: tuple[float, ...]
+    mean_error: float
 
     @classmethod
     def fit(cls, sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
@@ -47,17 +47,12 @@ class AlphaBeta:
             projections = columns.sum(axis=1)
             line = np.where(projections == projections.max(), projections, 0.0)
         alpha, beta = (line / scales).tolist()
-        return cls(alpha, beta, tuple(((alpha + beta * bytes_) / times - 1).tolist()))
+        return cls(alpha, beta, float(np.mean(np.abs((alpha + beta * bytes_) / times - 1))))
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second of large tensors; infinite where the times do not grow with the size."""
         return 1 / self.beta if self.beta else math.inf
-
-    @property
-    def mean_error(self) -> float:
-        """The mean of the errors' magnitudes."""
-        return float(np.mean(np.abs(self.errors)))
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
