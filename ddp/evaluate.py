@@ -101,7 +101,7 @@ def main() -> None:
                 storage.load_weights(network, path)
         assert dist.group.WORLD is not None
         broadcast(list(replicated(network.to(env.device)).values()), 0, dist.group.WORLD)
-        shard = open_test_loader(data, env, run.loading)
+        shard = open_test_loader(data, env, run)
         result = evaluate(network, data, env, config.precision, shard)
         if env.is_main:
             print(table(result, data.classes, data.test_unit))

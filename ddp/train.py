@@ -129,8 +129,8 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ch
         clip_grad_norm_=sharded.clip_grad_norm_ if config.is_sharded else nn.utils.clip_grad_norm_,
         learning_rate=config.learning_rates(sampler.steps_per_epoch),
         sampler=sampler,
-        loader=open_loader(data.train, sampler, env, config.loading),
-        test_loader=open_test_loader(data, env, config.loading),
+        loader=open_loader(data.train, sampler, env, config),
+        test_loader=open_test_loader(data, env, config),
         guard=guard,
     )
     guard.begin(job)
