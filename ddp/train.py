@@ -45,7 +45,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
 from ddp.resilience.resume import CheckpointToResume, open_run
-from ddp.resilience.supervisor import Supervisor, build_guard
+from ddp.resilience.supervisor import Supervisor, build_guard, supervise
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import SHARDED, Averaging, compress_gradients
 
@@ -80,7 +80,7 @@ def train(config: TrainConfig, env: DistEnv) -> None:
         job = build_job(config, env, data, checkpoint)
         if checkpoint is not None:
             restore(job, *checkpoint)
-        with Supervisor(job, resumed=checkpoint is not None) as supervisor:
+        with supervise(job, resumed=checkpoint is not None) as supervisor:
             result = None
             while job.epoch < config.epochs:
                 totals = train_epoch(job, supervisor.after_step)

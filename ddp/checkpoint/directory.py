@@ -62,15 +62,16 @@ def save(
 
 @contextlib.contextmanager
 def scratch_in(directory: Path) -> Iterator[Path]:
-    """The path of a folder, not made yet, in which a checkpoint is written. Its remains are removed at the end.
+    """The path of a new folder, in which a checkpoint is written. Its remains are removed at the end.
 
-    :raises OSError: when the directory cannot be made
+    :raises OSError: when it cannot be made
     """
     scratch = directory / f"{SAVING}{uuid.uuid4().hex}"
     try:
         if not directory.is_dir():
             directory.mkdir(parents=True)
             sync_folder(directory.parent)
+        scratch.mkdir()
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -67,13 +67,12 @@ class Checkpoint:
 
 
 def write(folder: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint's files into a new folder, and sync them to the disk; see :func:`ddp.checkpoint.directory.save`.
+    """Write a checkpoint's files into a folder, and sync them to the disk; see :func:`ddp.checkpoint.directory.save`.
 
     :raises OSError: when they cannot be written; some may be
     """
     if wrong := [key for key in state if not _KEY.fullmatch(key)]:
         raise ValueError(f"state {wrong[0]!r} cannot be a file's name: use letters, digits, _ and -")
-    folder.mkdir()
     complete(folder, step, facts, {key: write_entry(folder, key, content) for key, content in state.items()})
 
 

@@ -88,13 +88,10 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     :raises UsageError: on every rank, when a file cannot be loaded, or holds what does not fit this job
     """
     env, progress = job.env, manifest.progress
-    ranks: list[Any] = [None]
+    ranks = env.from_rank_0(lambda: storage.read(path, "ranks"))
     with env.fail_together():
-        if env.is_main:
-            ranks[0] = storage.read(path, "ranks")
-            if len(ranks[0]) != manifest.world_size:
-                raise Damaged(path, f"ranks.pt has {len(ranks[0])} ranks instead of {manifest.world_size}")
-    dist.broadcast_object_list(ranks, src=0, device=env.device)
+        if len(ranks) != manifest.world_size:
+            raise Damaged(path, f"ranks.pt has {len(ranks)} ranks instead of {manifest.world_size}")
     if job.config.is_sharded:
         from ddp.checkpoint.sharded_state import restore_shard
 
@@ -106,11 +103,11 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     begin_momentum(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
-    if len(ranks[0]) == env.world_size:
-        own_buffers = ranks[0][env.rank]["buffers"]
+    if len(ranks) == env.world_size:
+        own_buffers = ranks[env.rank]["buffers"]
         for name, buffer in job.named_module.named_buffers():
             buffer.copy_(own_buffers[name])
-    states = [WindowState(*rank["window"]) for rank in ranks[0]]
+    states = [WindowState(*rank["window"]) for rank in ranks]
     job.window.restore(WindowState.redistribute(states, env.world_size)[env.rank])
     job.windows = [WindowTotals(**window) for window in progress["windows"]]
     job.step, job.epoch = manifest.step, manifest.epoch
@@ -126,22 +123,21 @@ def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
 
     env, optimizer = job.env, job.optimizer
     parts = {name: Part(parameter, Region.of_whole(parameter)) for name, parameter in job.network.named_parameters()}
-    names: list[list[str]] = [[]]
     optimizer.state.clear()  # first, so that memory never holds it twice
-    with env.fail_together():
-        if env.is_main:
-            try:
-                restore_state(optimizer, parts, open_tensors(path, list(parts)), job.network.state_dict())
-            except LookupError as error:
-                raise Damaged(path, str(error.args[0])) from error
-            names[0] = [name for name, part in parts.items() if part.parameter in optimizer.state]
-            # DDP gives each of them a gradient in every step, so they have all been updated or none.
-            trained = [name for name, part in parts.items() if part.parameter.requires_grad]
-            lacking = [name for name in trained if name not in names[0]]
-            if lacking and not (may_be_empty and lacking == trained):
-                raise Damaged(path, f"lacks the optimizer's state of {lacking[0]}")
-    dist.broadcast_object_list(names, src=0, device=env.device)
-    for name in names[0]:
+
+    def names_of_restored() -> list[str]:
+        try:
+            restore_state(optimizer, parts, open_tensors(path, list(parts)), job.network.state_dict())
+        except LookupError as error:
+            raise Damaged(path, str(error.args[0])) from error
+        # DDP gives each of them a gradient in every step, so they have all been updated or none.
+        trained = [name for name, part in parts.items() if part.parameter.requires_grad]
+        lacking = [name for name in trained if parts[name].parameter not in optimizer.state]
+        if lacking and not (may_be_empty and lacking == trained):
+            raise Damaged(path, f"lacks the optimizer's state of {lacking[0]}")
+        return [name for name, part in parts.items() if part.parameter in optimizer.state]
+
+    for name in env.from_rank_0(names_of_restored):
         parameter = parts[name].parameter
         if not env.is_main:
             optimizer.state[parameter] = new_state(optimizer, parameter)

@@ -48,7 +48,7 @@ def saved(run_dir: Path, env: DistEnv) -> Saved | None:
     found = storage.newest(run_dir)
     assert found is not None
     path, manifest = found
-    facts = {name: value for name, value in vars(manifest).items() if name not in ("config", "files")}
+    facts = {name: value for name, value in vars(manifest).items() if name != "config"}
     contents = {kind: storage.read(path, kind) for kind in KINDS}
     for rank in contents["ranks"]:
         rank["window"] = rank["window"][:3]  # the others are times
