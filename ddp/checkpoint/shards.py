@@ -124,15 +124,13 @@ def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict
     return {"shards": packed, "parameters": parameters, "tied": tied}
 
 
-def write_together(
-    path: Path, step: int, facts: Mapping[str, Any], own: Any, shared: Mapping[str, Any], env: DistEnv
-) -> None:
+def write_together(path: Path, step: int, facts: Mapping[str, Any], own: Any, ranks: Any, env: DistEnv) -> None:
     """Write a sharded checkpoint into one folder, which gets its name when it is complete. A collective.
 
     :param path: of the checkpoint's folder, on rank 0; one that is there is replaced
     :param facts: of its manifest, on rank 0
     :param own: what this rank writes, see :func:`shard_content`
-    :param shared: further entries, which rank 0 writes
+    :param ranks: what differs between ranks, which rank 0 writes
     :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
     """
     with contextlib.ExitStack() as at_the_end:
@@ -149,14 +147,13 @@ def write_together(
                     "writes its part there, so give a --run-dir that all hosts share"
                 )
             key = f"rank-{env.rank}-of-{env.world_size}"
-            entries = {key: folder.write_entry(scratch, key, own)}
-        entries_of_ranks: list[Any] = [None] * env.world_size
-        dist.all_gather_object(entries_of_ranks, entries)
+            entry = key, folder.write_entry(scratch, key, own)
+        entries: list[Any] = [None] * env.world_size
+        dist.all_gather_object(entries, entry)
         with env.fail_together(), writing(path):
             if env.is_main:
-                entries = {key: entry for entries in entries_of_ranks for key, entry in entries.items()}
-                entries |= {key: folder.write_entry(scratch, key, content) for key, content in shared.items()}
-                folder.complete(scratch, step, facts, entries)
+                entries.append(("ranks", folder.write_entry(scratch, "ranks", ranks)))
+                folder.complete(scratch, step, facts, dict(entries))
                 directory.move_into_place(scratch, path)
 
 

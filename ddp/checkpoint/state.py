@@ -119,7 +119,8 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
 def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
     """The optimizer's state, which rank 0 reads and sends to all. Each tensor is broadcast by itself: none is pickled."""
     # Only when something is read:
-    from ddp.checkpoint.contents import Part, Region, memory_of, new_state, open_tensors, restore_state
+    from ddp.checkpoint.contents import Part, memory_of, new_state, open_tensors, restore_state
+    from ddp.checkpoint.shards import Region
 
     env, optimizer = job.env, job.optimizer
     parts = {name: Part(parameter, Region.of_whole(parameter)) for name, parameter in job.network.named_parameters()}
