@@ -6,7 +6,7 @@ import datetime
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.cli import flag_of, is_function_name, option
 from common.data.datasets import IN_MEMORY
@@ -43,17 +43,6 @@ FROM_FILES: dict[str, dict[str, Any]] = {
 TAKERS = {**FROM_FILES, "glyphs": {"image_size": None}}  # the data sets that take any of these
 # Where a run's directory is and how this start was asked for. They change nothing in the run.
 LAUNCH_SETTINGS = ("resume", "auto_resume", "overwrite", "run_dir", "interface")
-
-
-class Loading(NamedTuple):
-    """How a rank loads batches: by which of :data:`LOADERS`, with how many workers, and whether they live between epochs.
-
-    ``workers`` is None where that depends on the rank's device and cores, see :func:`ddp.data.default_workers`.
-    """
-
-    loader: str = "stock"
-    workers: int | None = 0
-    persistent: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,10 +296,6 @@ class TrainConfig(LearningConfig):
         more_steps = f"more than --grad-accumulation-steps {self.grad_accumulation_steps}"
         shards = [] if self.is_sharded else ["--strategy fsdp2 on more ranks"]
         return [more_steps, *super().less_memory, *shards]
-
-    @property
-    def loading(self) -> Loading:
-        return Loading(self.loader, self.workers, self.persistent_workers)
 
 
 def micro_batch_size(batch_size: int, world_size: int, grad_accumulation_steps: int) -> int:

@@ -15,7 +15,7 @@ from common.data.loaders import stock_loader
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
-from ddp.config import FROM_FILES, TEXT, Loading, TrainConfig
+from ddp.config import FROM_FILES, TEXT, TrainConfig
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
 MOST_DEFAULT_WORKERS = 16  # of a rank: a batch of 48 images leaves each but three
@@ -72,15 +72,15 @@ def load_files(config: TrainConfig) -> ImageData:
 
 
 def open_loader(
-    images: Images, batch_sampler: MicroBatchSampler | ShardSampler, env: DistEnv, loading: Loading
+    images: Images, batch_sampler: MicroBatchSampler | ShardSampler, env: DistEnv, config: TrainConfig
 ) -> Loader:
     """The loader of the batches that a sampler asks for: torch's own, or for images in files the fast one. A collective.
 
     :raises UsageError: on every rank, when a node cannot hold so many workers
     """
-    workers = default_workers(env) if loading.workers is None else loading.workers
+    workers = default_workers(env) if config.workers is None else config.workers
     with env.fail_together():
-        if loading.loader == "fast":
+        if config.loader == "fast":
             from common.data.loaders import require_room_for_workers
             from dataloading.dataset.batches import LFWBatches
             from dataloading.loader.fast_loader import FastLoader
@@ -91,7 +91,7 @@ def open_loader(
                 images,
                 batch_sampler=batch_sampler,
                 num_workers=workers,
-                persistent_workers=loading.persistent,
+                persistent_workers=config.persistent_workers,
                 device=env.device,
             )
         source, on_gpu = images, env.device.type == "cuda"
@@ -106,7 +106,7 @@ def open_loader(
             ranks=env.local_world_size,
             batch_sampler=batch_sampler,
             collate_fn=keep_batch,
-            persistent_workers=loading.persistent and workers > 0,
+            persistent_workers=config.persistent_workers and workers > 0,
             pin_memory=on_gpu and source is images,
         )
 
@@ -129,7 +129,7 @@ def faster_loading(config: TrainConfig, images: Images, loader: Loader) -> list[
     return [workers, *(flag for flag, helps in flags.items() if helps and config.dataset in FROM_FILES)]
 
 
-def open_test_loader(data: ImageData, env: DistEnv, loading: Loading) -> Loader:
+def open_test_loader(data: ImageData, env: DistEnv, config: TrainConfig) -> Loader:
     """A loader of this rank's shard of the test set."""
     shard = ShardSampler(len(data.test), evaluation_batch_size(data.shape, env.device), env.world_size, env.rank)
-    return open_loader(data.test, shard, env, loading)
+    return open_loader(data.test, shard, env, config)

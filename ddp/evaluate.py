@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from common.cli import command, from_settings, option, parse
-from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
+from common.distributed.process_group import BACKENDS, DEVICES, process_group
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
 from common.training.evaluation import evaluate, table
@@ -50,20 +50,6 @@ class EvaluateConfig:
     interface: str | None = option(None, "as in ddp.train", per_node=True)
 
 
-def choose_on_rank_0(config: EvaluateConfig, env: DistEnv) -> tuple[Path, Manifest]:
-    """Rank 0 chooses the checkpoint and broadcasts its choice.
-
-    :raises UsageError: on every rank, when there is none, or it is damaged
-    """
-    chosen: list[tuple[Path, Manifest] | None] = [None]
-    with env.fail_together():
-        if env.is_main:
-            chosen[0] = choose(config.run_dir, config.checkpoint)
-    dist.broadcast_object_list(chosen, src=0, device=env.device)
-    assert chosen[0] is not None
-    return chosen[0]
-
-
 def settings_of_run(path: Path, manifest: Manifest) -> TrainConfig:
     """The settings of the run that wrote the checkpoint, but for its directory.
 
@@ -82,7 +68,7 @@ def settings_of_run(path: Path, manifest: Manifest) -> TrainConfig:
 def main() -> None:
     config = parse(EvaluateConfig, "ddp.evaluate", __doc__)
     with process_group(config.device, config.backend, settings=config) as env, rank_logging(env):
-        path, manifest = choose_on_rank_0(config, env)
+        path, manifest = env.from_rank_0(lambda: choose(config.run_dir, config.checkpoint))
         run = settings_of_run(path, manifest)
         # The training samples too: the images are normalized by their mean and standard deviation.
         run = dataclasses.replace(
@@ -101,7 +87,7 @@ def main() -> None:
                 storage.load_weights(network, path)
         assert dist.group.WORLD is not None
         broadcast(list(replicated(network.to(env.device)).values()), 0, dist.group.WORLD)
-        shard = open_test_loader(data, env, run.loading)
+        shard = open_test_loader(data, env, run)
         result = evaluate(network, data, env, config.precision, shard)
         if env.is_main:
             print(table(result, data.classes, data.test_unit))

@@ -44,7 +44,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
 from ddp.resilience.resume import CheckpointToResume, open_run
-from ddp.resilience.supervisor import Supervisor, build_guard
+from ddp.resilience.supervisor import Supervisor, build_guard, supervise
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import SHARDED, Averaging, compress_gradients
 
@@ -79,7 +79,7 @@ def train(config: TrainConfig, env: DistEnv) -> None:
         job = build_job(config, env, data, checkpoint)
         if checkpoint is not None:
             restore(job, *checkpoint)
-        with Supervisor(job, resumed=checkpoint is not None) as supervisor:
+        with supervise(job, resumed=checkpoint is not None) as supervisor:
             result = None
             while job.epoch < config.epochs:
                 totals = train_epoch(job, supervisor.after_step)
@@ -129,8 +129,8 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ch
         clip_grad_norm_=sharded.clip_grad_norm_ if config.is_sharded else nn.utils.clip_grad_norm_,
         learning_rate=config.learning_rates(sampler.steps_per_epoch),
         sampler=sampler,
-        loader=open_loader(data.train, sampler, env, config.loading),
-        test_loader=open_test_loader(data, env, config.loading),
+        loader=open_loader(data.train, sampler, env, config),
+        test_loader=open_test_loader(data, env, config),
         guard=guard,
     )
     guard.begin(job)

@@ -11,8 +11,9 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,18 @@ class DistEnv:
                 shared = UsageError(text if rank == 0 else f"[rank {rank}] {text}")
                 shared.seen_by_all = True
                 raise shared
+
+    def from_rank_0(self, call: Callable[[], Any]) -> Any:
+        """The value that a call has on rank 0, on every rank, where it is pickled. A collective.
+
+        :raises UsageError: on every rank, if the call raises one
+        """
+        value: list[Any] = [None]
+        with self.fail_together():
+            if self.is_main:
+                value[0] = call()
+        dist.broadcast_object_list(value, src=0, device=self.device)
+        return value[0]
 
     def require_same(self, **facts: object) -> None:
         """Compare values over the ranks, as text. A collective.

@@ -14,12 +14,11 @@ class Entry(NamedTuple):
     """An entry of an optimizer's state of each parameter: a tensor like the parameter, or one float32 number."""
 
     like_parameter: bool = True
-    may_be_none: bool = False
 
 
 _ADAM = {"step": Entry(like_parameter=False), "exp_avg": Entry(), "exp_avg_sq": Entry()}
 STATE_OF: dict[type, dict[str, Entry]] = {
-    torch.optim.SGD: {"momentum_buffer": Entry(may_be_none=True)},
+    torch.optim.SGD: {"momentum_buffer": Entry()},
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
 }
@@ -54,22 +53,6 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"] if group["momentum"] else []:
             if optimizer.state[parameter].get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-def match_layout(optimizer: torch.optim.Optimizer) -> None:
-    """Give each parameter's state the parameter's layout in memory. The values stay the same.
-
-    torch's fused kernels walk both in the order of memory, whatever their strides: a state that was saved as channels-last
-    would be added to the wrong elements of a parameter that is not (torch 2.15, SGD and Adam on the CPU).
-    """
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,15 +30,11 @@ class P2P:
     To make one is a collective. Each object has a tag of its own, so that its messages are never taken for those of another
     object, or of the group's collectives in another thread. Its methods are for one thread at a time.
 
+    ``hosts`` has the host name of each rank, ``group`` is the whole group (also after :meth:`among`), ``timeout_s`` is how long
+    that waits for a rank, and ``sent_bytes`` counts what this object has sent.
+
     :param group: the default group when None
     """
-
-    rank: int
-    size: int
-    hosts: list[str]  #: host name of each rank
-    group: dist.ProcessGroup  #: the whole group, also after :meth:`among`
-    timeout_s: float  #: how long the group waits for a rank
-    sent_bytes: int  #: by this object so far
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         group = group or dist.group.WORLD

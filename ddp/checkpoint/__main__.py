@@ -17,6 +17,7 @@ that one is reported as damaged.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -37,29 +38,25 @@ from ddp.checkpoint.directory import move_into_place, scratch_in
 from ddp.checkpoint.folder import Damaged, save_tensors
 from ddp.checkpoint.storage import CHOICE, Manifest, choose, existing, named
 
-DEFAULT_RUN = Path("runs/glyphs-fashion-cnn")
-
 
 @dataclass(frozen=True)
 class InspectConfig:
     """Settings of ``ddp.checkpoint inspect``."""
 
-    run_dir: Path = option(DEFAULT_RUN, "directory of the run")
+    run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run")
 
 
 @dataclass(frozen=True)
-class VerifyConfig:
+class VerifyConfig(InspectConfig):
     """Settings of ``ddp.checkpoint verify``."""
 
-    run_dir: Path = option(DEFAULT_RUN, "directory of the run")
     checkpoint: str | None = option(None, "name of the checkpoint to check (default: all)")
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(InspectConfig):
     """Settings of ``ddp.checkpoint export``."""
 
-    run_dir: Path = option(DEFAULT_RUN, "directory of the run")
     checkpoint: str | None = option(None, CHOICE)
     format: str = option(
         "torch", "torch: weights alone; dcp: of torch.distributed.checkpoint", choices=("torch", "dcp")
@@ -71,11 +68,10 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class ImportConfig:
-    """Settings of ``ddp.checkpoint import``."""
+class ImportConfig(InspectConfig):
+    """Settings of ``ddp.checkpoint import``, whose run is one of the same model."""
 
     input: Path = option(Path("from-dcp"), "folder that torch.distributed.checkpoint has written")
-    run_dir: Path = option(DEFAULT_RUN, "directory of a run of the same model")
     checkpoint: str | None = option(None, f"whose facts are taken: {CHOICE}")
     output: Path = option(Path("runs/imported"), "directory of the new run")
 
@@ -108,13 +104,12 @@ def inspect(argv: Sequence[str]) -> None:
         accuracy = one.progress["accuracy"]
         print(
             f"{path.name:<{width}}{one.step:>9}{one.epoch:>7}{one.step_in_epoch:>15}"
-            f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{_size(one):>12}{one.world_size:>7}  whole"
+            f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{_size(path):>12}{one.world_size:>7}  whole"
             f"{', best' if path.name == whole[-1].best else ''}"
         )
     if whole:
         print(f"\n{whole[-1].name}, the newest that is whole:")
-        facts = {"step": whole[-1].step, **whole[-1].facts()}
-        print("\n".join(f"  {name:<20} {_text(fact)}" for name, fact in facts.items()))
+        print(json.dumps(vars(whole[-1]), indent=2))
 
 
 def verify(argv: Sequence[str]) -> None:
@@ -128,7 +123,7 @@ def verify(argv: Sequence[str]) -> None:
             damaged = True
             print(f"{path.name}: damaged: {checked.problem}")
         else:
-            print(f"{path.name}: whole, {_size(checked)}")
+            print(f"{path.name}: whole, {_size(path)}")
     if damaged:
         sys.exit(1)
 
@@ -193,13 +188,8 @@ def _verified(path: Path) -> Manifest | Damaged:
         return error
 
 
-def _size(manifest: Manifest) -> str:
-    return f"{sum(manifest.files.values()) / 1e6:,.3f} MB"
-
-
-def _text(value: object) -> str:
-    """A fact as one line."""
-    return ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+def _size(path: Path) -> str:
+    return f"{sum(file.stat().st_size for file in path.iterdir()) / 1e6:,.3f} MB"
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ writes the copy while training continues, and the next checkpoint begins only af
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -43,8 +43,8 @@ class Checkpointer:
         self._config, self._env, self._metrics = config, env, metrics
         self._every_steps, self._every_seconds = config.checkpoint_interval
         self._saved_at = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
         self._copy: StateCopy | None = None  # made by the first save in the background
 
     def due(self, step: int) -> bool:
@@ -85,8 +85,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._thread is not None:  # the run has failed: let its last checkpoint be completed
-            self._thread.join()
+        self._thread.shutdown()  # if the run has failed, its last checkpoint is completed
 
     def _write_on_rank_0(self, job: Job, ranks: list[Any], wait: bool) -> None:
         """Rank 0 writes for all, or starts a thread that does."""
@@ -106,22 +105,17 @@ class Checkpointer:
                     self._copy.make_room(state)
                 else:
                     self._write(manifest, lambda: state)
-                    self._join()
         if self._copy is not None and later and self._env.is_main:
             # Only now: a collective of NCCL would wait for copies that were queued before it.
             self._copy.take(state)
-            self._thread = threading.Thread(target=self._write, args=(manifest, self._copy.read), name="checkpoint")
-            self._thread.start()
+            self._writing = self._thread.submit(self._write, manifest, self._copy.read)
 
     def _write(self, manifest: Manifest, read: Callable[[], dict[str, Any]]) -> None:
         """:param read: gives the state, when it is there"""
-        try:
-            self._metrics.sync()
-            self._may_write()
-            storage.write(self._config.run_dir, manifest, read())
-            self._prune(manifest)
-        except Exception as error:  # an exception would end the thread unseen; _join raises it
-            self._failure = error
+        self._metrics.sync()
+        self._may_write()
+        storage.write(self._config.run_dir, manifest, read())
+        self._prune(manifest)
 
     def _write_together(self, job: Job, ranks: list[Any]) -> None:
         """Each rank writes its part."""
@@ -137,7 +131,7 @@ class Checkpointer:
         manifest = manifest_of(job)
         own = state_of_shard(job.network, job.optimizer, saved_buffers(job, ranks), self._env.is_main)
         path = self._config.run_dir / storage.FOLDER / manifest.name
-        write_together(path, manifest.step, manifest.facts(), own, {"ranks": ranks}, self._env)
+        write_together(path, manifest.step, manifest.facts(), own, ranks, self._env)
         with self._env.fail_together():
             if self._env.is_main:
                 self._prune(manifest)
@@ -149,9 +143,6 @@ class Checkpointer:
 
     def _join(self) -> None:
         """:raises UsageError: when the last checkpoint could not be written"""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()

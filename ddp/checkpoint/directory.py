@@ -22,7 +22,7 @@ from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import sync_folder
-from ddp.checkpoint.folder import Checkpoint, Damaged, step_of, verify, write
+from ddp.checkpoint.folder import Checkpoint, Damaged, complete, verify, write_entry
 
 logger = logging.getLogger(__name__)
 
@@ -51,26 +51,29 @@ def save(
     :raises TypeError: when the state holds an object that could not be loaded again, or a fact is not JSON
     :raises ValueError: for a name or key that is no plain word
     """
-    path = Path(directory) / (name or f"step-{step:08d}")
-    if not NAME.fullmatch(path.name) or step_of(path) != step:
-        raise ValueError(f"checkpoint name {path.name!r} does not end in step-{step:08d}")
+    end = f"step-{step:08d}"
+    path = Path(directory) / (name or end)
+    if not NAME.fullmatch(path.name) or not path.name.endswith(end):
+        raise ValueError(f"checkpoint name {path.name!r} does not end in {end}")
     with scratch_in(path.parent) as scratch:
-        write(scratch, step, state, facts or {})
+        entries = {key: write_entry(scratch, key, content) for key, content in state.items()}
+        complete(scratch, step, facts or {}, entries)
         move_into_place(scratch, path)
     return path
 
 
 @contextlib.contextmanager
 def scratch_in(directory: Path) -> Iterator[Path]:
-    """The path of a folder, not made yet, in which a checkpoint is written. Its remains are removed at the end.
+    """The path of a new folder, in which a checkpoint is written. Its remains are removed at the end.
 
-    :raises OSError: when the directory cannot be made
+    :raises OSError: when it cannot be made
     """
     scratch = directory / f"{SAVING}{uuid.uuid4().hex}"
     try:
         if not directory.is_dir():
             directory.mkdir(parents=True)
             sync_folder(directory.parent)
+        scratch.mkdir()
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -66,26 +66,18 @@ class Checkpoint:
     files: dict[str, int]
 
 
-def write(folder: Path, step: int, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint's files into a new folder, and sync them to the disk; see :func:`ddp.checkpoint.directory.save`.
-
-    :raises OSError: when they cannot be written; some may be
-    """
-    if wrong := [key for key in state if not _KEY.fullmatch(key)]:
-        raise ValueError(f"state {wrong[0]!r} cannot be a file's name: use letters, digits, _ and -")
-    folder.mkdir()
-    complete(folder, step, facts, {key: write_entry(folder, key, content) for key, content in state.items()})
-
-
 def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
     """Write one entry of a state as a file of this folder, and sync it to the disk.
 
     :returns: its size in bytes and its digest, as it is read back
     :raises OSError: when it cannot be written
     :raises TypeError: when it could not be loaded again
+    :raises ValueError: for a key that is no plain word
     """
     import torch  # see load
 
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"state {key!r} cannot be a file's name: use letters, digits, _ and -")
     path = folder / f"{key}.pt"
     with new_file(path) as file:
         save_tensors(file, content)
@@ -100,7 +92,7 @@ def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
 
 
 def complete(folder: Path, step: int, facts: Mapping[str, Any], entries: Mapping[str, tuple[int, str]]) -> None:
-    """Write the manifest and the digests of entries that have been written.
+    """Write the manifest and the digests of entries that have been written, and sync them to the disk.
 
     :param entries: by key, what :func:`write_entry` returned, in this process or in another
     :raises OSError: when they cannot be written
@@ -214,12 +206,6 @@ class _ErrorKeepingStream:
         """Done when the file is closed."""
 
 
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; -1 if it has none."""
-    digits = path.name.rpartition("-")[2]
-    return int(digits) if digits.isdecimal() else -1
-
-
 def _read_digests(path: Path) -> dict[str, str]:
     """The digest of each file that ``SHA256SUMS`` lists."""
     lines = _read(path, DIGESTS)
@@ -239,13 +225,14 @@ def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(encoded)
         version, step, files = manifest["format"], manifest["step"], manifest["files"]
         names = [name.removesuffix(".pt") for name in files]
+        of_another_step = not path.name.endswith(f"step-{step:08d}")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise Damaged(path, f"{MANIFEST} is not one of a checkpoint") from error
     if version != FORMAT:
         raise UsageError(f"{path} has the format {version}, this version reads {FORMAT}: use the one that wrote it")
     if not all(map(_KEY.fullmatch, names)):
         raise Damaged(path, f"{MANIFEST} lists files that are not in its folder")
-    if step != step_of(path):
+    if of_another_step:
         raise Damaged(path, f"{MANIFEST} is that of step {step}")
     return manifest
 

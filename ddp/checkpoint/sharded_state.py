@@ -7,33 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.training.models import persistent_buffers
-from common.training.optimization import STATE_OF, Entry, local
-from ddp.checkpoint.folder import Damaged, load, shard_keys
-from ddp.checkpoint.shards import WEIGHT, Region, Saved, Shard, memory_order, open_shards, read, shard_content
+from common.training.optimization import local
+from ddp.checkpoint.contents import NUMBER, Part, fill, memory_of, open_tensors, restore_state
+from ddp.checkpoint.folder import Damaged
+from ddp.checkpoint.shards import WEIGHT, Region, Shard, shard_content
 from ddp.sharded.strategies import FullyShard
 from ddp.sharded.zero1 import ZeRO1
-
-NUMBER = Region(0, (), ())  # of a 0-d tensor
-
-
-class Part(NamedTuple):
-    """This rank's part of one parameter.
-
-    :param parameter: what the optimizer has: a shard, a DTensor, or a whole parameter that is frozen
-    :param replicated: every rank has it whole
-    :param in_full: it is a shard in the memory of whole parameters
-    """
-
-    parameter: nn.Parameter
-    region: Region
-    replicated: bool = False
-    in_full: bool = False
 
 
 def layout_of(network: nn.Module) -> dict[str, Part]:
@@ -89,14 +74,14 @@ def state_of_shard(
     layout = layout_of(network)
     for name, part in layout.items():
         if first or not part.replicated:
-            values = flat(part.parameter)
+            values = memory_of(part.parameter)
             # torch.save writes whole storages: without the copy, those of the whole parameters.
             shards[f"{WEIGHT}:{name}"] = Shard(values.clone() if part.in_full else values, part.region)
         for key, value in optimizer.state.get(part.parameter, {}).items():
             if value is None:
                 continue
             if value.dim():
-                shards[f"{key}:{name}"] = Shard(flat(value), part.region)
+                shards[f"{key}:{name}"] = Shard(memory_of(value), part.region)
             elif first:  # Adam's count of steps, the same on every rank
                 shards[f"{key}:{name}"] = Shard(value.view(1), NUMBER)
     if first:
@@ -110,69 +95,20 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
     :param network: what :func:`ddp.sharded.strategies.shard_network` returned
     :raises Damaged: when it holds other tensors than this network's
     """
-    layout, expected, plain = layout_of(network), STATE_OF[type(optimizer)], network.get_submodule("module")
-    saved = open_shards(path).shards if shard_keys(path) else _open_whole(path, list(layout))
+    layout, plain = layout_of(network), network.get_submodule("module")
+    saved = open_tensors(path, list(layout))
     buffers = dict(plain.named_buffers(remove_duplicate=False))
-    known = {f"{kind}:{name}" for kind in (WEIGHT, *expected) for name in (*layout, *_tied(plain))}
     optimizer.state.clear()
     try:
-        if unknown := sorted(saved.keys() - known - {f"{WEIGHT}:{name}" for name in buffers}):
-            raise LookupError(f"has {unknown[0]}, which the run has not")
-        for name in sorted(persistent_buffers(plain)):
-            _fill(buffers[name], saved, f"{WEIGHT}:{name}", Region.of_whole(buffers[name]))
+        restore_state(optimizer, layout, saved, (*layout, *_tied(plain), *buffers))
+        for name in persistent_buffers(plain):
+            fill(buffers[name], saved, f"{WEIGHT}:{name}", Region.of_whole(buffers[name]))
         for name, part in layout.items():
-            _fill(part.parameter, saved, f"{WEIGHT}:{name}", part.region)
-            if any(f"{key}:{name}" in saved for key in expected):  # not if it has never had a gradient
-                optimizer.state[part.parameter] = _state_of(name, part, saved, expected)
+            fill(part.parameter, saved, f"{WEIGHT}:{name}", part.region)
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
     if isinstance(network, ZeRO1):
         network.shards_changed()
-
-
-def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """The optimizer's state for this rank's part of one parameter."""
-    state: dict[str, Tensor] = {}
-    for key, entry in expected.items():
-        if entry.like_parameter:
-            state[key] = torch.zeros_like(part.parameter, requires_grad=False)
-            _fill(state[key], saved, f"{key}:{name}", part.region)
-        else:  # fused optimizers want it on the parameter's device
-            state[key] = torch.zeros((), device=part.parameter.device)
-            _fill(state[key], saved, f"{key}:{name}", NUMBER)
-    return state
-
-
-def _fill(target: Tensor, saved: Saved, name: str, region: Region) -> None:
-    """Copy this rank's part of a saved tensor into its memory.
-
-    :raises LookupError: when there is none of this shape and dtype
-    """
-    memory = flat(target)
-    values = read(name, saved.get(name, []), memory.numel(), region)
-    if values.dtype != memory.dtype:
-        raise LookupError(f"has {name} in {values.dtype} instead of {memory.dtype}")
-    memory.copy_(values)
-
-
-def _open_whole(path: Path, parameters: list[str]) -> Saved:
-    """The files of a job of replicas, mapped, each tensor as one shard."""
-    weights, optimizer = load(path, "model", mapped=True), load(path, "optimizer", mapped=True)
-    try:
-        saved = {f"{WEIGHT}:{name}": [Shard.of_whole(value)] for name, value in weights.items()}
-        for number, state in optimizer["state"].items():
-            for key, value in state.items():
-                if value is not None:
-                    saved[f"{key}:{parameters[number]}"] = [Shard.of_whole(value)]
-    except (AttributeError, LookupError, TypeError) as error:  # of what is no dict, or no tensor
-        raise Damaged(path, "model.pt or optimizer.pt holds something else than a run writes") from error
-    return saved
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """This rank's part as it lies in memory: ``[n]``, to be read or written."""
-    own = local(tensor.detach())
-    return own.permute(memory_order(own)).view(-1)
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

@@ -124,40 +124,37 @@ def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict
     return {"shards": packed, "parameters": parameters, "tied": tied}
 
 
-def write_together(
-    path: Path, step: int, facts: Mapping[str, Any], own: Any, shared: Mapping[str, Any], env: DistEnv
-) -> None:
+def write_together(path: Path, step: int, facts: Mapping[str, Any], own: Any, ranks: Any, env: DistEnv) -> None:
     """Write a sharded checkpoint into one folder, which gets its name when it is complete. A collective.
 
     :param path: of the checkpoint's folder, on rank 0; one that is there is replaced
     :param facts: of its manifest, on rank 0
     :param own: what this rank writes, see :func:`shard_content`
-    :param shared: further entries, which rank 0 writes
+    :param ranks: what differs between ranks, which rank 0 writes
     :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
     """
     with contextlib.ExitStack() as at_the_end:
-        scratch: list[Any] = [None]
+
+        @writing(path)
+        def begun() -> Path:
+            return at_the_end.enter_context(directory.scratch_in(path.parent))
+
+        scratch = env.from_rank_0(begun)
         with env.fail_together(), writing(path):
-            if env.is_main:
-                scratch[0] = at_the_end.enter_context(directory.scratch_in(path.parent))
-                scratch[0].mkdir()
-        dist.broadcast_object_list(scratch, src=0, device=env.device)
-        with env.fail_together(), writing(path):
-            if not scratch[0].is_dir():
+            if not scratch.is_dir():
                 raise UsageError(
                     f"{path.parent} on {env.host} is not that of rank 0: every rank of --strategy zero1, zero2, zero3 and fsdp2 "
                     "writes its part there, so give a --run-dir that all hosts share"
                 )
             key = f"rank-{env.rank}-of-{env.world_size}"
-            entries = {key: folder.write_entry(scratch[0], key, own)}
-        entries_of_ranks: list[Any] = [None] * env.world_size
-        dist.all_gather_object(entries_of_ranks, entries)
+            entry = key, folder.write_entry(scratch, key, own)
+        entries: list[Any] = [None] * env.world_size
+        dist.all_gather_object(entries, entry)
         with env.fail_together(), writing(path):
             if env.is_main:
-                entries = {key: entry for entries in entries_of_ranks for key, entry in entries.items()}
-                entries |= {key: folder.write_entry(scratch[0], key, content) for key, content in shared.items()}
-                folder.complete(scratch[0], step, facts, entries)
-                directory.move_into_place(scratch[0], path)
+                entries.append(("ranks", folder.write_entry(scratch, "ranks", ranks)))
+                folder.complete(scratch, step, facts, dict(entries))
+                directory.move_into_place(scratch, path)
 
 
 def open_shards(path: Path) -> Shards:

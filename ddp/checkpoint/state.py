@@ -10,16 +10,14 @@ from __future__ import annotations
 import dataclasses
 import platform
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from common.distributed.process_group import DistEnv
 from common.training.models import persistent_buffers
-from common.training.optimization import begin_momentum, match_layout, set_learning_rate
+from common.training.optimization import begin_momentum, set_learning_rate
 from common.training.window import WindowState, WindowTotals
 from ddp.checkpoint import storage
 from ddp.checkpoint.folder import Damaged
@@ -90,13 +88,10 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     :raises UsageError: on every rank, when a file cannot be loaded, or holds what does not fit this job
     """
     env, progress = job.env, manifest.progress
-    ranks: list[Any] = [None]
+    ranks = env.from_rank_0(lambda: storage.read(path, "ranks"))
     with env.fail_together():
-        if env.is_main:
-            ranks[0] = storage.read(path, "ranks")
-            if len(ranks[0]) != manifest.world_size:
-                raise Damaged(path, f"ranks.pt has {len(ranks[0])} ranks instead of {manifest.world_size}")
-    dist.broadcast_object_list(ranks, src=0, device=env.device)
+        if len(ranks) != manifest.world_size:
+            raise Damaged(path, f"ranks.pt has {len(ranks)} ranks instead of {manifest.world_size}")
     if job.config.is_sharded:
         from ddp.checkpoint.sharded_state import restore_shard
 
@@ -108,11 +103,11 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     begin_momentum(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
-    if len(ranks[0]) == env.world_size:
-        own_buffers = ranks[0][env.rank]["buffers"]
+    if len(ranks) == env.world_size:
+        own_buffers = ranks[env.rank]["buffers"]
         for name, buffer in job.named_module.named_buffers():
             buffer.copy_(own_buffers[name])
-    states = [WindowState(*rank["window"]) for rank in ranks[0]]
+    states = [WindowState(*rank["window"]) for rank in ranks]
     job.window.restore(WindowState.redistribute(states, env.world_size)[env.rank])
     job.windows = [WindowTotals(**window) for window in progress["windows"]]
     job.step, job.epoch = manifest.step, manifest.epoch
@@ -122,52 +117,30 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
 
 
 def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
-    """The optimizer's state, which rank 0 reads and sends to all."""
-    env, saved = job.env, None
-    with env.fail_together():
-        if env.is_main:
-            from ddp.checkpoint.contents import wrong_optimizer  # only when something is read
+    """The optimizer's state, which rank 0 reads and sends to all. Each tensor is broadcast by itself: none is pickled."""
+    # Only when something is read:
+    from ddp.checkpoint.contents import Part, memory_of, new_state, open_tensors, restore_state
+    from ddp.checkpoint.shards import Region
 
-            saved = storage.read(path, "optimizer")
-            if problem := wrong_optimizer(saved, job.optimizer, may_be_empty):
-                raise Damaged(path, f"optimizer.pt {problem}")
-    job.optimizer.state.clear()  # first, so that memory never holds it twice
-    state = broadcast_tree(saved and saved["state"], env)
-    own = job.optimizer.state_dict()["param_groups"]  # this run's flags decide, not those of the run before
-    job.optimizer.load_state_dict({"state": state, "param_groups": own})
-    match_layout(job.optimizer)
+    env, optimizer = job.env, job.optimizer
+    parts = {name: Part(parameter, Region.of_whole(parameter)) for name, parameter in job.network.named_parameters()}
+    optimizer.state.clear()  # first, so that memory never holds it twice
 
+    def names_of_restored() -> list[str]:
+        try:
+            restore_state(optimizer, parts, open_tensors(path, list(parts)), job.network.state_dict())
+        except LookupError as error:
+            raise Damaged(path, str(error.args[0])) from error
+        # DDP gives each of them a gradient in every step, so they have all been updated or none.
+        trained = [name for name, part in parts.items() if part.parameter.requires_grad]
+        lacking = [name for name in trained if parts[name].parameter not in optimizer.state]
+        if lacking and not (may_be_empty and lacking == trained):
+            raise Damaged(path, f"lacks the optimizer's state of {lacking[0]}")
+        return [name for name, part in parts.items() if part.parameter in optimizer.state]
 
-class _Outline(NamedTuple):
-    """Takes the place of a tensor in the tree that is broadcast first."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]  # fused optimizers require their state in the memory layout of the parameters
-    dtype: torch.dtype
-
-
-def broadcast_tree(tree: Any, env: DistEnv) -> Any:
-    """Rank 0's nested dicts and lists on every rank, with their tensors on the rank's device.
-
-    Each tensor is broadcast by itself: none is pickled, and no device holds one twice.
-
-    :param tree: on rank 0; ignored on the others
-    """
-    leaves, structure = tree_flatten(tree)
-    outlines = [
-        _Outline(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-    ]
-    everything: list[Any] = [outlines, structure]
-    dist.broadcast_object_list(everything, src=0, device=env.device)
-    outlines, structure = everything
-    for index, outline in enumerate(outlines):
-        if isinstance(outline, _Outline):
-            if env.is_main:
-                tensor = leaves[index].to(env.device)
-            else:
-                tensor = torch.empty_strided(outline.shape, outline.stride, dtype=outline.dtype, device=env.device)
-            dist.broadcast(
-                tensor.as_strided((tensor.numel(),), (1,)), src=0
-            )  # as it lies in memory, whatever its strides
-            outlines[index] = tensor
-    return tree_unflatten(outlines, structure)
+    for name in env.from_rank_0(names_of_restored):
+        parameter = parts[name].parameter
+        if not env.is_main:
+            optimizer.state[parameter] = new_state(optimizer, parameter)
+        for value in optimizer.state[parameter].values():
+            dist.broadcast(memory_of(value), src=0)

@@ -13,8 +13,7 @@ All of this is for rank 0 or for a process that is alone; nothing here communica
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ class Manifest:
     :param progress: the scaler's state, the metrics of the present epoch, ``accuracy`` (of the last evaluation), and
         ``best``, None or a checkpoint's ``{"name": str, "accuracy": float}``
     :param versions: of the software that wrote it
-    :param files: bytes of each file; filled in when it is read
     """
 
     step: int
@@ -62,7 +60,6 @@ class Manifest:
     config: dict[str, Any]
     progress: dict[str, Any]
     versions: dict[str, str]
-    files: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -82,8 +79,8 @@ class Manifest:
         return best["name"] if best else None
 
     def facts(self) -> dict[str, Any]:
-        """All but the step and the files, which every checkpoint has."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("step", "files")}
+        """All but the step, which every checkpoint has."""
+        return {name: value for name, value in vars(self).items() if name != "step"}
 
 
 def manifest_in(checkpoint: Checkpoint) -> Manifest:
@@ -92,7 +89,7 @@ def manifest_in(checkpoint: Checkpoint) -> Manifest:
     :raises Damaged: when it is not one of a run
     """
     try:
-        manifest = Manifest(step=checkpoint.step, files=checkpoint.files, **checkpoint.facts)
+        manifest = Manifest(step=checkpoint.step, **checkpoint.facts)
         name = manifest.name
     except (TypeError, ValueError) as error:
         raise Damaged(checkpoint.path, f"{MANIFEST} is not one of a run") from error

@@ -45,7 +45,7 @@ class DeviceGuard(ResilientGuard):
         on_host = torch.zeros(len(Flags._fields), dtype=torch.bool)
         self._flags_on_host = on_host.pin_memory() if on_cuda else on_host
         self._arrived = torch.cuda.Event(blocking=True) if on_cuda else None  # a wait leaves the core to the loader
-        self._skip, self._one = torch.zeros((), device=device), torch.ones((), device=device)
+        self._skip = torch.zeros((), device=device)
         if self._device_decides:
             job.optimizer.register_step_pre_hook(self._pass_to_optimizer)
 
@@ -58,17 +58,12 @@ class DeviceGuard(ResilientGuard):
             return super().accepts(norm)
         self.flags = NO_FLAGS
         self.wait_for_device()
-        job, scaler = self._job, self._job.scaler
-        raised = self._with_flags.take_reduced(self._all_reduce) != 0
-        overflow = self._finite_only_if_all_are(norm).isfinite().logical_not()
-        if scaler.is_enabled():  # as in the other guard; scaler.scale() tells the scale without a wait
-            overflow &= scaler.scale(self._one) * scaler.get_backoff_factor() < 1.0
-        not_finite = raised[NOT_FINITE]
-        not_finite |= overflow
+        job, flags = self._job, self._reduced_flags(norm)
+        not_finite = flags[NOT_FINITE]
         self._statistics.restore(where=not_finite)
         job.window.rewind(where=not_finite)
         self._skip = not_finite.float()
-        self._flags_on_host.copy_(raised, non_blocking=True)
+        self._flags_on_host.copy_(flags, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
         self._unread = Unread(job.step + 1, self._losses)

@@ -9,7 +9,6 @@ strategy reduces the network's gradients only: there they take an all-reduce of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,18 +65,11 @@ class WithFlags(nn.Module):
         # The parameter is 0: the product adds nothing to the loss, and has ``values`` for its gradient.
         return loss * (1 + zero_or_nan) + torch.dot(self.flags, values)
 
-    def take_reduced(self, all_reduce: Callable[[Tensor], object] = lambda _: None) -> Tensor:
+    def take_reduced(self) -> Tensor:
         """After backward: what any rank attached in any micro-step, a number per flag on the device, which is 0 if none did.
 
         The numbers are averaged over the ranks and scaled; or nan, which differs from 0 too.
-
-        :param all_reduce: sums over the ranks, in place, where no DDP has done it
         """
         gradient, self.flags.grad = self.flags.grad, None
         assert gradient is not None, "no flags were attached to the loss"
-        all_reduce(gradient)
         return gradient
-
-    def reduced(self, all_reduce: Callable[[Tensor], object] = lambda _: None) -> Flags:
-        """The same as :meth:`take_reduced`, read by the host. The same on every rank."""
-        return Flags(*(value != 0 for value in self.take_reduced(all_reduce).tolist()))

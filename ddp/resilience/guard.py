@@ -28,7 +28,7 @@ from common.training.optimization import local
 from common.training.precision import autocast
 from ddp.batchnorm import SavedStatistics
 from ddp.job import Job, StepGuard
-from ddp.resilience.flags import NO_FLAGS, Flags, WithFlags
+from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags, WithFlags
 
 
 class ResilientGuard(StepGuard):
@@ -56,6 +56,7 @@ class ResilientGuard(StepGuard):
         # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
         self._statistics = SavedStatistics(job.network)
+        self._one = torch.ones((), device=self._env.device)
         self._warm_up()
 
     def wait_for_device(self) -> None:
@@ -124,24 +125,31 @@ class ResilientGuard(StepGuard):
 
         :raises UsageError: on every rank, if one met a user error, or if too many steps had to be skipped
         """
-        job, scaler = self._job, self._job.scaler
         losses, self._losses = self._losses, []
-        flags = self._with_flags.reduced(self._all_reduce)
-        # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
-        # a report only when the scale cannot be lowered further.
-        scaler_skips = scaler.is_enabled() and scaler.get_scale() * scaler.get_backoff_factor() >= 1.0
-        finite = not flags.not_finite and (scaler_skips or bool(self._finite_only_if_all_are(norm).isfinite()))
-        if not finite:
+        flags = Flags(*self._reduced_flags(norm).tolist())
+        if flags.not_finite:
             self.restore()
-        self._conclude(job.step + 1, flags._replace(not_finite=not finite), losses)
-        return finite
+        self._conclude(self._job.step + 1, flags, losses)
+        return not flags.not_finite
 
-    def _finite_only_if_all_are(self, norm: Tensor | None) -> Tensor:
-        """0-d, the same on every rank: not finite if an element of a gradient is not."""
+    def _reduced_flags(self, norm: Tensor | None) -> Tensor:
+        """The flags of this step, the same on every rank: bool ``[flags]``, on the device.
+
+        :param norm: of the gradients. If it is not finite, neither is the step
+        """
+        scaler, gradient = self._job.scaler, self._with_flags.take_reduced()
         if norm is None:
             norm = sum_of_gradients(self._job.network.parameters())
             self._all_reduce(norm)
-        return norm
+        self._all_reduce(gradient)
+        flags = gradient != 0
+        overflow = norm.isfinite().logical_not()
+        # In fp16 a gradient overflows now and then. GradScaler skips that step by itself, and lowers the scale. It is worth
+        # a report only when the scale cannot be lowered further. (scaler.scale() tells the scale without a wait.)
+        if scaler.is_enabled():
+            overflow &= scaler.scale(self._one) * scaler.get_backoff_factor() < 1.0
+        flags[NOT_FINITE] |= overflow
+        return flags
 
     def _conclude(self, step: int, flags: Flags, losses: list[Tensor]) -> None:
         """Act on a step's flags, as all ranks do.

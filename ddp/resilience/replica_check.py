@@ -4,15 +4,14 @@ DDP sends gradients, never parameters (except at construction). A bit that flips
 depends on the rank, a gradient clipped before it was averaged: from then on the ranks train different models, and nothing
 says so. So now and then each rank sends a digest of every parameter, 8 bytes, and all compare.
 
-A GPU hashes its parameters itself, so that 8 bytes of each leave it, and the host waits once. Only if the hashes differ are the
-parameters copied to the host, whose digests say more.
+A GPU hashes its parameters itself, so that 8 bytes of each leave it, and the host waits once.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class ReplicasDiverged(RuntimeError):
 
 
 def require_equal_replicas(network: nn.Module, env: DistEnv, step: int) -> None:
-    """Compare a digest of every parameter over the ranks: a collective, in which each rank sends 8 bytes per parameter.
+    """Compare a digest, or on a GPU a hash, of every parameter over the ranks: a collective of 8 bytes per parameter.
 
     Buffers are not compared: BatchNorm's running statistics are each rank's own between epochs.
 
@@ -44,24 +43,17 @@ def require_equal_replicas(network: nn.Module, env: DistEnv, step: int) -> None:
     if env.world_size == 1:
         return
     parameters = replicated(network, buffers=False)
-    if env.device.type in HASHING_DEVICES and hashes_agree(parameters.values(), env):
-        return
-    own = torch.tensor([digest(parameter) for parameter in parameters.values()], dtype=torch.int64, device=env.device)
+    if env.device.type in HASHING_DEVICES:
+        own = torch.stack([hash_of(parameter) for parameter in parameters.values()])
+    else:
+        own = torch.tensor([digest(parameter) for parameter in parameters.values()], device=env.device)
     everyone = [torch.empty_like(own) for _ in range(env.world_size)]
     dist.all_gather(everyone, own)
-    by_rank = [digests.tolist() for digests in everyone]
+    by_rank = torch.stack(everyone).tolist()
     lines = differences(list(parameters), list(zip(*by_rank, strict=True)))
     if lines:
         more = f", and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
         raise ReplicasDiverged(f"at step {step} the replicas have diverged: {', '.join(lines[:MOST_NAMED])}{more}")
-
-
-def hashes_agree(parameters: Iterable[Tensor], env: DistEnv) -> bool:
-    """Whether all ranks have the same hashes, by one collective and one wait for the device; the same answer on every rank."""
-    own = torch.stack([hash_of(parameter) for parameter in parameters])
-    everyone = [torch.empty_like(own) for _ in range(env.world_size)]
-    dist.all_gather(everyone, own)
-    return bool((torch.stack(everyone) == own).all())
 
 
 def hash_of(tensor: Tensor) -> Tensor:

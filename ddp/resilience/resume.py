@@ -85,7 +85,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
                 held.enter_context(prepare(config.run_dir, resume=resume, overwrite=config.overwrite and not restarted))
                 (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
                 # Before there is a run: it is this launch's from its first moment.
-                record_agents(config.run_dir, agents)
+                write_json(config.run_dir / LAUNCH_FILE, agents)
                 with writing(config.run_dir / storage.FOLDER):
                     directory.clean(config.run_dir / storage.FOLDER)
                 if resume:
@@ -116,8 +116,8 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
                 raise_explained(error, env.device, config.less_memory)
                 raise
         except UsageError:
-            if env.is_main and not _has_begun(config.run_dir):
-                # The next start, without the error, finds no run here.
+            if env.is_main and not any((config.run_dir / name).exists() for name in (METRICS_FILE, storage.FOLDER)):
+                # Nothing that one could want to keep: the next start, without the error, finds no run here.
                 (config.run_dir / CONFIG_FILE).unlink(missing_ok=True)
             raise
         except SystemExit as end:
@@ -125,11 +125,6 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
             if env.is_main and end.code in (REQUEUE, *(128 + n for n in SIGNALS if n != signal.SIGINT)):
                 write_json(config.run_dir / REQUEUE_FILE, {"status": REQUEUE})
             raise
-
-
-def _has_begun(run_dir: Path) -> bool:
-    """Whether there is anything of a run that one could want to keep."""
-    return (run_dir / METRICS_FILE).exists() or (run_dir / storage.FOLDER).exists()
 
 
 def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str, Any]:
@@ -177,12 +172,10 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
             f"--resume: the run was started with other data: {problem}: give its --data-dir, or another --run-dir"
         )
     if (manifest.epoch, manifest.step_in_epoch) > (config.epochs, 0):
-        behind = (
-            f"{manifest.epoch} epochs and {manifest.step_in_epoch} steps"
-            if manifest.step_in_epoch
-            else str(manifest.epoch)
+        raise UsageError(
+            f"--epochs {config.epochs} is less than the {manifest.epoch} epochs and {manifest.step_in_epoch} steps that the run "
+            "has behind it"
         )
-        raise UsageError(f"--epochs {config.epochs} is less than the {behind} that the run has behind it")
     for line in differences(before, now):
         logger.info("resuming with other settings: %s", line)
 
@@ -231,8 +224,3 @@ def is_restart(run_dir: Path, agents: list[str]) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(before, list) and any(agent in before for agent in agents)
-
-
-def record_agents(run_dir: Path, agents: list[str]) -> None:
-    """Remember the agents, for rank 0 to do."""
-    write_json(run_dir / LAUNCH_FILE, agents)

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -47,71 +46,70 @@ def build_guard(network: nn.Module, env: DistEnv, is_sharded: bool) -> Resilient
     return ResilientGuard(network, env, is_sharded)
 
 
-class Supervisor:
-    """Watches over the training loop for the length of a ``with`` block, which all ranks enter together.
+@contextlib.contextmanager
+def supervise(job: Job, resumed: bool) -> Iterator[Supervisor]:
+    """Watch over the training loop for the length of a block, which all ranks enter together.
 
     :param job: to be trained, or trained further
     :param resumed: whether it continues from a checkpoint, with that checkpoint's metrics
     """
+    config, env = job.config, job.env
+    supervisor = Supervisor(job)
+    guard, stop = supervisor.guard, supervisor.stop
+    if resumed:
+        logger.info(f"resuming after step {job.step}, {job.step_in_epoch} steps into epoch {job.epoch + 1}")
+    arithmetic = describe_arithmetic(env.device, config.precision, config.tf32)
+    logger.info(
+        f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
+        f"{job.sampler.micro_batch_size} samples, {arithmetic}, {env.backend}, --workers {job.loader.num_workers}"
+    )
+    if env.device.type == "cuda":
+        from common.gpu.report import log_gpu
 
-    def __init__(self, job: Job, resumed: bool) -> None:
+        log_gpu(env.device, implementation(env.device))
+    job.measure_mfu()
+    with env.fail_together():
+        after = (job.step, job.epoch) if resumed else None
+        job.metrics = MetricsWriter(config.run_dir, after=after, tensorboard=config.tensorboard, silent=not env.is_main)
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(job.metrics)
+        # Left after the checkpointer. The others end soon after a rank has published its failure, and torchrun ends that
+        # rank then: its last checkpoint has to be complete by that time.
+        entered.enter_context(job.watchdog)
+        checkpointer = supervisor.checkpointer = entered.enter_context(
+            Checkpointer(config, env, job.metrics, lambda: require_lock(config.run_dir))
+        )
+        entered.enter_context(stop.listening())
+        job.watchdog.stop_requested = stop.__bool__
+        steps = config.epochs * job.sampler.steps_per_epoch
+        job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
+        if config.profile:
+            from common.reporting.profiling import profile_steps
+
+            supervisor.profile_step = entered.enter_context(profile_steps(env, config.run_dir / "profile"))
+        guard.requests = lambda: Flags(stop=bool(stop), save=checkpointer.overdue())
+        try:
+            yield supervisor
+        finally:
+            guard.requests = lambda: NO_FLAGS
+
+
+class Supervisor:
+    """The calls of the training loop; see :func:`supervise`."""
+
+    checkpointer: Checkpointer
+
+    def __init__(self, job: Job) -> None:
         assert isinstance(job.guard, ResilientGuard)
         self.job, self.guard = job, job.guard
-        self._resumed = resumed
-        self._stop = StopRequest()
-        self._profile_step: Callable[[], None] = lambda: None
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> Supervisor:
-        job, config, env = self.job, self.job.config, self.job.env
-        if self._resumed:
-            logger.info(f"resuming after step {job.step}, {job.step_in_epoch} steps into epoch {job.epoch + 1}")
-        arithmetic = describe_arithmetic(env.device, config.precision, config.tf32)
-        logger.info(
-            f"{config.model} on {config.dataset}: {env.world_size} ranks x {config.grad_accumulation_steps} micro-steps x "
-            f"{job.sampler.micro_batch_size} samples, {arithmetic}, {env.backend}, --workers {job.loader.num_workers}"
-        )
-        if env.device.type == "cuda":
-            from common.gpu.report import log_gpu
-
-            log_gpu(env.device, implementation(env.device))
-        job.measure_mfu()
-        with env.fail_together():
-            after = (job.step, job.epoch) if self._resumed else None
-            job.metrics = MetricsWriter(
-                config.run_dir, after=after, tensorboard=config.tensorboard, silent=not env.is_main
-            )
-        with contextlib.ExitStack() as entered:
-            entered.enter_context(job.metrics)
-            # Left after the checkpointer. The others end soon after a rank has published its failure, and torchrun ends that
-            # rank then: its last checkpoint has to be complete by that time.
-            entered.enter_context(job.watchdog)
-            self.checkpointer = entered.enter_context(
-                Checkpointer(config, env, job.metrics, lambda: require_lock(config.run_dir))
-            )
-            entered.enter_context(self._stop.listening())
-            job.watchdog.stop_requested = self._stop.__bool__
-            steps = config.epochs * job.sampler.steps_per_epoch
-            job.progress = entered.enter_context(Progress(env, "train", steps, job.step))
-            if config.profile:
-                from common.reporting.profiling import profile_steps
-
-                self._profile_step = entered.enter_context(profile_steps(env, config.run_dir / "profile"))
-            self.guard.requests = lambda: Flags(stop=bool(self._stop), save=self.checkpointer.overdue())
-            self._open = entered.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.guard.requests = lambda: NO_FLAGS
-        self._open.__exit__(kind, error, trace)
+        self.stop = StopRequest()
+        self.profile_step: Callable[[], None] = lambda: None
 
     def after_step(self) -> None:
         """After a step: compare the replicas, leave, or save, whichever is due. The same on every rank."""
         job, config = self.job, self.job.config
         job.window.end_batch()
-        self._profile_step()
+        self.profile_step()
         last = job.step_in_epoch == job.sampler.steps_per_epoch
         if config.check_replicas_every and job.step % config.check_replicas_every == 0:
             from ddp.resilience.replica_check import require_equal_replicas
@@ -134,7 +132,7 @@ class Supervisor:
             with loader_errors():
                 yield from loader
 
-        batches: Iterator[Batch] = itertools.takewhile(lambda _: not self._stop, loaded())
+        batches: Iterator[Batch] = itertools.takewhile(lambda _: not self.stop, loaded())
         if self.job.config.is_sharded:
             from ddp.sharded.equal_batches import equally_many
 
@@ -143,7 +141,7 @@ class Supervisor:
 
     def leave_if_stopped(self) -> None:
         """After an evaluation: all ranks leave if any was asked to stop."""
-        if self.job.env.sum_over_ranks(torch.tensor(float(bool(self._stop)), device=self.job.env.device)):
+        if self.job.env.sum_over_ranks(torch.tensor(float(bool(self.stop)), device=self.job.env.device)):
             self._leave()
 
     def record_epoch(self, totals: WindowTotals, result: Evaluation) -> None:
@@ -187,7 +185,7 @@ class Supervisor:
         job = self.job
         self.checkpointer.save(job, wait=True)
         requests: list[int | None] = [None] * job.env.world_size
-        dist.all_gather_object(requests, self._stop.number)
+        dist.all_gather_object(requests, self.stop.number)
         requested = ", ".join(f"{signal_name(n)} on rank {rank}" for rank, n in enumerate(requests) if n is not None)
         if job.env.is_main:
             logger.warning(

@@ -15,7 +15,7 @@ from common.distributed.process_group import DistEnv
 from common.reporting.report import data_verdict
 from dataloading.dataset.training_data import load_lfw
 from dataloading.loader.fast_loader import FastLoader
-from ddp.config import Loading, TrainConfig
+from ddp.config import TrainConfig
 from ddp.data import default_workers, faster_loading, open_loader
 from ddp.sampler import ShardSampler
 from tests.ddp.test_files import write_people
@@ -39,8 +39,8 @@ def test_on_a_gpu_the_workers_have_the_rank_s_cores_but_one(
     assert default_workers(DistEnv(0, 0, ranks, ranks, device, "nccl", "host")) == workers
 
 
-def opened(images: Any, device: torch.device, loading: Loading) -> Any:
-    return open_loader(images, ShardSampler(len(images), 4, 1, 0), DistEnv.alone(device), loading)
+def opened(images: Any, device: torch.device, config: TrainConfig) -> Any:
+    return open_loader(images, ShardSampler(len(images), 4, 1, 0), DistEnv.alone(device), config)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def in_memory() -> ImageDataset:
 
 def test_on_the_cpu_data_in_memory_is_loaded_as_it_is(in_memory: ImageDataset) -> None:
     for workers in (0, 2):
-        loader = opened(in_memory, CPU, Loading("stock", workers))
+        loader = opened(in_memory, CPU, TrainConfig(workers=workers))
         assert (loader.dataset, loader.num_workers, loader.pin_memory) == (in_memory, workers, False)
 
 
@@ -62,7 +62,7 @@ def test_on_a_gpu_data_in_memory_is_kept_there_unless_workers_are_asked_for(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
     keep = ImagesOnDevice.__init__
     monkeypatch.setattr(ImagesOnDevice, "__init__", lambda self, images, device: keep(self, images, CPU))
-    kept, sent = (opened(in_memory, CUDA, Loading("stock", workers)) for workers in (0, 2))
+    kept, sent = (opened(in_memory, CUDA, TrainConfig(workers=workers)) for workers in (0, 2))
     assert isinstance(kept.dataset, ImagesOnDevice) and not kept.pin_memory
     assert sent.dataset is in_memory and sent.pin_memory
     assert faster_loading(TrainConfig(), in_memory, kept) == []
@@ -81,7 +81,7 @@ def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
     folder = write_people(tmp_path / "faces", people=2, images=5, side=24)
     images = load_lfw(str(folder), min_images_per_person=2, image_size=16).train
     config = TrainConfig(dataset="lfw")
-    loaders = [opened(images, device, config.loading) for device in (CPU, CUDA)]
+    loaders = [opened(images, device, config) for device in (CPU, CUDA)]
     for loader, device, workers in zip(loaders, (None, CUDA), (1, 3), strict=True):
         assert isinstance(loader, FastLoader)
         assert (loader.pool, loader.num_workers, loader.device) == ("processes", workers, device)

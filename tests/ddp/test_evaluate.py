@@ -10,7 +10,7 @@ from common.data import datasets
 from common.distributed.process_group import process_group
 from common.training.evaluation import Evaluation, evaluate
 from common.training.models import build_model
-from ddp.config import Loading
+from ddp.config import TrainConfig
 from ddp.data import open_test_loader
 from tests.support.launch import run_ranks
 
@@ -20,7 +20,7 @@ def evaluated(test_samples: int) -> tuple[Evaluation, bool]:
         data = datasets.load("glyphs", train_samples=100, test_samples=test_samples)
         torch.manual_seed(0)
         network = build_model("fashion-cnn", data.shape, len(data.classes), dropout=0.5)
-        result = evaluate(network, data, env, "fp32", open_test_loader(data, env, Loading()))
+        result = evaluate(network, data, env, "fp32", open_test_loader(data, env, TrainConfig()))
         return result, network.training
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from common.training.optimization import build_optimizer, learning_rate, match_layout
+from common.training.optimization import build_optimizer, learning_rate
 
 
 def torch_rates(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
@@ -98,28 +98,3 @@ def test_the_fused_optimizers_equal_torch_s_plain_ones(name: str, momentum: floa
             parameter.grad = gradient.clone()
             stepper.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_a_state_in_another_layout_moves_the_right_elements(name: str) -> None:
-    """As when a run that was channels-last is resumed with ``--no-channels-last``."""
-
-    def stepped(layout: torch.memory_format, saved_as: torch.memory_format) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        weight, gradient, kept = (torch.rand(8, 3, 5, 5, generator=generator) for _ in range(3))
-        parameter = nn.Parameter(weight.clone(memory_format=layout))
-        optimizer = build_optimizer(name, [parameter], momentum=0.9, weight_decay=0.01)
-        optimizer.param_groups[0]["lr"] = 0.1
-        like = {"momentum_buffer"} if name == "sgd" else {"exp_avg", "exp_avg_sq"}
-        state = {key: kept.clone(memory_format=saved_as) for key in like}
-        state |= {} if name == "sgd" else {"step": torch.tensor(3.0)}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
-        match_layout(optimizer)
-        parameter.grad = gradient.clone(memory_format=layout)
-        optimizer.step()
-        return parameter.detach().contiguous()
-
-    layouts = (torch.contiguous_format, torch.channels_last)
-    results = [stepped(layout, saved_as) for layout in layouts for saved_as in layouts]
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-6)

@@ -81,7 +81,7 @@ def test_inspect_lists_all_and_describes_the_newest_whole_one(
     assert rows[1].endswith("  2  whole, best")
     assert rows[2].split(maxsplit=1)[1].startswith("damaged: ranks.pt has 0 bytes instead of ")
     assert facts.startswith(f"{NAMES[1]}, the newest that is whole:")
-    for fact in ("world_size           2", "dataset_length       432", "lr 0.1", f"torch {torch.__version__}"):
+    for fact in ('"world_size": 2', '"dataset_length": 432', '"lr": 0.1', f'"torch": "{torch.__version__}"'):
         assert fact in facts
     assert state_of(run) == before
 

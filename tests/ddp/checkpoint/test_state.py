@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from common.distributed.process_group import process_group
 from ddp.checkpoint import storage
-from ddp.checkpoint.state import broadcast_tree, manifest_of, restore, state_of_job, state_of_rank
+from ddp.checkpoint.state import manifest_of, restore, state_of_job, state_of_rank
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
@@ -23,42 +19,6 @@ from ddp.resilience.resume import CheckpointToResume
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
-
-
-def tree_of_every_kind() -> dict[str, Any]:
-    """Tensors of any dtype and shape, in every order in memory, in lists and dicts, among other things."""
-    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-    shapes = ((), (0,), (3,), (2, 0, 3), (3, 2), (2, 3, 4), (3, 2, 4, 4))
-    tensors = {
-        (dtype, shape, order): torch.arange(math.prod(shape)).to(dtype).view(shape).permute(order)
-        for dtype in dtypes
-        for shape in shapes
-        for order in itertools.permutations(range(len(shape)))
-    }
-    return {
-        "state": {0: {"tensors": list(tensors.values())}},
-        "groups": [{}, [], {"betas": (0.9, 0.999), 3: None}],
-        "": "a",
-    }
-
-
-def described(tree: Any) -> Any:
-    """With the properties that a broadcast must preserve in place of each tensor."""
-    if isinstance(tree, Tensor):
-        return "tensor", tree.dtype, tree.shape, tree.stride(), tree.tolist()
-    if isinstance(tree, dict):
-        return {key: described(value) for key, value in tree.items()}
-    return [described(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def broadcast() -> bool:
-    with process_group(threads=1) as env:
-        received = broadcast_tree(tree_of_every_kind() if env.is_main else None, env)
-        return bool(described(received) == described(tree_of_every_kind()))
-
-
-def test_every_rank_gets_the_tree_with_its_values_dtypes_and_strides() -> None:
-    assert run_ranks(broadcast, 3) == [True] * 3
 
 
 @dataclasses.dataclass

@@ -11,9 +11,10 @@ import pytest
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
+from common.files.atomic_files import write_json
 from common.files.run_directory import LAUNCH_FILE
 from ddp.data import load_data
-from ddp.resilience.resume import agents_of, is_restart, open_run, record_agents
+from ddp.resilience.resume import agents_of, is_restart, open_run
 from tests.ddp.jobs import small
 from tests.ddp.resilience.test_resume import NEWER, SETTINGS, save
 from tests.support.launch import run_ranks
@@ -39,12 +40,12 @@ def test_an_agent_is_known_by_its_process_and_when_that_began() -> None:
 
 def test_any_agent_that_was_there_before_makes_a_restart(tmp_path: Path) -> None:
     assert not is_restart(tmp_path, ["a"])
-    record_agents(tmp_path, ["a", "b"])
+    write_json(tmp_path / LAUNCH_FILE, ["a", "b"])
     for agents, expected in ((["a", "b"], True), (["b"], True), (["b", "c"], True), (["c"], False), ([], False)):
         assert is_restart(tmp_path, agents) is expected
-    record_agents(tmp_path, ["c"])  # only the last start counts
+    write_json(tmp_path / LAUNCH_FILE, ["c"])  # only the last start counts
     assert not is_restart(tmp_path, ["a"])
-    record_agents(tmp_path, [])
+    write_json(tmp_path / LAUNCH_FILE, [])
     assert not is_restart(tmp_path, [])
 
 

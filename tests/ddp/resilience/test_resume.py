@@ -121,7 +121,7 @@ def test_another_run_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
         assert said == (
             f"--resume: the run was started with {flag} {before}, not {now}: give {flag} {before}, or another --run-dir"
         )
-    assert fewer == "--epochs 1 is less than the 2 that the run has behind it"
+    assert fewer == "--epochs 1 is less than the 2 epochs and 0 steps that the run has behind it"
     assert other_data is not None and newer is not None
     assert other_data.startswith("--resume: the run was started with other data: 144 training samples with digest ")
     assert other_data.endswith(" with 0123456789abcdef: give its --data-dir, or another --run-dir")

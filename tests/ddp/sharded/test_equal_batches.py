@@ -48,9 +48,9 @@ def evaluated(strategies: list[str], stopped: bool) -> list[Evaluation]:
 def _evaluated(strategy: str, env: DistEnv, stopped: bool) -> Evaluation:
     config = small(strategy=strategy, model=f"{__name__}:flattening", train_samples=144, test_samples=1)
     job = build_job(config, env, load_data(config, env))
-    supervisor = Supervisor(job, resumed=False)
+    supervisor = Supervisor(job)
     if stopped:
-        supervisor._stop.number = signal.SIGTERM
+        supervisor.stop.number = signal.SIGTERM
     try:
         shard = supervisor.until_stopped(job.test_loader)
         return evaluate(job.network, job.data, env, config.precision, shard)
