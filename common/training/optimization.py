@@ -43,7 +43,7 @@ def build_optimizer(
         )
         begin_momentum(sgd)
         return sgd
-    adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    adam: type[torch.optim.Adam] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     return adam(parameters, lr=0.0, weight_decay=weight_decay, fused=fused)
 
 

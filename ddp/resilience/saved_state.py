@@ -49,11 +49,10 @@ class SavedBuffers:
             now = place[name]
             if now is buffer:
                 continue
-            if where is not None and (now is None or buffer is None or now.shape != buffer.shape):
-                if not where:
-                    continue
-            elif where is not None:
+            if where is not None and now is not None and buffer is not None and now.shape == buffer.shape:
                 buffer.copy_(now)  # the choice comes below
+            elif where is not None and not where:
+                continue
             place[name] = buffer
         for group in self._groups:
             saved = group.saved if where is None else group.chosen(where)
