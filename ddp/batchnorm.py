@@ -1,10 +1,10 @@
-"""BatchNorm under data parallelism: whose statistics?
+"""BatchNorm under data parallelism, and other buffers: whose statistics?
 
 Each rank sees its own part of the global batch. Plain BatchNorm normalizes by that part's mean and variance, and each
 rank's running statistics drift apart. There are two remedies, and both are here:
 
-- :func:`average_running_statistics`: let the ranks differ while training, and average the running statistics before they
-  are used, that is, before an evaluation or a checkpoint. (DDP's own ``broadcast_buffers=True`` sends rank 0's before
+- :func:`make_buffers_equal`: let the ranks differ while training, and average the running statistics before they are used,
+  that is, at the end of an epoch, before the evaluation and the checkpoint. (DDP's own ``broadcast_buffers=True`` sends rank 0's before
   every forward pass: a collective per step, for numbers that a training step never reads.)
 - :class:`SyncBatchNorm`: normalize by the statistics of the global batch, so that the result does not depend on how it
   was divided. torch's own works on accelerators only; this one works wherever the backend does.
@@ -12,7 +12,8 @@ rank's running statistics drift apart. There are two remedies, and both are here
 
 from __future__ import annotations
 
-import itertools
+import functools
+import logging
 from typing import Any
 
 import torch
@@ -20,70 +21,55 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp.by_hand.replicas import broadcast
+
+logger = logging.getLogger("ddp.train")
+
 
 @torch.no_grad()
-def average_running_statistics(model: nn.Module) -> None:
-    """Replace every BatchNorm's running mean and variance by their average over the ranks; one all-reduce for all.
+def make_buffers_equal(model: nn.Module) -> None:
+    """Give all ranks the same floating-point buffers, before they are evaluated or saved. A collective.
 
-    Each rank's are an average over its own samples, so their average covers all samples, where rank 0's covers 1/W.
+    BatchNorm's running mean and variance become their average over the ranks, by one all-reduce for all. Each rank's are an
+    average over its own samples, so their average covers all samples, where rank 0's covers 1/W. Other buffers (the statistics
+    of InstanceNorm, the codebook of a quantizer) have no rule of that kind, so they become rank 0's, and the log names those
+    in which the ranks differed. Integers count steps: they are the same everywhere.
     """
-    statistics = [
-        buffer
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        for buffer in (module.running_mean, module.running_var)
-        if buffer is not None
-    ]
-    if not statistics or dist.get_world_size() == 1:
+    batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    averaged = [b for module in batchnorms for b in (module.running_mean, module.running_var) if b is not None]
+    of_batchnorm = set(map(id, averaged))
+    others = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and id(buffer) not in of_batchnorm
+    }
+    if dist.get_world_size() == 1:
         return
-    flat = torch.cat(statistics)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for buffer, average in zip(statistics, flat.split([buffer.numel() for buffer in statistics]), strict=True):
-        buffer.copy_(average)
+    if averaged:
+        flat = torch.cat(averaged)
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for buffer, average in zip(averaged, flat.split([buffer.numel() for buffer in averaged]), strict=True):
+            buffer.copy_(average)
+    if others:
+        _become_rank_0_s(others)
 
 
-class SavedStatistics:
-    """A copy of a network's buffers, to undo what the forward passes of a skipped step do to BatchNorm's statistics."""
-
-    def __init__(self, network: nn.Module) -> None:
-        buffers = sorted(network.buffers(), key=lambda buffer: str(buffer.dtype))
-        of_one_dtype = [list(same) for _, same in itertools.groupby(buffers, key=lambda buffer: buffer.dtype)]
-        self._groups = [_SavedBuffers(same) for same in of_one_dtype]
-
-    @torch.no_grad()
-    def save(self) -> None:
-        """Before the forward passes."""
-        for group in self._groups:
-            torch._foreach_copy_(group.saved, group.buffers)
-
-    @torch.no_grad()
-    def restore(self, where: Tensor | None = None) -> None:
-        """After the step.
-
-        :param where: bool 0-d, on the device: whether to restore; always when None. The host need not know it
-        """
-        for group in self._groups:
-            saved = group.saved if where is None else group.chosen(where)
-            torch._foreach_copy_(group.buffers, saved)
+def _become_rank_0_s(buffers: dict[str, Tensor]) -> None:
+    own = [buffer.clone() for buffer in buffers.values()]
+    assert dist.group.WORLD is not None
+    broadcast(list(buffers.values()), 0, dist.group.WORLD)
+    changed = [not torch.equal(before, now) for before, now in zip(own, buffers.values(), strict=True)]
+    flags = torch.tensor(changed, dtype=torch.int32, device=own[0].device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    if names := tuple(name for name, differed in zip(buffers, flags.tolist(), strict=True) if differed):
+        _log_once(names)
 
 
-class _SavedBuffers:
-    """Buffers of one dtype, and the memory into which they are saved: in one piece, for a GPU to choose by few kernels."""
-
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self.buffers = buffers
-        self._flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        self.saved = self._split(self._flat)
-
-    def chosen(self, where: Tensor) -> list[Tensor]:
-        """The saved values if ``where`` is true, else the present ones."""
-        now = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-        return self._split(torch.where(where, self._flat, now))
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([buffer.numel() for buffer in self.buffers])
-        return [part.view(buffer.shape) for part, buffer in zip(parts, self.buffers, strict=True)]
+@functools.cache
+def _log_once(names: tuple[str, ...]) -> None:
+    if dist.get_rank() == 0:
+        logger.info("each rank computes its own %s: at the end of each epoch, all take rank 0's", ", ".join(names))
 
 
 class _SynchronizedNormalization(torch.autograd.Function):
@@ -153,7 +139,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         output, mean, variance, total = _SynchronizedNormalization.apply(
-            input.float(), self.weight, self.bias, self.eps
+            input if input.dtype == torch.float64 else input.float(), self.weight, self.bias, self.eps
         )
         if self.track_running_stats:
             with torch.no_grad():
@@ -165,28 +151,31 @@ class SyncBatchNorm(_BatchNorm):
         normalized: Tensor = output.to(input.dtype)
         return normalized
 
-    @classmethod
-    def convert(cls, module: nn.Module) -> nn.Module:
-        """Replace every BatchNorm below ``module``, keeping parameters, buffers and ``state_dict`` keys."""
-        if isinstance(module, _BatchNorm):
-            converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-            converted.load_state_dict(module.state_dict())
-            return converted.train(module.training)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert(child))
-        return module
 
+def convert_sync_batchnorm(
+    module: nn.Module, device: torch.device, converted: dict[nn.Module, nn.Module] | None = None
+) -> nn.Module:
+    """Replace every BatchNorm: by torch's SyncBatchNorm on CUDA, which has fused kernels; by the one above elsewhere.
 
-def convert_sync_batchnorm(module: nn.Module, device: torch.device) -> nn.Module:
-    """Torch's SyncBatchNorm on CUDA, which has fused kernels; the one above elsewhere.
+    Parameters and buffers are the same objects as before, and a module that is used in two places remains one. (torch's own
+    conversion makes two of it, or leaves the second as it is.) In each of torch's layers the host waits for the GPU in forward:
+    it leaves out the ranks without samples, by a mask (torch/nn/modules/_functions.py).
 
-    In each of torch's layers the host waits for the GPU in forward: it leaves out the ranks without samples, by a mask
-    (torch/nn/modules/_functions.py).
+    :param converted: what the modules that were met until now have become
     """
-    if device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        return converted
-    return SyncBatchNorm.convert(module)
+    converted = {} if converted is None else converted
+    if module in converted:
+        return converted[module]
+    converted[module] = module
+    if isinstance(module, _BatchNorm):
+        kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
+        layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        layer._parameters, layer._buffers = module._parameters, module._buffers
+        converted[module] = layer.train(module.training)
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = convert_sync_batchnorm(child, device, converted)
+    return converted[module]
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ddp.by_hand.replicas import broadcast, replicated
 from ddp.checkpoint import storage
 from ddp.checkpoint.folder import MANIFEST, Damaged
 from ddp.checkpoint.storage import CHOICE, Manifest, choose
-from ddp.config import LAUNCH_SETTINGS, TrainConfig
+from ddp.config import FROM_FILES, LAUNCH_SETTINGS, TrainConfig
 from ddp.data import load_data, open_test_loader
 
 
@@ -41,7 +41,9 @@ class EvaluateConfig:
     data_dir: str | None = option(
         None, "where the files of fashion-mnist, lfw or folder are (default: the run's)", per_node=True
     )
-    test_samples: int | None = option(None, "test on the first so many samples only", minimum=1)
+    test_samples: int | None = option(
+        None, "test on the first so many samples (default: as many as the run did)", minimum=1
+    )
     precision: str = option(
         "fp32", "of the evaluation, whatever the run was trained in; TF32 as in the run", choices=PRECISIONS
     )
@@ -71,14 +73,15 @@ def main() -> None:
         path, manifest = env.from_rank_0(lambda: choose(config.run_dir, config.checkpoint))
         run = settings_of_run(path, manifest)
         # The training samples too: the images are normalized by their mean and standard deviation.
-        run = dataclasses.replace(
-            run, data_dir=config.data_dir or run.data_dir, test_samples=config.test_samples, download=False
-        )
+        run = dataclasses.replace(run, data_dir=config.data_dir or run.data_dir, download=False)
         set_arithmetic(env.device, run.tf32, run.deterministic, run.cudnn_benchmark)
         data = load_data(run, env)
         with env.fail_together():
             if problem := manifest.other_data(len(data.train), data.fingerprint):
-                raise UsageError(f"{path} was trained on other data than is there now: {problem}: give its --data-dir")
+                advice = ": give its --data-dir" if run.dataset in ("fashion-mnist", *FROM_FILES) else ""
+                raise UsageError(f"{path} was trained on other data than is there now: {problem}{advice}")
+        if config.test_samples not in (None, run.test_samples):
+            data = load_data(dataclasses.replace(run, test_samples=config.test_samples), env)
         network = build_model(
             run.model, data.shape, len(data.classes), size=run.model_size and run.model_size._replace(on_meta=False)
         )

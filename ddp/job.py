@@ -145,7 +145,7 @@ class Job:
 
     def empty_batch(self) -> Batch:
         """A micro-batch of black images."""
-        size, of_one = self.sampler.micro_batch_size, self.data.train.labels.shape[1:]
+        size, data = self.sampler.micro_batch_size, self.data
         return Batch(
-            torch.zeros(size, *self.data.shape, dtype=torch.uint8), torch.zeros(size, *of_one, dtype=torch.int64)
+            torch.zeros(size, *data.shape, dtype=torch.uint8), torch.zeros(size, *data.label_shape, dtype=torch.int64)
         )

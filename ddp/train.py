@@ -36,7 +36,7 @@ from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import set_arithmetic
 from common.training.window import WindowTotals
 from ddp import by_hand, sharded
-from ddp.batchnorm import average_running_statistics, convert_sync_batchnorm
+from ddp.batchnorm import convert_sync_batchnorm, make_buffers_equal
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
 from ddp.checkpoint.storage import load_weights
@@ -174,7 +174,7 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
         if job.step % job.config.log_every == 0 or last_step:
             job.log_window()  # loss and accuracy since the last time, summed over the ranks
         if last_step:
-            average_running_statistics(job.network)  # BatchNorm's: each rank saw different samples
+            make_buffers_equal(job.network)  # BatchNorm's statistics: each rank saw different samples
         after_step()
     next(batches, None)  # lets the loader see its end: only then does the next epoch reuse its workers
     return WindowTotals.merge(job.windows)

@@ -209,6 +209,11 @@ class ImageData:
         return self.unit == "characters"
 
     @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of a sample's labels."""
+        return self.shape[2:] if self.is_text else ()
+
+    @property
     def test_unit(self) -> str:
         """The name of the samples that an evaluation counts."""
         return "samples" if self.unit == "images" else self.unit
@@ -239,6 +244,8 @@ def load(
     """
     if name == "glyphs" and folder is not None:
         raise UsageError(f"--data-dir {folder} is for fashion-mnist and files: glyphs are rendered, not read")
+    if name not in IN_MEMORY:
+        raise ValueError(f"there is no data set {name!r}: {', '.join(IN_MEMORY)}")
     source: ModuleType
     if name == "glyphs":
         from common.data import glyphs as source  # here, since it imports Pillow

@@ -34,6 +34,7 @@ from common.data.datasets import (
     first_samples,
     mean_and_std,
 )
+from common.data.rgb import NoRange, to_rgb
 from common.errors import UsageError
 from common.functions import import_function
 from common.randomness import derive_seed
@@ -94,7 +95,10 @@ class MapStyleImages(Dataset[Batch]):
             raise self._bad(sample, f"is {_outline(item)} and not a pair of an image and its label")
         image, label = _as_array(item[0]), np.asarray(item[1])
         if hasattr(item[0], "getbands"):  # a Pillow image, which has its channels last
-            image = np.asarray(item[0] if item[0].mode in ("L", "RGB") else item[0].convert("RGB"))
+            try:
+                image = np.asarray(item[0] if item[0].mode in ("L", "RGB") else to_rgb(item[0]))
+            except NoRange as error:
+                raise self._bad(sample, f"is an image whose {error}") from error
             image = image.transpose(2, 0, 1) if image.ndim == 3 else image
         if image.ndim == 2:
             image = image[None]

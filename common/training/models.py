@@ -6,6 +6,7 @@ All but the GPT (common/training/gpt.py) take float images ``[n, channels, heigh
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -131,10 +132,31 @@ def require_heads(width: int) -> None:
 
 
 def to_device(network: nn.Module, device: torch.device, memory_format: torch.memory_format) -> nn.Module:
-    """The network there, in this memory format. One on the meta device stays, until it is sharded."""
+    """The network there, in this memory format, and dense. One on the meta device stays, until it is sharded."""
+    make_dense(network)
     if not any(parameter.is_meta for parameter in network.parameters()):
         network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]
     return network
+
+
+def make_dense(network: nn.Module) -> None:
+    """Give each parameter and buffer memory without gaps, in place. Values and objects stay the same.
+
+    All that follows walks memory, not elements: what gloo sends (pytorch#192920), fused optimizers, buckets, shards, checkpoints.
+    With ``nn.Parameter(torch.randn(36, 8)[:, ::2])``, all of them would be wrong without an error.
+
+    :raises UsageError: for a parameter whose elements share memory, which no optimizer can update, and for a layer whose
+        gradients are sparse
+    """
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(f"{name} has sparse gradients, which are not averaged here: give it sparse=False")
+    for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
+        if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            continue
+        if isinstance(tensor, nn.Parameter) and 0 in tensor.stride():
+            raise UsageError(f"parameter {name} was expanded, so its elements share memory: use .clone() on it")
+        tensor.data = tensor.data.contiguous()
 
 
 def persistent_buffers(module: nn.Module) -> set[str]:

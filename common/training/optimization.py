@@ -30,17 +30,20 @@ def build_optimizer(
     """``sgd`` (Nesterov when there is momentum), ``adam`` or ``adamw``; each step sets its learning rate.
 
     The fused kernels update all parameters in one pass; torch has them for floating-point parameters on the CPU and CUDA.
+    They walk memory, not elements: see :func:`common.training.models.make_dense`.
     """
+    parameters = list(parameters)
+    fused = all(parameter.is_floating_point() for parameter in parameters)
     if name == "sgd":
-        nesterov, parameters = momentum > 0, list(parameters)
-        fused = not any(hasattr(parameter, "to_local") for parameter in parameters)  # _fused_sgd_ takes no DTensor
+        nesterov = momentum > 0
+        fused &= not any(hasattr(parameter, "to_local") for parameter in parameters)  # _fused_sgd_ takes no DTensor
         sgd = torch.optim.SGD(
             parameters, lr=0.0, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, fused=fused
         )
         begin_momentum(sgd)
         return sgd
-    adam = torch.optim.Adam if name == "adam" else torch.optim.AdamW
-    return adam(parameters, lr=0.0, weight_decay=weight_decay, fused=True)
+    adam: type[torch.optim.Adam] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    return adam(parameters, lr=0.0, weight_decay=weight_decay, fused=fused)
 
 
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -67,13 +70,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
+def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: float, total_steps: int) -> float:
     """The rate of optimizer step ``step``, counted from 0.
 
     ``constant`` and ``cosine`` rise linearly over ``warmup_steps`` and reach the peak with the first step after them;
     ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) then falls to 0 at ``total_steps``. ``one-cycle`` (Smith and Topin,
     arXiv 1708.07120; torch.optim.lr_scheduler.OneCycleLR) rises along a cosine from a 25th of the peak and falls to a
-    10,000th of where it began, at the last step.
+    10,000th of where it began, at the last step. Its peak may lie between two steps, as in torch; the others' warm-up is whole
+    steps.
 
     Being a function of the step alone, it has no state to save, and a step that GradScaler skips does not disturb it.
     """

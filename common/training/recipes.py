@@ -183,11 +183,12 @@ class LearningConfig:
 
     def learning_rates(self, steps_per_epoch: int) -> Callable[[int], float]:
         """The learning rate as a function of the optimizer step, counted from 0 over all epochs."""
+        warmup_steps = self.warmup_epochs * steps_per_epoch
         return functools.partial(
             learning_rate,
             schedule=self.schedule,
             peak=self.lr,
-            warmup_steps=round(self.warmup_epochs * steps_per_epoch),
+            warmup_steps=warmup_steps if self.schedule == "one-cycle" else round(warmup_steps),
             total_steps=self.epochs * steps_per_epoch,
         )
 

@@ -102,11 +102,12 @@ class Window:
         self.on_gpu: DeviceTotals | None = None
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, correct, samples
         self._marked = torch.zeros_like(self._sums)
-        self._waited = 0.0
+        self._waited = self._lasted = 0.0  # _lasted: of a window that a checkpoint held
         self._began = time.perf_counter()
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the time until each comes counts as waiting for data."""
+        """An epoch's batches; the time until each comes counts as waiting for data. What lay between the epochs does not count."""
+        self._began = time.perf_counter() - self._lasted
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -158,7 +159,8 @@ class Window:
     def restore(self, state: WindowState) -> None:
         """Go on from there."""
         self._sums.copy_(torch.tensor([state.loss, state.correct, state.samples], dtype=torch.float64))
-        self._waited, self._began = state.waited, time.perf_counter() - state.seconds
+        self._waited, self._lasted = state.waited, state.seconds
+        self._began = time.perf_counter() - self._lasted
 
 
 def end_window(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from common.data.rgb import NoRange, to_rgb
 from common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Ima
             require_size(*claimed)
         image = Image.open(io.BytesIO(data), formats=formats)
         require_size(image.height, image.width)
-        return image.convert("RGB")
+        return to_rgb(image)
+    except NoRange as error:
+        raise NotDecodable(str(error)) from error
     except MemoryError as error:
         raise NotDecodable("too large for the memory that is free") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -40,7 +40,7 @@ class DeviceGuard(ResilientGuard):
         super().begin(job)
         device, on_cuda = self._env.device, self._env.device.type == "cuda"
         # Only torch's fused optimizers take found_inf. (With fsdp2, SGD is not fused: then the host reads in every step.)
-        self._device_decides = all(group["fused"] for group in job.optimizer.param_groups)
+        self._device_decides = all(group.get("fused") for group in job.optimizer.param_groups)
         self._unread: Unread | None = None
         on_host = torch.zeros(len(Flags._fields), dtype=torch.bool)
         self._flags_on_host = on_host.pin_memory() if on_cuda else on_host
@@ -60,7 +60,7 @@ class DeviceGuard(ResilientGuard):
         self.wait_for_device()
         job, flags = self._job, self._reduced_flags(norm)
         not_finite = flags[NOT_FINITE]
-        self._statistics.restore(where=not_finite)
+        self._buffers.restore(where=not_finite)
         job.window.rewind(where=not_finite)
         self._skip = not_finite.float()
         self._flags_on_host.copy_(flags, non_blocking=True)

@@ -26,9 +26,9 @@ from common.distributed.process_group import DistEnv
 from common.errors import UsageError
 from common.training.optimization import local
 from common.training.precision import autocast
-from ddp.batchnorm import SavedStatistics
 from ddp.job import Job, StepGuard
 from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags, WithFlags
+from ddp.resilience.saved_state import SavedBuffers, unchanged_attributes
 
 
 class ResilientGuard(StepGuard):
@@ -42,7 +42,7 @@ class ResilientGuard(StepGuard):
     """
 
     def __init__(self, network: nn.Module, env: DistEnv, is_sharded: bool = False) -> None:
-        self._env = env
+        self._env, self._network = env, network
         self.flags = NO_FLAGS
         self.requests: Callable[[], Flags] = lambda: NO_FLAGS
         self._losses: list[Tensor] = []  # of this step's micro-steps
@@ -55,7 +55,7 @@ class ResilientGuard(StepGuard):
         """Guard the steps of this job, whose model wraps :attr:`module`. A collective."""
         # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
-        self._statistics = SavedStatistics(job.network)
+        self._buffers = SavedBuffers(job.network)
         self._one = torch.ones((), device=self._env.device)
         self._warm_up()
 
@@ -71,7 +71,7 @@ class ResilientGuard(StepGuard):
         """
         job, device = self._job, self._env.device
         self.save()
-        with autocast(device, job.config.precision):
+        with unchanged_attributes(self._network), autocast(device, job.config.precision):
             logits = job.model(job.data.to_input(job.empty_batch().images.to(device), job.config.memory_format))
         self._with_flags.attach(logits.float().sum(), NO_FLAGS).backward()
         self._with_flags.flags.grad = None
@@ -107,12 +107,12 @@ class ResilientGuard(StepGuard):
 
     def save(self) -> None:
         """Remember the state to which a skipped step returns."""
-        self._statistics.save()
+        self._buffers.save()
         self._job.window.mark()
 
     def restore(self) -> None:
         """Undo what a skipped step's forward passes have changed."""
-        self._statistics.restore()
+        self._buffers.restore()
         self._job.window.rewind()
 
     def attach(self, loss: Tensor) -> Tensor:

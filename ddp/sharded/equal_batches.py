@@ -24,9 +24,7 @@ def equally_many(batches: Iterator[Batch], data: ImageData, env: DistEnv) -> Ite
     """
     batch_size = evaluation_batch_size(data.shape, env.device)
     rank_0 = ShardSampler(len(data.test), batch_size, env.world_size, 0)
-    filler = Batch(
-        torch.zeros(1, *data.shape, dtype=torch.uint8), torch.full((1, *data.test.labels.shape[1:]), NO_TARGET)
-    )
+    filler = Batch(torch.zeros(1, *data.shape, dtype=torch.uint8), torch.full((1, *data.label_shape), NO_TARGET))
     error: UsageError | None = None
     for _ in range(len(rank_0)):
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed.process_group import process_group
-from ddp.batchnorm import SyncBatchNorm, average_running_statistics, convert_sync_batchnorm
+from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm, make_buffers_equal
 from tests.support.launch import run_ranks
 
 CHANNELS = 5
@@ -109,7 +109,7 @@ def averaged() -> tuple[Any, Any, int]:
         values = {"running_mean": float(env.rank), "running_var": 10.0 + 2 * env.rank, "num_batches_tracked": 4}
         for name, buffer in network.named_buffers():
             buffer.fill_(values[name.split(".")[1]])
-        average_running_statistics(network)
+        make_buffers_equal(network)
         buffers = dict(network.named_buffers())
         return (
             buffers["0.running_mean"].numpy(),

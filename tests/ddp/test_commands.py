@@ -67,13 +67,15 @@ def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> No
     Claim (ddp/README.md, 8): evaluation is exact, at another world size too.
     """
     expected = json.loads((finished / "result.json").read_text())["test"]
-    flags = ("--run-dir", str(finished), "--checkpoint", "best", "--test-samples", "101", "--device", "cpu")
+    flags = ("--run-dir", str(finished), "--checkpoint", "best", "--device", "cpu")
     done = run_torchrun(3, "ddp.evaluate", *flags)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"accuracy {100 * expected['accuracy']:.2f} %: ")
     assert lines[-1].endswith(f"loss {expected['loss']:.4f}")
     assert len(lines) == 12  # a header, ten classes, the total
+    (done,) = run_forked("ddp.evaluate", *flags, "--test-samples", "150")  # more than the run did
+    assert " of 150 samples" in done.stdout
 
 
 def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:

@@ -72,7 +72,7 @@ def test_micro_steps_equal_one_big_batch() -> None:
     Claim (README.md): four micro-steps equal one big batch.
     """
     whole, *others = (
-        run_ranks(train_epochs, 2, small(model="mlp", grad_accumulation_steps=k, train_samples=1440))[0]
+        run_ranks(train_epochs, 2, small(model="mlp", grad_accumulation_steps=k, train_samples=576))[0]
         for k in (1, 2, 4)
     )
     for divided in others:

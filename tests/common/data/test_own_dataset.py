@@ -16,7 +16,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from common.data.datasets import Augmentation, BatchKey, ImageData, ImageDataset, Images, keep_batch
-from common.data.own_dataset import load_own
+from common.data.own_dataset import STATISTICS_SAMPLES, load_own
 from common.errors import UsageError
 
 Load = Callable[..., ImageData]
@@ -118,6 +118,29 @@ def test_random_transforms_follow_from_seed_epoch_and_sample_alone(load: Load) -
     workers: Any = DataLoader(train, batch_sampler=keys, collate_fn=keep_batch, num_workers=2)  # type: ignore[arg-type]
     for batch, key in zip(workers, keys, strict=True):
         np.testing.assert_array_equal(batch.images, first[key.samples])
+
+
+def test_only_the_samples_of_the_statistics_are_read_before_training(load: Load) -> None:
+    fetched: list[int] = []
+
+    class Slow(Samples):
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            fetched.append(index)
+            return super().__getitem__(index)
+
+    images, labels = IMAGES.repeat(50, 0), LABELS.repeat(50)
+    data = load((Slow(images, labels), Slow(images, labels), ["a", "b", "c"]))
+    assert data.label_shape == ()
+    assert len(fetched) == 2 * (1 + STATISTICS_SAMPLES)
+
+
+def test_sixteen_bits_keep_their_upper_eight_and_floats_are_refused(load: Load) -> None:
+    grey = np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8)
+    half = [(Image.fromarray(grey), 0), (Image.fromarray(grey), 1)]
+    images, _ = whole(load((half, half, ["a", "b"])).train)
+    np.testing.assert_array_equal(images[0], np.broadcast_to(grey >> 8, (3, 8, 8)))
+    with pytest.raises(UsageError, match="sample 0 is an image whose pixels of Pillow's mode F have no range"):
+        load(pairs(Image.fromarray(grey.astype(np.float32)), 0))
 
 
 def pairs(image: Any, label: Any) -> tuple[Any, Any, list[str]]:

@@ -107,6 +107,7 @@ needs_proc = pytest.mark.skipif(not os.path.isdir("/proc"), reason="reads a proc
 
 
 @needs_proc
+@pytest.mark.slow
 def test_a_workers_own_memory_stays_flat_over_ten_epochs_of_a_million_names() -> None:
     """A worker's own memory stays flat over ten epochs of a million names.
 

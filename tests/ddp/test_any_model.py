@@ -1,0 +1,212 @@
+"""ddp/train.py on models that users have: layouts, dtypes, shared modules, and buffers that forward changes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from common.distributed.process_group import process_group
+from common.errors import UsageError
+from common.training.models import make_dense
+from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from ddp.config import TrainConfig
+from ddp.data import load_data
+from ddp.resilience.saved_state import SavedBuffers
+from ddp.train import build_job, train_epoch
+from tests.ddp.jobs import small, train_epochs
+from tests.support.launch import run_ranks
+
+SIDE = 28 * 28
+
+
+class Linear(nn.Module):
+    """Logits of images, by one weight ``[classes, pixels]`` in the layout that ``lay_out`` gives it."""
+
+    def __init__(self, classes: int, lay_out: Any) -> None:
+        super().__init__()
+        weight = torch.randn(classes, SIDE, generator=torch.Generator().manual_seed(0)) / 28
+        self.weight = nn.Parameter(lay_out(weight))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.linear(images.flatten(1), self.weight)
+
+
+def contiguous(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return Linear(classes, Tensor.contiguous)
+
+
+def with_gaps(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return Linear(classes, lambda weight: weight.repeat_interleave(2, 1)[:, ::2])
+
+
+class ComplexFilter(nn.Module):
+    """A filter in the Fourier domain, before a linear layer."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(28, 15, dtype=torch.complex64))
+        self.linear = nn.Linear(SIDE, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        filtered = torch.fft.irfft2(torch.fft.rfft2(images[:, 0]) * self.filter, s=(28, 28))
+        logits: Tensor = self.linear(filtered.flatten(1))
+        return logits
+
+
+def complex_filter(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return ComplexFilter(classes)
+
+
+class Counting(nn.Module):
+    """A linear layer that counts its training passes in a buffer that it assigns, in a number, and in a list."""
+
+    passes: Tensor
+    mean: Tensor
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIDE, classes)
+        self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(SIDE))
+        self.number, self.seen = 0, list[int]()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.passes = self.passes + 1
+            self.number += 1
+            self.seen.append(len(images))
+            self.mean = 0.9 * self.mean + 0.1 * images.detach().flatten(1).mean(0)
+        logits: Tensor = self.linear(images.flatten(1) - self.mean)
+        return logits
+
+
+def counting(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    return Counting(classes)
+
+
+def few_steps(model: str, **settings: Any) -> TrainConfig:
+    return small(model=f"{__name__}:{model}", train_samples=720, test_samples=100, **settings)
+
+
+def losses(config: TrainConfig) -> list[float]:
+    """The mean loss of each epoch."""
+    with process_group() as env:
+        job, means = build_job(config, env, load_data(config, env)), []
+        for _ in range(config.epochs):
+            means.append(train_epoch(job).loss)
+            job.end_epoch(0.0)
+        return means
+
+
+@pytest.mark.parametrize("strategy", ["torch", "naive", "handwritten", "zero1", "zero3"])
+def test_gaps_in_memory_change_no_bit(strategy: str) -> None:
+    """A weight whose memory has gaps trains to the bits of a contiguous one."""
+    dense, gaps = (
+        run_ranks(losses, 2, few_steps(model, strategy=strategy, optimizer="adam", lr=0.01, epochs=2))
+        for model in ("contiguous", "with_gaps")
+    )
+    assert gaps == dense
+
+
+def complex_outcomes(config: TrainConfig) -> list[Any]:
+    outcome = train_epochs(config)
+    return [outcome.parameters["filter"], outcome.losses]
+
+
+def test_complex_parameters_train_alike_on_one_rank_and_two() -> None:
+    (alone,) = run_ranks(complex_outcomes, 1, few_steps("complex_filter"))
+    for parameters, losses in run_ranks(complex_outcomes, 2, few_steps("complex_filter")):
+        assert not np.array_equal(parameters, np.ones_like(parameters))
+        np.testing.assert_allclose(parameters, alone[0], rtol=1e-4, atol=1e-5)
+        assert losses == pytest.approx(alone[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("network", "problem"),
+    [
+        (nn.ParameterList([torch.zeros(1).expand(8)]), "parameter 0 was expanded"),
+        (nn.Sequential(nn.Embedding(3, 4, sparse=True)), "0 has sparse gradients"),
+    ],
+)
+def test_what_no_optimizer_can_update_is_refused(network: nn.Module, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        make_dense(network)
+
+
+def counted() -> tuple[int, int, int, list[Any], str]:
+    with process_group() as env:
+        config = few_steps("counting")
+        job = build_job(config, env, load_data(config, env))
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ddp.train").addHandler(handler)
+        logging.getLogger("ddp.train").setLevel(logging.INFO)
+        train_epoch(job)
+        logging.getLogger("ddp.train").removeHandler(handler)
+        network: Any = job.network
+        return int(network.passes), network.number, len(network.seen), network.mean.tolist(), " ".join(messages)
+
+
+def test_forward_passes_are_counted_once_and_other_buffers_are_rank_0_s_at_the_end_of_an_epoch() -> None:
+    """After an epoch of five steps, buffers and Python attributes have counted five; floating-point buffers are rank 0's.
+
+    Claim (ddp/README.md, 7): floating-point buffers that are not BatchNorm's are rank 0's at the end of each epoch.
+    """
+    first, second = run_ranks(counted, 2)
+    assert first[:3] == second[:3] == (5, 5, 5)
+    assert first[3] == second[3]
+    assert "mean" in first[4]
+    assert "passes" not in first[4]
+    assert second[4] == ""
+
+
+def test_a_skipped_step_leaves_the_tensor_that_was_there_whichever_side_decides() -> None:
+    for where in (None, torch.tensor(True), torch.tensor(False)):
+        network = nn.Sequential(nn.BatchNorm1d(2))
+        network.register_buffer("grown", torch.zeros(0))
+        network.register_buffer("assigned", torch.zeros(3))
+        kept = {name: (buffer, buffer.clone()) for name, buffer in network.named_buffers()}
+        saved = SavedBuffers(network)
+        saved.save()
+        network(torch.randn(4, 2))
+        network.grown, network.assigned = torch.ones(5), torch.full((3,), torch.nan)
+        saved.restore(where)
+        for name, buffer in network.named_buffers():
+            if where is None or where:
+                assert buffer is kept[name][0]
+                assert torch.equal(buffer, kept[name][1])
+            else:
+                assert not torch.equal(buffer, kept[name][1])
+
+
+def test_conversion_keeps_objects_freezing_dtypes_and_sharing() -> None:
+    """SyncBatchNorm takes over BatchNorm's parameters as they are; a shared module stays one, also within one parent."""
+    layer = nn.BatchNorm2d(3).double().requires_grad_(False)
+    network = nn.Sequential(layer, nn.ReLU(), layer, nn.Sequential(layer))
+    network[3].tied = layer.weight
+    converted: Any = convert_sync_batchnorm(network, torch.device("cpu"))
+    assert type(converted[0]) is SyncBatchNorm
+    assert converted[0] is converted[2] is converted[3][0]
+    assert converted[0].weight is layer.weight is converted[3].tied
+    assert converted[0].running_mean is layer.running_mean
+    assert not any(parameter.requires_grad for parameter in converted.parameters())
+    assert converted[0].weight.dtype == torch.float64
+
+
+def test_one_cycle_peaks_between_two_steps_as_torch_s_does() -> None:
+    config = small(schedule="one-cycle", epochs=1, warmup_epochs=0.3, lr=0.1)
+    rate = config.learning_rates(8)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    theirs = OneCycleLR(optimizer, 0.1, total_steps=8, pct_start=0.3, cycle_momentum=False)
+    for step in range(8):
+        assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
+        optimizer.step()
+        if step < 7:
+            theirs.step()
