@@ -22,6 +22,7 @@ import functools
 import math
 import operator
 import os
+import re
 import signal
 import sys
 import types
@@ -97,6 +98,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
+        if message.startswith("unrecognized"):
+            import difflib
+
+            unknown = re.findall(r"(?<= )--?[\w-]+", message)
+            near = [
+                flag for name in unknown for flag in difflib.get_close_matches(name, self._option_string_actions, 1)
+            ]
+            message += f": did you mean {', '.join(near)}?" if near else ""
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 

@@ -14,8 +14,13 @@ from common.training.recipes import LearningConfig, require_a_batch
 
 @pytest.mark.parametrize(
     ("model", "samples", "parts", "remedy"),
-    [("mlp", 60, 2, "use --batch-size 60"), ("mlp", 50, 8, "use --batch-size 48"), ("mlp", 3, 4, "4 parts of a batch need 4"), ("resnet18", 7, 4, "4 parts of a batch need 8")],
-)  # fmt: skip
+    [
+        ("mlp", 60, 2, "use --batch-size 60"),
+        ("mlp", 50, 8, "use --batch-size 48"),
+        ("mlp", 3, 4, "4 parts of a batch need 4"),
+        ("resnet18", 7, 4, "4 parts of a batch need 8"),
+    ],
+)
 def test_a_batch_size_that_works_is_named_where_the_data_is_too_small(
     model: str, samples: int, parts: int, remedy: str
 ) -> None:
