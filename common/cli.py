@@ -211,6 +211,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 main()
             early_signals.leave_with(0)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one comes too late to say anything else
             finalize_silently()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print("stopped by SIGINT", file=sys.stderr)
