@@ -83,7 +83,7 @@ def test_inspect_lists_all_and_describes_the_newest_whole_one(
     assert facts.startswith(
         f"{NAMES[1]}, the newest that is whole (all of its facts are in its manifest.json):\n432 training "
     )
-    for fact in (f"; torch {torch.__version__}, ", " --lr=0.1 ", "--model=fashion-cnn "):
+    for fact in (f"; torch {torch.__version__}", " --lr=0.1", "--model=fashion-cnn "):
         assert fact in facts
     assert len(facts.splitlines()) < 16 and max(map(len, facts.splitlines())) <= 100
     assert state_of(run) == before
