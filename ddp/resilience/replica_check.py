@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.distributed.process_group import DistEnv
 from ddp.by_hand.replicas import replicated
 
 MOST_NAMED = 3
@@ -29,8 +28,9 @@ class ReplicasDiverged(RuntimeError):
     """The ranks' parameters are no longer the same. All ranks raise it."""
 
 
-def require_equal_replicas(network: nn.Module, env: DistEnv, step: int) -> None:
-    """Compare a digest, or on a GPU a hash, of every parameter over the ranks: a collective of 8 bytes per parameter.
+def require_equal_replicas(network: nn.Module, step: int) -> None:
+    """Compare a digest, or on a GPU a hash, of every parameter over the ranks of the default group: a collective of 8 bytes per
+    parameter, for any training loop.
 
     Buffers are not compared: BatchNorm's running statistics are each rank's own between epochs.
 
@@ -40,14 +40,15 @@ def require_equal_replicas(network: nn.Module, env: DistEnv, step: int) -> None:
         the ranks agree. A single flipped bit is always found; another difference is missed once in 2^32. (A GPU does not see
         that elements of a parameter have changed places, or that an even number of them have changed in the same bits.)
     """
-    if env.world_size == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     parameters = replicated(network, buffers=False)
-    if env.device.type in HASHING_DEVICES:
+    device = next(iter(parameters.values())).device
+    if device.type in HASHING_DEVICES:
         own = torch.stack([hash_of(parameter) for parameter in parameters.values()])
     else:
-        own = torch.tensor([digest(parameter) for parameter in parameters.values()], device=env.device)
-    everyone = [torch.empty_like(own) for _ in range(env.world_size)]
+        own = torch.tensor([digest(parameter) for parameter in parameters.values()], device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
     by_rank = torch.stack(everyone).tolist()
     lines = differences(list(parameters), list(zip(*by_rank, strict=True)))

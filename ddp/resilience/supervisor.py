@@ -117,7 +117,7 @@ class Supervisor:
             from ddp.resilience.replica_check import require_equal_replicas
 
             job.watchdog.at(job.step, "replica check")
-            require_equal_replicas(job.network, job.env, job.step)
+            require_equal_replicas(job.network, job.step)
         save = self.guard.flags.save or self.checkpointer.due(job.step)
         if self.guard.flags.stop or save:
             self.guard.wait_for_device()  # on a GPU the flags were those of the step before: now they are those of this one

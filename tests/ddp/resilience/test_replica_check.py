@@ -88,7 +88,7 @@ def check_one(network: nn.Module, env: DistEnv, flips: list[Flip]) -> str | None
 
     flip()
     try:
-        require_equal_replicas(network, env, step=50)
+        require_equal_replicas(network, step=50)
     except ReplicasDiverged as error:
         return str(error)
     finally:
@@ -142,7 +142,7 @@ def test_a_minority_is_blamed(values: list[int], words: list[str]) -> None:
 
 
 def test_alone_there_is_nothing_to_compare() -> None:
-    require_equal_replicas(Network(0), DistEnv.alone(torch.device("cpu")), step=0)
+    require_equal_replicas(Network(0), step=0)
 
 
 @pytest.mark.parametrize("tensor", [CHANNELS_LAST, CHANNELS_LAST[:, :, ::2], CHANNELS_LAST[0, 0].t()])
