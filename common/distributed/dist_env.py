@@ -55,6 +55,13 @@ class DistEnv:
         """A process without a group: code that is written for ranks runs there too."""
         return cls(0, 0, 1, 1, device, NO_GROUP, socket.gethostname())
 
+    @classmethod
+    def of_group(cls) -> DistEnv:
+        """A rank of the default group, which the caller has made; all count as ranks of one host."""
+        rank, ranks, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        return cls(rank, rank, ranks, ranks, device, backend, socket.gethostname())
+
     @property
     def share_of_cores(self) -> int:
         """CPU threads for this rank when the node's ranks share its usable cores.

@@ -157,7 +157,7 @@ class Checkpointer:
         manifest = manifest_of(job)
         own = state_of_shard(job.network, job.optimizer, saved_buffers(job, ranks), self._env.is_main)
         path = self._config.run_dir / storage.FOLDER / manifest.name
-        write_together(path, manifest.step, manifest.facts(), own, ranks, self._env)
+        write_together(path, manifest.step, manifest.facts(), own, {"ranks": ranks}, self._env)
         with self._env.fail_together():
             if self._env.is_main:
                 self._prune(manifest)

@@ -12,13 +12,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.distributed.dist_env import DistEnv
 from common.training.models import persistent_buffers
-from common.training.optimization import local
+from common.training.optimization import STATE_OF, local
 from ddp.checkpoint.contents import NUMBER, Part, fill, memory_of, open_tensors, restore_state
-from ddp.checkpoint.folder import Damaged
-from ddp.checkpoint.shards import WEIGHT, Region, Shard, shard_content
+from ddp.checkpoint.directory import newest
+from ddp.checkpoint.folder import Checkpoint, Damaged, load
+from ddp.checkpoint.shards import WEIGHT, Region, Shard, shard_content, write_together
 from ddp.sharded.strategies import FullyShard
 from ddp.sharded.zero1 import ZeRO1
+
+SETTINGS = "optimizer-settings"  # the entry with the optimizer's groups: their rates, but not their parameters
+
+
+def save_sharded(
+    directory: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any
+) -> Path:
+    """Write a checkpoint of a model that :func:`ddp.sharded.shard` returned, of which each rank writes its part. A collective.
+
+    Any number of ranks continues from it, at any stage. ``prune`` and ``clean`` are for rank 0, as with ``save``.
+
+    :param optimizer: SGD, Adam or AdamW of the model's ``parameters()``
+    :param state: further entries, as the state dict of a scheduler, the same on all ranks; rank 0 writes them
+    :returns: the checkpoint's folder
+    :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
+    :raises TypeError: for another optimizer
+    """
+    if type(optimizer) not in STATE_OF:
+        raise TypeError(f"{type(optimizer).__name__} cannot be saved in shards: use SGD, Adam or AdamW")
+    plain, env = model.get_submodule("module"), DistEnv.of_group()
+    named = plain.named_buffers(remove_duplicate=False)
+    own = state_of_shard(model, optimizer, {n: b for n, b in named if n in persistent_buffers(plain)}, env.is_main)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    path = Path(directory) / f"step-{step:08d}"
+    write_together(path, step, {}, own, state | {SETTINGS: groups}, env)
+    return path
+
+
+def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint | None:
+    """Continue from the newest checkpoint that is whole, of any number of ranks and any stage. A collective.
+
+    :param model: what :func:`ddp.sharded.shard` returned
+    :param optimizer: built as the one that was saved, with as many groups
+    :returns: the checkpoint, for :func:`ddp.checkpoint.load` to read further entries; None if there is none
+    :raises UsageError: on every rank, when all are damaged, or the newest is of another model
+    """
+    env = DistEnv.of_group()
+    checkpoint: Checkpoint | None = env.from_rank_0(lambda: newest(directory, set_aside=True))
+    if checkpoint is not None:
+        with env.fail_together():
+            restore_shard(model, optimizer, checkpoint.path)
+            for group, saved in zip(optimizer.param_groups, load(checkpoint.path, SETTINGS), strict=True):
+                group.update(saved)
+    return checkpoint
 
 
 def layout_of(network: nn.Module) -> dict[str, Part]:

@@ -124,13 +124,15 @@ def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict
     return {"shards": packed, "parameters": parameters, "tied": tied}
 
 
-def write_together(path: Path, step: int, facts: Mapping[str, Any], own: Any, ranks: Any, env: DistEnv) -> None:
+def write_together(
+    path: Path, step: int, facts: Mapping[str, Any], own: Any, more: Mapping[str, Any], env: DistEnv
+) -> None:
     """Write a sharded checkpoint into one folder, which gets its name when it is complete. A collective.
 
     :param path: of the checkpoint's folder, on rank 0; one that is there is replaced
     :param facts: of its manifest, on rank 0
     :param own: what this rank writes, see :func:`shard_content`
-    :param ranks: what differs between ranks, which rank 0 writes
+    :param more: further entries, by their keys, which rank 0 writes
     :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
     """
     with contextlib.ExitStack() as at_the_end:
@@ -152,7 +154,7 @@ def write_together(path: Path, step: int, facts: Mapping[str, Any], own: Any, ra
         dist.all_gather_object(entries, entry)
         with env.fail_together(), writing(path):
             if env.is_main:
-                entries.append(("ranks", folder.write_entry(scratch, "ranks", ranks)))
+                entries += [(key, folder.write_entry(scratch, key, content)) for key, content in more.items()]
                 folder.complete(scratch, step, facts, dict(entries))
                 directory.move_into_place(scratch, path)
 

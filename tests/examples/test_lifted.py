@@ -55,7 +55,7 @@ def test_the_readme_shows_every_example() -> None:
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize("name", ["own_loop_by_hand.py", "own_loop_checkpoints.py"])
+@pytest.mark.parametrize("name", ["own_loop_by_hand.py", "own_loop_checkpoints.py", "own_loop_sharded.py"])
 def test_a_loop_ends_the_threads_of_its_group(folder: Path, name: str) -> None:
     """One that still frees what backward has left there while Python shuts down aborts the process: one time in some hundreds."""
     with open(folder / name, "a") as file:
@@ -82,6 +82,20 @@ def test_a_loop_that_is_continued_ends_with_the_same_bits(folder: Path) -> None:
     assert len(whole) == 2
     assert continued == whole != of_part
     assert sorted(path.name for path in (folder / "part").iterdir()) == ["step-00000020", "step-00000030"]
+
+
+@pytest.mark.examples
+def test_a_sharded_loop_continues_on_another_number_of_ranks(folder: Path) -> None:
+    """On as many ranks, with the same bits; on three instead of two, up to rounding.
+
+    Claim (README.md): a loop over shards of one's own continues from its checkpoints, on any number of ranks.
+    """
+    whole = weights_of_each_rank(run(folder, "own_loop_sharded.py", "20", "whole", ranks=2))
+    run(folder, "own_loop_sharded.py", "10", "part", ranks=2)
+    shutil.copytree(folder / "part", folder / "other")
+    assert weights_of_each_rank(run(folder, "own_loop_sharded.py", "20", "part", ranks=2)) == whole
+    on_three = weights_of_each_rank(run(folder, "own_loop_sharded.py", "20", "other", ranks=3))
+    assert list(map(float, on_three)) == pytest.approx([float(whole[0])] * 3, rel=1e-5)
 
 
 @pytest.mark.examples
