@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ddp.all_reduce.base import AllReduce
-from ddp.by_hand import replicas
+from ddp.by_hand import errors, replicas
 from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.reducer import Reducer
@@ -42,7 +42,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
     :param bucket_cap_mb: MiB of a full bucket; None takes 1 for the first and 25 for all others
     :param broadcast_buffers: send rank 0's buffers (BatchNorm's statistics) to all before each forward pass
     :param find_unused_parameters: for modules that do not use all parameters in every forward pass; the unused ones
-        contribute zeros
+        contribute zeros, or what else is in their ``.grad``
     :param gradient_as_bucket_view: let ``.grad`` be a view into its bucket, which saves a copy. (torch's default is False.)
     :param static_graph: every forward pass uses the same parameters the same number of times, whichever the first does
     :param all_reduce: sums the buckets; the group's own backend when None
@@ -99,7 +99,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         """Tell the reducer of every gradient that is ready."""
         options = (self.bucket_limits, self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
-        reducer = self.reducer = self.reducer_type(trained, self.process_group, all_reduce, *options)
+        reducer = self.reducer = self.reducer_type(self.module, trained, self.process_group, all_reduce, *options)
+        parameters = replicas.replicated(self.module, buffers=False).values()
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
         self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
@@ -144,9 +146,13 @@ class HandwrittenDistributedDataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare_for_backward(self, output: Any, synchronize: bool) -> None:
-        self.require_forward_param_sync = synchronize  # only now: a forward pass that raised changes nothing, as in torch's DDP
+        self.require_forward_param_sync = (
+            synchronize  # only now: a forward pass that raised changes nothing, as in torch's DDP
+        )
         if not torch.is_grad_enabled():
             return
+        if synchronize and self.process_group.size() > 1 and any(p.requires_grad for p in self._frozen):
+            raise errors.unfrozen()
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ddp.by_hand.errors import first_of
 from ddp.by_hand.replicas import replicated
 
 
@@ -62,32 +59,3 @@ def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:
                 f"{name or 'the module'} is wrapped already, and both wrappers would let .grad be a view into their buckets: "
                 "wrap only one of them, or pass gradient_as_bucket_view=False to both"
             )
-
-
-def refuse_compiled_autograd() -> None:
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # torch._dynamo takes seconds to import
-    if compiled is not None and compiled.compiled_autograd_enabled:
-        raise NotImplementedError(
-            "compiled autograd traces backward, where hooks cannot start all-reduces: compile the module, not its backward pass"
-        )
-
-
-def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) -> None:
-    """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
-    changed = [
-        name for name, parameter in wrapped.items() if (now := _now(module, name)) is not None and now is not parameter
-    ]
-    if changed:
-        raise RuntimeError(
-            f"{len(changed)} parameters were replaced after wrapping: {first_of(changed)}. Their gradients are not averaged any "
-            "more: change values in place (load_state_dict without assign), or wrap the module again"
-        )
-
-
-def _now(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter of that name, if there is one. (Pruning and weight norm make what was a parameter a function of others.)"""
-    try:
-        value = operator.attrgetter(name)(module)
-    except AttributeError:
-        return None
-    return value if isinstance(value, nn.Parameter) else None

@@ -31,9 +31,7 @@ from ddp.by_hand.drop_in.mixed_precision import MixedPrecision, averaged_in, cal
 from ddp.by_hand.drop_in.reducer import DropInReducer
 from ddp.by_hand.drop_in.requirements import (
     group_of,
-    refuse_compiled_autograd,
     require_copies_when_nested,
-    require_same_parameters,
     require_wrappable,
 )
 from ddp.by_hand.drop_in.sparse import SparseAverage, sparse_parameters
@@ -155,7 +153,6 @@ class DistributedDataParallel(LoggingDDP):
                 weakref.finalize(self.begin_backward, hook.remove)
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
         self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
-        self.reducer.after_none.append(lambda: DistributedDataParallel._after_none(self_or_none()))
 
     def _rebuild_reducer(self) -> None:
         self._remove_autograd_hooks()
@@ -200,7 +197,6 @@ class DistributedDataParallel(LoggingDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward; a backward pass from what it returns averages the gradients."""
-        refuse_compiled_autograd()
         if self._fused is None:
             self._fused = in_backward.take_over(trained_parameters(self.module).values())
         output = super().forward(*inputs, **kwargs)
@@ -215,14 +211,8 @@ class DistributedDataParallel(LoggingDDP):
     @staticmethod
     def _after_backward(wrapper: DistributedDataParallel | None) -> None:
         if wrapper is not None:
-            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
             wrapper.await_buffers()
             in_backward.step(wrapper._fused or ())
-
-    @staticmethod
-    def _after_none(wrapper: DistributedDataParallel | None) -> None:
-        if wrapper is not None:
-            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
 
     def _check_reducer_finalized(self) -> None:
         """:raises RuntimeError: if the latest backward pass was not completed"""
@@ -281,7 +271,17 @@ class DistributedDataParallel(LoggingDDP):
             raise RuntimeError(
                 "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
             )
-        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks", "_sparse", "_delayed", "_fused"}
+        parts = {
+            "process_group",
+            "reducer",
+            "begin_backward",
+            "_all_reduce",
+            "_hooks",
+            "_frozen",
+            "_sparse",
+            "_delayed",
+            "_fused",
+        }
         return {name: value for name, value in self.__dict__.items() if name not in parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -220,11 +220,11 @@ def replaced_parameters_are_named_though_unused_ones_are_allowed() -> None:
     backward(model)
     network.load_state_dict({name: p.clone() for name, p in network.state_dict().items()}, assign=True)
     error = error_of(lambda: backward(model))
-    assert "4 parameters were replaced after wrapping: 0.weight" in message_of(error)
+    assert "4 parameters were converted or replaced after they were wrapped: 0.weight" in message_of(error)
     model = DistributedDataParallel(network, find_unused_parameters=True)
     network[2] = nn.Linear(5, 2)
     error = error_of(lambda: backward(model))
-    assert "2 parameters were replaced after wrapping: 2.weight, 2.bias" in message_of(error)
+    assert "2 parameters were converted or replaced after they were wrapped: 2.weight, 2.bias" in message_of(error)
 
 
 def a_block_of_join_says_what_it_cannot_do_and_ends_after_errors() -> None:
