@@ -120,7 +120,7 @@ def enter(reducer: Running, is_whole: bool) -> None:
     :param is_whole: whether it begins at what forward returned
     :raises RuntimeError: if it may be a part of the whole, or if two reducers would replace each other's gradients by views
     """
-    if not is_whole and _is_within_another_pass():
+    if not is_whole and is_within_another_pass():
         raise unknown_beginning()
     if any(one.as_view or reducer.as_view for one in sharing(reducer)):
         raise two_wrappers()
@@ -132,7 +132,7 @@ def sharing(reducer: Running) -> list[Running]:
     return [one for one in _reducers if not one.ids.isdisjoint(reducer.ids) and one is not reducer and one.goes_on()]
 
 
-def _is_within_another_pass() -> bool:
+def is_within_another_pass() -> bool:
     """Whether the backward pass that runs on this thread was started by the backward function of a node in another one.
 
     Each pass that Python started has a frame of torch's ``_engine_run_backward`` on the stack of the thread that started it. Autograd's

@@ -43,7 +43,8 @@ class NaiveDistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._synchronize = True  # no_sync turns this off
-        self._local = False  # whether the latest forward pass was under no_sync
+        # Whether the latest forward pass was under no_sync; None if the gradients were averaged since, or there was none.
+        self._local: bool | None = None
         self._scheduled = False  # whether the running backward pass has already asked for the averages
         # All ranks must begin with the same weights: averaged gradients keep them equal, but do not make them so.
         require_sendable(dict(module.named_buffers()))
@@ -78,7 +79,7 @@ class NaiveDistributedDataParallel(nn.Module):
             if tensor.requires_grad:
                 tensor.register_hook(self._schedule)
 
-    def _schedule(self, _: Tensor) -> None:
+    def _schedule(self, *_: Tensor) -> None:
         """Backward has begun: ask autograd to call :meth:`_average_gradients` when all of it is over."""
         if torch._C._current_autograd_node() is None:  # autograd traces the pass, and will not call
             raise errors.compiled_autograd()
@@ -87,13 +88,22 @@ class NaiveDistributedDataParallel(nn.Module):
             Variable._execution_engine.queue_callback(self._average_gradients)
 
     def _ready(self, _: Tensor) -> None:
-        """A gradient is in ``.grad``."""
-        if not self._scheduled and not self._local:
+        """A gradient is in ``.grad``.
+
+        :raises RuntimeError: if a reentrant checkpoint has computed it, below an output that was not found
+        """
+        if self._scheduled or self._local:
+            return
+        if self._local is None:
             warnings.warn(errors.WITHOUT_FORWARD, stacklevel=1)
+        elif errors.is_within_another_pass():
+            raise errors.unknown_beginning()
+        else:  # of a parameter that the loss depends on directly, or backward began elsewhere
+            self._schedule()
 
     @torch.no_grad()
     def _average_gradients(self) -> None:
-        self._scheduled = False
+        self._scheduled, self._local = False, None
         # In the same order on every rank: collectives are matched by their order.
         for parameter in self.module.parameters():
             if not parameter.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,18 @@ from ddp.by_hand import (
     NaiveDistributedDataParallel,
 )
 from ddp.conformance.networks import Branches
-from ddp.conformance.tools import alone, average, backward, error_of, expect_same, gradients, layers, one_pass
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    error_of,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    one_pass,
+)
 from tests.ddp.by_hand.on_ranks import as_tests
 
 BUCKETED = (HandwrittenDistributedDataParallel, DistributedDataParallel)
@@ -152,6 +164,28 @@ def forward_around_the_wrapper_is_said_once() -> None:
             backward(network)  # without the wrapper
 
 
+class HidesItsOutput(nn.Module):
+    """Its output is the attribute of an object, where no wrapper looks for tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(value=self.layer(x))
+
+
+def hidden_outputs_are_averaged() -> None:
+    for engine in ENGINES:
+        network = HidesItsOutput()
+        model = engine(network)
+        for number in range(2):
+            network.zero_grad()
+            expected = average(alone(network.layer, one_pass(number)))
+            loss_of(model(inputs(number)).value).backward()
+            expect_same(gradients(network), expected)
+
+
 def gradients_set_by_hand_stay_where_no_rank_uses_the_parameter() -> None:
     for options in ({"find_unused_parameters": True}, {"static_graph": True}):
         for as_view in (True, False):
@@ -176,6 +210,7 @@ failed, test_program = as_tests(
         parameters_that_are_unfrozen_later_are_averaged_or_refused,
         a_backward_pass_that_is_compiled_alone_is_refused,
         forward_around_the_wrapper_is_said_once,
+        hidden_outputs_are_averaged,
         gradients_set_by_hand_stay_where_no_rank_uses_the_parameter,
     ]
 )
