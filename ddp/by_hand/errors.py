@@ -32,14 +32,15 @@ def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
     return RuntimeError(
         f"backward gave no gradient to {len(without)} of {len(names)} parameters: {first_of(without)}. This rank's loss does not "
         "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
+        ". (torch's words: Expected to have finished reduction in the prior iteration)"
     )
 
 
 def ready_twice(name: str) -> RuntimeError:
     return RuntimeError(
         f"the gradient of {name} became ready more often than expected in one backward pass: do several checkpoints use it? "
-        "Checkpoint with use_reentrant=False. Or pass static_graph=True if every backward pass uses it as often as the first, and "
-        "leave that out if not"
+        "Checkpoint with use_reentrant=False, or pass static_graph=True if every backward pass uses it as often, and leave it out "
+        "if not. (torch's words: Expected to mark a variable ready only once; Your training graph has changed in this iteration)"
     )
 
 
@@ -91,8 +92,7 @@ def changed(module: nn.Module, names: Sequence[str], nodes: Iterable[Node]) -> R
 
 def unfrozen() -> RuntimeError:
     return RuntimeError(
-        "parameters that were frozen when they were wrapped now require gradients, which would not be averaged: wrap the module "
-        "again after unfreezing it"
+        "parameters that were frozen when they were wrapped now require gradients, which would not be averaged: wrap again"
     )
 
 

@@ -79,7 +79,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
         }
         self.make_replicas_equal(settings)
         if not (trained := replicas.trained_parameters(module)):
-            raise RuntimeError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
+            raise RuntimeError(
+                f"{type(module).__name__} has no parameter to train: DistributedDataParallel is not needed"
+            )
         self.device, self.device_ids = next(iter(trained.values())).device, list(device_ids or [])
         if self.device_ids and [getattr(i, "index", i) for i in self.device_ids] != [self.device.index]:
             raise ValueError(f"device_ids={device_ids} must name the module's GPU, but it is on {self.device}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.profiler import record_function
 
 from ddp.by_hand import errors
 from ddp.by_hand.reducer import Reducer
+
+SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"  # torch's name of this event in profiles
 
 
 class DropInReducer(Reducer):
@@ -32,6 +36,7 @@ class DropInReducer(Reducer):
         # Copies of gradients that were set by hand, by parameters. They stay where no rank has used the parameter.
         self._set_by_hand: dict[int, Tensor] = {}
         self._averaged: set[int] = set()  # parameters that some rank has used
+        self.passes = 0  # backward passes that synchronized
         self.others_ready = False  # whether a gradient that is in no bucket became ready in this pass
 
     @property
@@ -43,11 +48,14 @@ class DropInReducer(Reducer):
         self._leave_interrupted()
         if not self._running:
             self.others_ready = False
+            self.passes += 1
             self._skipped.clear()
             self._set_by_hand.clear()
             for call in self.before_backward:
                 call()
-        super().begin(*outputs)
+        searches = self._find_unused and not (self._running and self._depends)
+        with record_function(SEARCH) if searches else contextlib.nullcontext():
+            super().begin(*outputs)
 
     def ready(self, index: int, *arguments: object) -> None:
         self._used.add(index)
@@ -61,7 +69,7 @@ class DropInReducer(Reducer):
                 self._set_by_hand[index] = gradient.clone()
         if self.skip_unused and unused == bucket.parameters.keys():
             self._skipped.update(unused)
-            self.sent.append(_Skipped())
+            self.sent.append(Skipped())
         else:
             super()._send()
 
@@ -82,7 +90,9 @@ class DropInReducer(Reducer):
                 call()
 
 
-class _Skipped:
+class Skipped:
+    """In the place of an all-reduce that was left out."""
+
     def wait(self) -> None:
         pass
 

@@ -15,7 +15,7 @@ from ddp.by_hand.replicas import replicated
 
 def group_of(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is not None:
-        raise RuntimeError("pass process_group or device_mesh, not both")
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh.ndim != 1:
         raise RuntimeError(f"device_mesh must have one dimension, not {mesh.ndim}: pass the slice of the replicas")
     return mesh.get_group(mesh_dim=0)
@@ -34,7 +34,7 @@ def require_wrappable(
             "the module has DTensor parameters: use torch's DistributedDataParallel for 2-d parallelism"
         )
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(f"device_ids={list(device_ids)} must be None or name one device")
+        raise ValueError(f"device_ids={list(device_ids)}: device_ids can only be None or contain a single element")
     kinds = {parameter.device.type for parameter in parameters}
     if len(kinds) > 1:
         raise ValueError(

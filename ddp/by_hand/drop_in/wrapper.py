@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import comm_hook
-from ddp.by_hand.buckets import MIB
+from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.delayed import DelayedAverage
 from ddp.by_hand.drop_in.logging_data import LoggingDDP
@@ -53,6 +53,7 @@ class DistributedDataParallel(LoggingDDP):
     :raises NotImplementedError: for what is refused
     """
 
+    broadcast_bucket_size = DEFAULT_LIMITS[-1]  # bytes of a message with parameters or buffers
     reducer_type = DropInReducer
     reducer: DropInReducer
 
@@ -97,7 +98,12 @@ class DistributedDataParallel(LoggingDDP):
             process_group = group_of(device_mesh, process_group)
         require_wrappable(module, device_ids, output_device)
         require_copies_when_nested(module, gradient_as_bucket_view)
-        self.dim, self.output_device, self.mixed_precision = dim, output_device, mixed_precision
+        self.dim, self.output_device, self.mixed_precision, self.device_mesh = (
+            dim,
+            output_device,
+            mixed_precision,
+            device_mesh,
+        )
         self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
@@ -118,6 +124,9 @@ class DistributedDataParallel(LoggingDDP):
             static_graph,
             all_reduce,
         )
+        self.device_type, self.is_multi_device_module = self.device.type, False
+        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(self.bucket_limits), self._limits
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
             self._average_in(mixed_precision)
@@ -169,10 +178,17 @@ class DistributedDataParallel(LoggingDDP):
             hook.remove()
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``; before the first forward pass."""
+        """As ``static_graph=True``; before the first backward pass.
+
+        :raises RuntimeError: after it
+        """
         if self.static_graph:
             warnings.warn("static_graph is True already", stacklevel=2)
             return
+        if self.reducer.passes:
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts: pass static_graph=True"
+            )
         self.static_graph = True
         self._rebuild_reducer()
 
