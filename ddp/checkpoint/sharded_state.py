@@ -126,8 +126,6 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
                 optimizer.state[part.parameter] = _state_of(name, part, saved, expected)
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
-    if isinstance(network, ZeRO1):
-        network.shards_changed()
 
 
 def _state_of(name: str, part: Part, saved: Saved, expected: Mapping[str, Entry]) -> dict[str, Tensor]:
