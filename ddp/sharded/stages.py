@@ -41,6 +41,12 @@ def shard(
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage}: there are 1 (optimizer state), 2 (gradients too) and 3 (parameters too)")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{name}: with max_norm, each rank would change the rows of its own batch, and a shard is one rank's: build it without "
+                "max_norm, and normalize what it returns"
+            )
     originals = list(module.named_parameters())
     model = STAGES[stage](module, units, (_collectives(all_reduce), _collectives(all_reduce)), precision, device)
     kept = {*model.parameters(), *model._frozen.values()}

@@ -166,6 +166,8 @@ def written_in_forward(stage: int) -> None:
     for number in range(3):
         pair.step(number)
     pair.check()
+    with pytest.raises(ValueError, match=r"^0: with max_norm, each rank would change the rows of its own batch"):
+        shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
