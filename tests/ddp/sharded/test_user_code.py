@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed.process_group import process_group
-from ddp.sharded import Precision, shard
+from ddp.sharded import Precision, clip_grad_norm_, shard
 from tests.support.launch import run_ranks
 
 STAGES = (1, 2, 3)
@@ -263,3 +263,30 @@ def test_conversions_freezing_and_copies(function: Callable[[int], None], stage:
     process, or are refused by name.
     """
     run_ranks(inside, 2, function, stage)
+
+
+class Kinds(nn.Module):
+    """Parameters of three dtypes, of which a rank may have shards of one only; the gradient is each value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.full((9,), 400.0).half(), torch.tensor(400.0).double(), torch.full((7,), 200.0)
+        self.kinds = nn.ParameterList(values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack([one.float().square().sum() / 2 for one in self.parameters()]).sum()
+
+
+def clipped(stage: int) -> None:
+    model: Model = shard(Kinds(), stage)
+    model(torch.ones(())).backward()
+    norm = (9 * 400**2 + 400**2 + 7 * 200**2) ** 0.5  # above 256, whose square is no fp16
+    assert clip_grad_norm_(model.parameters(), 10.0).item() == pytest.approx(norm, rel=1e-3)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad.float(), parameter.detach().float() * 10 / norm, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_of_gradients_of_several_dtypes(stage: int) -> None:
+    """The norm of fp16, fp32 and fp64 gradients is that of one process, and they are clipped by it."""
+    run_ranks(inside, 2, clipped, stage)
