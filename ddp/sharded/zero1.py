@@ -87,10 +87,9 @@ class ZeRO1(nn.Module):
             layers = {part for owners in unit.owners.values() for part, _ in owners if self.stage < 3}
             for part in {unit.module, *layers}:
                 part.register_forward_pre_hook(functools.partial(self._before_forward, unit, part is module))
-        self._trained = [flat for flat in self.flats if flat.trained]
-        for rank in range(group.size()):
-            if all(begin == end for flat in self._trained for begin, end in flat.bounds(rank)):
-                raise ValueError(f"{type(module).__name__} has too few parameters to train for {group.size()} ranks")
+        self._trained: list[FlatParameters] = []
+        if not any(flat.trained and flat.shard_numel for flat in self.flats):
+            raise ValueError(f"{type(module).__name__} has no parameters to train")
         self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         replicated = self._frozen.values() if self.stage < 3 else ()  # at stage 3 they are sharded, too
         broadcast([*replicated, *module.buffers()], 0, group)
@@ -287,7 +286,9 @@ class ZeRO1(nn.Module):
         :raises RuntimeError: on every rank, if they have not
         """
         # A sum is not finite if one of its terms is not. (A norm would overflow: it squares, and 1e20 squared is inf.)
-        total = torch.stack([flat.grad_shard.sum(dtype=torch.float32) for flat in self._trained]).sum()
+        shards = [flat.grad_shard for flat in self._trained]
+        real = [torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards]
+        total = torch.stack([shard.sum(dtype=torch.float32) for shard in real]).sum()
         not_finite = torch.where(total.isfinite(), 0.0, 1.0).view(1)
         used = torch.cat([flat.used() for flat in self._trained]).float()
         digits = self._digits_of_gathers()
@@ -297,6 +298,8 @@ class ZeRO1(nn.Module):
         not_finite, used, sums = message.split([1, len(used), 2 * len(digits)])
         for flat, users in zip(self._trained, used.split([len(flat.sharded) for flat in self._trained]), strict=True):
             flat.finalize(not_finite, users)
+        if not any(one.numel() for flat in self._trained for one in flat.sharded) and not_finite[0] > 0:
+            raise RuntimeError("gradients are not finite, and this rank has no shard to see it in: use fewer ranks")
         # The mean of squares is the square of the mean only if all are the same.
         size = self.process_group.size()
         if sums.tolist() != [size * value for value in (*digits, *squares)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from common.distributed.process_group import process_group
 from ddp.sharded import Precision, clip_grad_norm_, shard
@@ -263,6 +265,42 @@ def test_conversions_freezing_and_copies(function: Callable[[int], None], stage:
     process, or are refused by name.
     """
     run_ranks(inside, 2, function, stage)
+
+
+# Small and wrapped models
+
+
+def small(stage: int) -> None:
+    for size, bias in ((3, False), (3, True), (1, False)):  # 9 elements, 12, 1
+        torch.manual_seed(0)
+        plain = nn.Linear(size, size, bias=bias)
+        model: Model = shard(copy.deepcopy(plain), stage)
+        for one, ranks in ((model, None), (plain, range(4))):
+            optimizer = torch.optim.Adam(one.parameters(), lr=0.1)
+            for number in range(3):
+                one(inputs(number, ranks)[:, :size]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with model.gathered() as module:
+            torch.testing.assert_close(module.state_dict(), plain.state_dict())
+        empty = not any(shard.numel() for shard in model.parameters())
+        with pytest.raises(RuntimeError, match="this rank has no shard") if empty else contextlib.nullcontext():
+            (model(torch.ones(2, size)) * torch.inf).sum().backward()
+
+
+def checkpointed(stage: int) -> None:
+    pair = Pair(stage, lambda: checkpoint_wrapper(network()))
+    for number in range(3):
+        pair.step(number)
+    assert len(dict(pair.model.named_parameters())) == 6
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_small_and_wrapped_models(stage: int) -> None:
+    """Models with fewer elements than fill all shards, and checkpointed ones, train as in one process."""
+    run_ranks(inside, 4, small, stage)
+    run_ranks(inside, 2, checkpointed, stage)
 
 
 class Kinds(nn.Module):
