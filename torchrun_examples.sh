@@ -129,7 +129,6 @@ run() {
         [ "${*:number-1:1}" != --run-dir ] || run_dir=${*:number:1}
     done
     [ $# = 0 ] || printf -v options '%q ' "$@"
-    [ "$(gpus)" != 1 ] || set -- --device cpu "$@" # one GPU cannot serve two ranks
     printf -v flags '%q ' --run-dir "runs/examples/$name" "$@"
     command=${commands[$name]//FLAGS/"--overwrite ${flags% }"}
     command=${command//AGAIN/"${flags% }"}

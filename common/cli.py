@@ -22,6 +22,7 @@ import functools
 import math
 import operator
 import os
+import re
 import signal
 import sys
 import types
@@ -97,6 +98,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
+        if message.startswith("unrecognized"):
+            import difflib
+
+            unknown = re.findall(r"(?<= )--?[\w-]+", message)
+            near = [
+                flag for name in unknown for flag in difflib.get_close_matches(name, self._option_string_actions, 1)
+            ]
+            message += f": did you mean {', '.join(near)}?" if near else ""
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 
@@ -202,6 +211,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
                 main()
             early_signals.leave_with(0)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one comes too late to say anything else
             finalize_silently()
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print("stopped by SIGINT", file=sys.stderr)

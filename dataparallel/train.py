@@ -100,7 +100,7 @@ def train(config: DataParallelConfig, devices: tuple[torch.device, ...]) -> None
     if config.download:
         fashion_mnist.download(Path(config.data_dir))
     data = load_dataset(config)
-    require_a_batch(config, data)
+    require_a_batch(config, data, len(devices))
     with prepare(config.run_dir, overwrite=config.overwrite, resumable=False):
         named = ", ".join(map(str, devices))
         run = {"config": config.as_json(), "devices": named, "dataset_fingerprint": data.fingerprint}

@@ -129,7 +129,9 @@ class TrainConfig(LearningConfig):
         choices=COMPILE_MODES,
         implied="default",
     )
-    device: str = option("auto", "auto takes CUDA where there is any, unless --backend is gloo", choices=DEVICES)
+    device: str = option(
+        "auto", "auto takes CUDA where each rank of a host gets a GPU, unless --backend is gloo", choices=DEVICES
+    )
     backend: str = option("auto", "auto takes nccl on CUDA and gloo on the CPU", choices=BACKENDS)
     interface: str | None = option(
         None,

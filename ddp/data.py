@@ -48,7 +48,7 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
             data: ImageData = sums.load(config.train_samples, config.test_samples)
         else:
             data = load_files(config) if config.dataset in FROM_FILES else load_dataset(config)
-        require_a_batch(config, data)
+        require_a_batch(config, data, env.world_size * config.grad_accumulation_steps)
     env.require_same(training_samples=len(data.train), digest_of_the_data=data.fingerprint)
     return data
 

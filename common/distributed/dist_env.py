@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ import torch.distributed as dist
 from common.errors import UsageError
 from common.launchers import TORCHRUN_VARIABLES
 from common.machine import usable_cores
+
+logger = logging.getLogger(__name__)
 
 NO_GROUP = "none"
 
@@ -143,7 +147,8 @@ def require_alone(program: str) -> None:
 def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapping[str, str] = os.environ) -> DistEnv:
     """This process's rank, from torchrun's environment variables; without any of them, the only rank of a job of one.
 
-    :param device: one of :data:`common.distributed.DEVICES`
+    :param device: one of :data:`common.distributed.DEVICES`; ``auto`` takes CUDA, and the CPU where it would give two ranks of one
+        host the same GPU
     :param backend: one of :data:`common.distributed.BACKENDS`
     :raises UsageError: when only some of torchrun's variables are set, or CUDA is asked for where there is none
     """
@@ -173,7 +178,7 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
             f"WORLD_SIZE={numbers['WORLD_SIZE']}: let torchrun set both"
         )
 
-    chosen = _choose_device(device, backend, numbers["LOCAL_RANK"])
+    chosen = _choose_device(device, backend, numbers, environment)
     return DistEnv(
         rank=numbers["RANK"],
         local_rank=numbers["LOCAL_RANK"],
@@ -185,7 +190,9 @@ def find_dist_env(device: str = "auto", backend: str = "auto", environment: Mapp
     )
 
 
-def _choose_device(device: str, backend: str, local_rank: int) -> torch.device:
+def _choose_device(
+    device: str, backend: str, numbers: Mapping[str, int], environment: Mapping[str, str]
+) -> torch.device:
     if device == "cpu" and backend == "nccl":
         raise UsageError("--backend nccl needs CUDA, but --device cpu was asked for: use --backend gloo")
     if device == "cpu" or (device == "auto" and backend == "gloo"):
@@ -193,12 +200,31 @@ def _choose_device(device: str, backend: str, local_rank: int) -> torch.device:
     from common.gpu.devices import count_gpus, gpu_of, why_no_gpu
 
     if gpus := count_gpus():
-        return gpu_of(local_rank, gpus)
+        ranks, on_one_host = numbers["LOCAL_WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"] == numbers["WORLD_SIZE"]
+        if device == backend == "auto" and gpus < ranks and on_one_host and _all_ranks_see_these_gpus(environment):
+            if numbers["RANK"] == 0:
+                logger.warning(
+                    f"{ranks} ranks, but {gpus} GPU{'s' * (gpus > 1)} here: all take the CPU and gloo; for NCCL, start with "
+                    f"--nproc_per_node={gpus}; to let ranks share a GPU, add --device cuda --backend gloo"
+                )
+            return torch.device("cpu")
+        return gpu_of(numbers["LOCAL_RANK"], gpus)
     if backend == "nccl":
         raise UsageError(f"--backend nccl needs CUDA, but {why_no_gpu()}, or use --backend gloo")
     if device == "cuda":
         raise UsageError(f"--device cuda, but {why_no_gpu()}, or use --device cpu")
     return torch.device("cpu")
+
+
+def _all_ranks_see_these_gpus(environment: Mapping[str, str]) -> bool:
+    """Whether all ranks of this host see the same GPUs. A launcher may show each rank its own by CUDA_VISIBLE_DEVICES: then it is
+    not what the process that started this one has, which may also be another user's and not tell."""
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return True
+    shown = f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']}"
+    with contextlib.suppress(OSError):
+        return os.fsencode(shown) in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    return False
 
 
 def implementation(device: torch.device) -> str:

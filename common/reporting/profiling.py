@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,6 +41,9 @@ def profile_steps(env: DistEnv, folder: Path | None) -> Iterator[Callable[[], No
         profiler.export_chrome_trace(str(path))
         logger.info("profile: open %s in https://ui.perfetto.dev", path)
 
+    if env.device.type == "cpu":
+        # Kineto calls it an error that there is no GPU, on stderr. It reads this once; 6 is above all its levels.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (env.device.type == "cuda")
     steps = schedule(wait=WAIT, warmup=WARMUP, active=ACTIVE, repeat=1)
     with profile(activities=activities, schedule=steps, on_trace_ready=export) as profiler:

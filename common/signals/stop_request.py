@@ -94,6 +94,7 @@ class StopRequest:
         if self.number is None:
             self.number, self._asked_at = number, now
         elif now - self._asked_at > SAME_REQUEST_S:
+            os.write(2, f"stopped at once by a second {signal_name(number)}\n".encode())
             end_at_once(exit_status([number]))
 
 

@@ -15,7 +15,7 @@ from common.cli import is_function_name, option
 from common.data import datasets
 from common.data.datasets import IN_MEMORY, Augmentation, ImageData
 from common.errors import UsageError
-from common.training.models import MODELS
+from common.training.models import LEAST_SAMPLES, MODELS
 from common.training.optimization import learning_rate
 from common.training.precision import PRECISIONS
 
@@ -223,7 +223,13 @@ def load_dataset(config: LearningConfig) -> ImageData:
     return load_own(config.dataset, **settings)
 
 
-def require_a_batch(config: LearningConfig, data: ImageData) -> None:
-    """:raises UsageError: when the training samples do not fill a single batch"""
-    if len(data.train) < config.batch_size:
-        raise UsageError(f"--batch-size {config.batch_size} is more than the {len(data.train)} training samples")
+def require_a_batch(config: LearningConfig, data: ImageData, parts: int) -> None:
+    """:param parts: into which a batch is cut, equally: ranks times micro-steps, or devices
+    :raises UsageError: when the training samples do not fill a single batch, with the largest that they fill
+    """
+    samples = len(data.train)
+    if samples >= config.batch_size:
+        return
+    largest, least = samples // parts * parts, LEAST_SAMPLES.get(config.model, 1) * parts
+    remedy = f"use --batch-size {largest}" if largest >= least else f"{parts} parts of a batch need {least}"
+    raise UsageError(f"--batch-size {config.batch_size} is more than the {samples} training samples: {remedy}")

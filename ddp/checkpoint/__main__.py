@@ -6,7 +6,7 @@
     python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --format dcp --output for-dcp
     python -m ddp.checkpoint import --input from-dcp --run-dir runs/glyphs-fashion-cnn --output runs/imported
 
-``inspect`` lists them, with all facts of the newest that is whole. ``verify`` reads every byte and ends with status 1 if any
+``inspect`` lists them, with the data, versions and settings of the newest that is whole. ``verify`` reads every byte and ends with status 1 if any
 is damaged; ``sha256sum -c SHA256SUMS`` in a checkpoint's folder does the same. ``export`` writes a state dict for the plain
 module of common/training/models.py, which ``torch.load(weights_only=True)`` reads, or in DCP's format a folder with the weights
 and the optimizer's state. ``import`` writes a new run whose only checkpoint has the tensors of a folder of DCP, and all else of
@@ -17,17 +17,17 @@ that one is reported as damaged.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from common.cli import command, option, parse
+from common.cli import command, flag_of, option, parse
 from common.distributed.process_group import DistEnv, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def inspect(argv: Sequence[str]) -> None:
-    """Print a table of all checkpoints, and all facts of the newest that is whole."""
+    """Print a table of all checkpoints, and the data, versions and settings of the newest that is whole."""
     config = parse(InspectConfig, "ddp.checkpoint inspect", __doc__, argv)
     paths = existing(config.run_dir)
     checked = [_verified(path) for path in paths]
@@ -108,8 +108,14 @@ def inspect(argv: Sequence[str]) -> None:
             f"{', best' if path.name == whole[-1].best else ''}"
         )
     if whole:
-        print(f"\n{whole[-1].name}, the newest that is whole:")
-        print(json.dumps(vars(whole[-1]), indent=2))
+        one = whole[-1]
+        versions = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+        settings = " ".join(
+            f"{flag_of(name)}={value}" for name, value in one.config.items() if value not in (None, False)
+        )
+        print(f"\n{one.name}, the newest that is whole (all of its facts are in its manifest.json):")
+        print(f"{one.dataset_length:,} training samples with digest {one.dataset_fingerprint}; {versions}")
+        print(textwrap.fill(settings, 100, break_on_hyphens=False))
 
 
 def verify(argv: Sequence[str]) -> None:

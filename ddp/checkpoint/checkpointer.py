@@ -9,6 +9,8 @@ writes the copy while training continues, and the next checkpoint begins only af
 
 from __future__ import annotations
 
+import logging
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
+from common.errors import UsageError
 from common.files.run_directory import writing
 from common.training.metrics import MetricsWriter
+from common.training.optimization import STATE_OF, local
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.state import manifest_of, saved_buffers, state_of_job, state_of_rank
 from ddp.checkpoint.storage import Manifest
@@ -27,6 +31,28 @@ from ddp.job import Job
 
 if TYPE_CHECKING:
     from ddp.checkpoint.state_copy import StateCopy
+
+logger = logging.getLogger(__name__)
+
+
+def require_room(job: Job) -> None:
+    """Look whether the disk has room for the checkpoints, before the first step. On rank 0, which writes into the directory.
+
+    :raises UsageError: when there is too little for one; too little for all that are there at a time is a warning
+    """
+    config, folder = job.config, job.config.run_dir / storage.FOLDER
+    entries = STATE_OF[type(job.optimizer)].values() if config.momentum or config.optimizer != "sgd" else ()
+    own = sum(local(parameter).nbytes for parameter in job.network.parameters())
+    size = own * (1 + sum(entry.like_parameter for entry in entries)) * (job.env.world_size if config.is_sharded else 1)
+    free = shutil.disk_usage(config.run_dir).free
+    lack = f"{config.run_dir} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f}"
+    if free < size:
+        raise UsageError(f"{lack}: make room, or give another --run-dir")
+    kept = config.keep_last + 2  # with the best, and the one that is being written
+    if free < size * (kept - len(directory.list_checkpoints(folder))):
+        logger.warning(
+            f"{lack}, of which there may be {kept} at a time: make room, or lower --keep-last {config.keep_last}"
+        )
 
 
 class Checkpointer:

@@ -176,14 +176,28 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
             f"--epochs {config.epochs} is less than the {manifest.epoch} epochs and {manifest.step_in_epoch} steps that the run "
             "has behind it"
         )
-    for line in differences(before, now):
+    for line in differences(before, config):
         logger.info("resuming with other settings: %s", line)
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """A line for each setting that differs, but for those that say where the run lies and how it is begun."""
+def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
+    """A line for each setting that differs, but for those that say where the run lies and how it is begun, and those that follow
+    from other settings, as the warm-up does from the epochs: nobody has given them."""
+    now = config.as_json()
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
-    return [f"{flag_of(name)} was {before[name]} and is now {now[name]}" for name in names if before[name] != now[name]]
+    earlier = dataclasses.replace(config, **{name: before[name] for name in names})
+    return [
+        f"{flag_of(name)} was {before[name]} and is now {now[name]}"
+        for name in names
+        if before[name] != now[name] and not (_follows(earlier, name) and _follows(config, name))
+    ]
+
+
+def _follows(config: TrainConfig, name: str) -> bool:
+    """Whether a setting has the value that it gets from the others when its flag is not given."""
+    not_given: dict[str, Any] = {name: None}
+    follows = TrainConfig.__dataclass_fields__[name].default is None
+    return follows and getattr(dataclasses.replace(config, **not_given), name) == getattr(config, name)
 
 
 def agents_of(env: DistEnv) -> list[str]:

@@ -27,7 +27,7 @@ from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.precision import describe_arithmetic
 from common.training.window import WindowTotals, epoch_line, epoch_record
-from ddp.checkpoint.checkpointer import Checkpointer
+from ddp.checkpoint.checkpointer import Checkpointer, require_room
 from ddp.checkpoint.storage import name_of
 from ddp.data import faster_loading
 from ddp.job import Job
@@ -69,6 +69,8 @@ def supervise(job: Job, resumed: bool) -> Iterator[Supervisor]:
         log_gpu(env.device, implementation(env.device))
     job.measure_mfu()
     with env.fail_together():
+        if env.is_main and job.epoch < config.epochs:
+            require_room(job)
         after = (job.step, job.epoch) if resumed else None
         job.metrics = MetricsWriter(config.run_dir, after=after, tensorboard=config.tensorboard, silent=not env.is_main)
     with contextlib.ExitStack() as entered:

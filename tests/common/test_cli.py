@@ -89,8 +89,9 @@ def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: st
     "arguments, fragments",
     [
         (["--epochs", "3"], ["unrecognized arguments: --epochs 3"]),
-        (["--batch", "3"], ["unrecognized arguments: --batch 3"]),  # an abbreviation
-        (["stray"], ["unrecognized arguments: stray"]),
+        (["--batch", "3"], ["unrecognized arguments: --batch 3: did you mean --batch-size? ("]),  # an abbreviation
+        (["--rundir=x", "-1", "--lrr", "2"], ["--rundir=x -1 --lrr 2: did you mean --run-dir, --lr? ("]),
+        (["stray"], ["unrecognized arguments: stray ("]),
         (["--seed"], ["--seed: expected one argument"]),
         (["--seed", "many"], ["--seed: invalid int value: 'many'"]),
         (["--lr", "fast"], ["--lr: invalid float value: 'fast'"]),

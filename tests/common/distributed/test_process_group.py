@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -98,6 +100,55 @@ def test_device_and_backend(
     else:
         env = find_dist_env(device, backend, TORCHRUN)
         assert (str(env.device), env.backend) == outcome
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "change", "expected"),
+    [
+        (1, (), {}, ["cpu gloo", "cpu gloo"]),
+        (1, (), {"CUDA_VISIBLE_DEVICES": "5"}, ["cpu gloo", "cpu gloo"]),  # of both, as the parent's
+        (1, (), {"CUDA_VISIBLE_DEVICES": "6"}, ["cuda:0 nccl", "cuda:0 nccl"]),  # perhaps each its own
+        (1, (), {"WORLD_SIZE": "4"}, ["cuda:0 nccl", "cuda:0 nccl"]),  # several hosts: refused when they meet
+        (1, ("cuda", "auto"), {}, ["cuda:0 nccl", "cuda:0 nccl"]),  # asked for: refused too
+        (1, ("cuda", "gloo"), {}, ["cuda:0 gloo", "cuda:0 gloo"]),
+        (2, (), {}, ["cuda:0 nccl", "cuda:1 nccl"]),
+    ],
+)
+def test_ranks_of_one_host_with_too_few_gpus_all_take_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    gpus: int,
+    flags: tuple[str, str],
+    change: dict[str, str],
+    expected: list[str],
+) -> None:
+    """Two ranks of one host with one GPU take the CPU; only where they may each have a GPU of their own, or ask for one, they do not.
+
+    Claim (ddp/README.md, 1): on one host with fewer GPUs than ranks, all ranks take the CPU and gloo, and rank 0 says so.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    (tmp_path / "environ").write_bytes(b"PATH=/bin\0CUDA_VISIBLE_DEVICES=5\0")
+    monkeypatch.setattr(dist_env, "Path", lambda path: tmp_path / path.rpartition("/")[2])
+    envs = [
+        find_dist_env(*flags, environment=TORCHRUN | {"WORLD_SIZE": "2", "RANK": r, "LOCAL_RANK": r} | change)
+        for r in "01"
+    ]
+    assert [f"{env.device} {env.backend}" for env in envs] == expected
+    on_cpu = "2 ranks, but 1 GPU here: all take the CPU and gloo; for NCCL, start with --nproc_per_node=1; to let ranks share a GPU, "
+    assert caplog.messages == [on_cpu + "add --device cuda --backend gloo"] * (expected[0] == "cpu gloo")
+
+
+def test_the_parents_environment_is_another_ranks_too() -> None:
+    """A child that was shown what this process was shown, and one that was shown something else."""
+    code = "import os; from common.distributed import dist_env as d; print(d._all_ranks_see_these_gpus(os.environ))"
+    for inner, outer, answer in (("3", "3", "True"), ("3", "4", "False"), (None, "3", "True")):
+        change = "env -u CUDA_VISIBLE_DEVICES" if inner is None else f"env CUDA_VISIBLE_DEVICES={inner}"
+        # The parent of Python is a shell that was started with the outer value.
+        command = ["sh", "-c", f"{change} {sys.executable} -c '{code}'; true"]
+        done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": outer}, capture_output=True, text=True)
+        assert done.stdout.strip() == answer, done.stderr
 
 
 def no_driver() -> None:

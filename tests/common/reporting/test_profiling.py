@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from torch.profiler import record_function
 
 from common.distributed.process_group import process_group
 from common.reporting.profiling import ACTIVE, WAIT, WARMUP, profile_steps
+from tests.support.launch import REPOSITORY, clean_environment
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.profiler's own
@@ -37,3 +40,25 @@ def test_nothing_is_recorded_without_a_folder(tmp_path: Path) -> None:
     with process_group() as env, profile_steps(env, None) as step_done:
         step_done()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_on_a_cpu_prints_no_error(tmp_path: Path) -> None:
+    """In a process of its own: Kineto reads its level once."""
+    program = """
+import pathlib, sys, warnings
+warnings.simplefilter("ignore")  # torch.profiler's own
+from common.distributed.process_group import process_group
+from common.reporting.profiling import ACTIVE, WAIT, WARMUP, profile_steps
+with process_group("cpu") as env, profile_steps(env, pathlib.Path(sys.argv[1])) as step_done:
+    for _ in range(WAIT + WARMUP + ACTIVE + 1):
+        step_done()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=clean_environment(),
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "rank0.json.gz").exists()

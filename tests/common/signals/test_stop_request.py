@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from common.signals.stop_request import (
     to_be_requeued,
     unwrapped_stops,
 )
-from tests.support.launch import FORK_SERVER, kill
+from tests.support.launch import FORK_SERVER, REPOSITORY, kill
 
 PATIENCE_S = 60.0
 
@@ -247,3 +248,35 @@ def test_a_process_that_waits_inside_cpp_ends_all_the_same(number: int, requeued
         os.kill(process.pid or 0, number)
         process.join(PATIENCE_S)
         assert process.exitcode == status
+
+
+@pytest.mark.parametrize(
+    ("block", "wait_s", "line"),
+    [
+        ("with StopRequest().listening():", 1.2, "stopped at once by a second SIGINT"),
+        ("while True:", 0.0, "stopped by SIGINT"),
+    ],
+)
+def test_a_second_ctrl_c_ends_in_a_line(block: str, wait_s: float, line: str) -> None:
+    """The second is sent later, or while the first is told."""
+    program = f"""
+import common.cli, os, signal, time
+from common.signals.stop_request import StopRequest
+common.cli.finalize_silently = lambda: os.kill(os.getpid(), signal.SIGINT)
+@common.cli.command
+def main():
+    {block}
+        print("ready", flush=True)
+        time.sleep(60)
+main()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(wait_s)
+        if wait_s:
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (INTERRUPTED, f"{line}\n")

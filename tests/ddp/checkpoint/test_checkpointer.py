@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,3 +278,36 @@ def test_a_background_save_on_a_gpu_holds_the_state_at_the_time_of_the_call() ->
         assert copy.read()["model"]["w"].is_pinned()
         assert (copy.read()["model"]["w"] == step).all()
         weights.mul_(-1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.0}, {"optimizer": "adamw"}, {"strategy": "zero3", "optimizer": "adam"}]
+)
+def test_the_disk_is_looked_at_before_the_first_step(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The size that a run expects is that of its checkpoint, to 30 KB; a disk with less is refused before the first step.
+
+    Claim (ddp/README.md, 9): when a run starts, it looks whether the disk has room for its checkpoints.
+    """
+    with process_group(threads=1) as env:
+        config = small(**SETTINGS, **settings, run_dir=tmp_path)
+        job = build_job(config, env, load_data(config, env))
+        job.sampler.set_epoch(0)
+        train_step(job, iter(job.loader))
+
+        def refused_with(free: int) -> bool:
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+            with contextlib.suppress(UsageError):
+                saving.require_room(job)
+                return False
+            return True
+
+        Checkpointer(config, env, MetricsWriter(tmp_path, silent=True)).save(job)
+        (path,) = list_checkpoints(tmp_path / FOLDER)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        assert [refused_with(size - 30_000), refused_with(size)] == [True, False]
+        assert re.search(r"MB free, and a checkpoint takes [\d.]+, of which there may be 4 at a time", caplog.text)
+        caplog.clear()
+        assert not refused_with(3 * size)  # one is there
+        assert caplog.text == ""

@@ -80,9 +80,12 @@ def test_inspect_lists_all_and_describes_the_newest_whole_one(
     assert rows[0].split()[1:5] == ["10", "1", "0", "90.00"] and rows[0].endswith("  2  whole")
     assert rows[1].endswith("  2  whole, best")
     assert rows[2].split(maxsplit=1)[1].startswith("damaged: ranks.pt has 0 bytes instead of ")
-    assert facts.startswith(f"{NAMES[1]}, the newest that is whole:")
-    for fact in ('"world_size": 2', '"dataset_length": 432', '"lr": 0.1', f'"torch": "{torch.__version__}"'):
+    assert facts.startswith(
+        f"{NAMES[1]}, the newest that is whole (all of its facts are in its manifest.json):\n432 training "
+    )
+    for fact in (f"; torch {torch.__version__}, ", " --lr=0.1 ", "--model=fashion-cnn "):
         assert fact in facts
+    assert len(facts.splitlines()) < 16 and max(map(len, facts.splitlines())) <= 100
     assert state_of(run) == before
 
 

@@ -181,8 +181,18 @@ def config_with(**settings: Any) -> TrainConfig:
 
 
 def test_differences_are_a_line_each_but_for_what_cannot_change_the_result() -> None:
-    before = config_with(run_dir=Path("a"), lr=0.1).as_json()
-    now = config_with(run_dir=Path("b"), lr=0.2, resume=True, grad_accumulation_steps=2).as_json()
-    assert differences(before, before) == []
+    config = config_with(run_dir=Path("a"), lr=0.1)
+    before, now = config.as_json(), config_with(run_dir=Path("b"), lr=0.2, resume=True, grad_accumulation_steps=2)
+    assert differences(before, config) == []
     assert differences(before, now) == ["--lr was 0.1 and is now 0.2", "--grad-accumulation-steps was 1 and is now 2"]
-    assert differences(before, config_with(seed=7).as_json() | {"lr": 0.1, "run_dir": "a"}) == []  # refused elsewhere
+    assert differences(before, dataclasses.replace(config, seed=7)) == []  # refused elsewhere
+
+
+def test_a_difference_is_not_told_of_a_flag_that_nobody_gave() -> None:
+    longer = config_with(
+        epochs=9, strategy="handwritten", grad_accumulation_steps=1
+    )  # the warm-up and the all-reduce follow
+    given = config_with(epochs=4, warmup_epochs=0.5)
+    told = ["--epochs was 4 and is now 9", "--strategy was torch and is now handwritten"]
+    assert differences(config_with(epochs=4).as_json(), longer) == told
+    assert differences(given.as_json(), longer) == [told[0], "--warmup-epochs was 0.5 and is now 1.0", told[1]]
