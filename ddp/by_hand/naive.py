@@ -42,7 +42,7 @@ class NaiveDistributedDataParallel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._synchronize = True  # no_sync turns this off
+        self.require_backward_grad_sync = True  # no_sync turns this off
         # Whether the latest forward pass was under no_sync; None if the gradients were averaged since, or there was none.
         self._local: bool | None = None
         self._scheduled = False  # whether the running backward pass has already asked for the averages
@@ -51,31 +51,32 @@ class NaiveDistributedDataParallel(nn.Module):
         broadcast([*module.parameters(), *module.buffers()], 0, dist.distributed_c10d._get_default_group())
         for parameter in module.parameters():
             if parameter.requires_grad:
-                hook = functools.partial(NaiveDistributedDataParallel._ready, weakref.proxy(self))
+                hook = functools.partial(type(self)._ready, weakref.proxy(self))  # type: ignore[arg-type]
                 weakref.finalize(self, parameter.register_post_accumulate_grad_hook(hook).remove)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward; a backward pass from what it returns ends with the average over the ranks."""
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
-            self._prepare_for_backward(output)
+            self._local = not self.require_backward_grad_sync
+            if self.require_backward_grad_sync:
+                self._prepare_for_backward(output)
         return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within this block, forward passes lead to backward passes that add to ``.grad`` on this rank alone."""
-        before, self._synchronize = self._synchronize, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._synchronize = before
+            self.require_backward_grad_sync = before
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare_for_backward(self, output: Any) -> None:
-        self._local = not self._synchronize
         if torch._C._current_graph_task_id() == -1:  # activation checkpointing runs forward within backward
             self._scheduled = False
-        for tensor in tensors_in(output) if self._synchronize else ():
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._schedule)
 

@@ -51,9 +51,8 @@ class Reducer:
         # Gradients are divided by this before they are summed: in the next backward pass, and in the running one.
         self.div_factor = self._div_factor_now = float(group.size())
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
-        self.module = weakref.proxy(
-            module
-        )  # autograd holds the hooks, they hold this, and the module may hold its wrapper
+        # A proxy: autograd holds the hooks, they hold this, and the module may hold its wrapper.
+        self.module: nn.Module = weakref.proxy(module)  # type: ignore[assignment]
         self.names, self.parameters = list(parameters), list(parameters.values())
         self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self.as_view, self._find_unused = as_view, find_unused and not static_graph

@@ -64,7 +64,7 @@ class OfEveryLayout(nn.Module):
             self.register_buffer("inferred", draw(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = (x @ self.strided.t()[:, :3]).cfloat() @ self.conjugated
+        hidden: Tensor = (x @ self.strided.t()[:, :3]).to(torch.complex64) @ self.conjugated
         return hidden.abs() * self.negated + self.empty.sum()
 
 
@@ -187,7 +187,8 @@ def hidden_outputs_are_averaged() -> None:
 
 
 def gradients_set_by_hand_stay_where_no_rank_uses_the_parameter() -> None:
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+    choices: list[dict[str, Any]] = [{"find_unused_parameters": True}, {"static_graph": True}]
+    for options in choices:
         for as_view in (True, False):
             network = Branches(2)
             model = DistributedDataParallel(network, gradient_as_bucket_view=as_view, **options)
