@@ -6,11 +6,12 @@
     python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --format dcp --output for-dcp
     python -m ddp.checkpoint import --input from-dcp --run-dir runs/glyphs-fashion-cnn --output runs/imported
 
-``inspect`` lists them, and describes the newest that is whole. ``verify`` reads every byte and ends with status 1 if any
-is damaged; ``sha256sum -c SHA256SUMS`` in a checkpoint's folder does the same. ``export`` writes a state dict for the plain
-module of common/training/models.py, which ``torch.load(weights_only=True)`` reads, or in DCP's format a folder with the weights
-and the optimizer's state. ``import`` writes a new run whose only checkpoint has the tensors of a folder of DCP, and all else of
-the run's: ``ddp.train --run-dir runs/imported --resume`` continues it. DCP's index is a pickle: import only what you trust.
+``inspect`` lists them, with the data, versions and settings of the newest that is whole. ``verify`` reads every byte and
+ends with status 1 if any is damaged; ``sha256sum -c SHA256SUMS`` in a checkpoint's folder does the same. ``export`` writes a
+state dict for the plain module of common/training/models.py, which ``torch.load(weights_only=True)`` reads, or in DCP's
+format a folder with the weights and the optimizer's state. ``import`` writes a new run whose only checkpoint has the tensors
+of a folder of DCP, and all else of the run's: ``ddp.train --run-dir runs/imported --resume`` continues it. DCP's index is a
+pickle: import only what you trust.
 None of them changes anything in the run's directory. If the run is still going on and removes a checkpoint while it is read,
 that one is reported as damaged.
 """

@@ -77,6 +77,9 @@ class AverageEach(_Steps, NaiveDistributedDataParallel):
             if not receives:
                 parameter.grad = None
 
+    def _ready(self, _: Tensor) -> None:
+        """The output alone says that backward has begun."""
+
     def _prepare_for_backward(self, output: Any) -> None:
         super()._prepare_for_backward(self.outputs(output))
 

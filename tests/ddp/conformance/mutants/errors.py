@@ -82,8 +82,8 @@ class StaysInForward(AverageEach):
 class StaysInBackward(AverageEach):
     """Takes the pass after one that failed in backward for a part of that one."""
 
-    def _schedule(self, gradient: Any) -> None:
-        super()._schedule(gradient)
+    def _schedule(self, *gradients: Any) -> None:
+        super()._schedule(*gradients)
 
     def _prepare_for_backward(self, output: Any) -> None:
         scheduled = self._scheduled
