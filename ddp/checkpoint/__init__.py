@@ -20,8 +20,8 @@ For a training loop of one's own, with any state::
 the random number generators are entries like any other. ``facts`` is JSON for people. :func:`clean`, once before the loop,
 removes what a killed process left; :func:`verify` checks one checkpoint. Only one process may write: rank 0.
 
-A model in shards (ddp/sharded) is saved by all ranks together: :func:`save_sharded`, :func:`load_sharded`; the whole loop stands in
-examples/own_loop_sharded.py.
+A model in shards (ddp/sharded) is saved by all ranks together: ``save_sharded`` and ``load_sharded`` in
+``ddp.checkpoint.sharded_state``; examples/own_loop_sharded.py has a whole loop.
 
 To copy it, take ddp/checkpoint/folder.py and directory.py, common/files/atomic_files.py and common/errors.py: they
 import nothing else of this project. Tensors of sharded models are cut in shards.py. The other modules here are the trainer's: its
@@ -29,24 +29,7 @@ manifest and names (storage.py), its state (state.py, sharded_state.py), when it
 ``python -m ddp.checkpoint``.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from ddp.checkpoint.directory import clean, list_checkpoints, newest, prune, save
 from ddp.checkpoint.folder import Checkpoint, Damaged, load, verify
 
-if TYPE_CHECKING:
-    from ddp.checkpoint.sharded_state import load_sharded, save_sharded
-
-__all__ = [
-    "Checkpoint", "Damaged", "clean", "list_checkpoints", "load", "load_sharded", "newest", "prune", "save", "save_sharded",
-    "verify",
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """Import what is for sharded models when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    from ddp.checkpoint import sharded_state
-
-    return getattr(sharded_state, name)
+__all__ = ["Checkpoint", "Damaged", "clean", "list_checkpoints", "load", "newest", "prune", "save", "verify"]

@@ -67,6 +67,7 @@ class ZeRO1(nn.Module):
         self._names = [name for name, parameter in module.named_parameters()]
         self._running = False  # a backward pass
         self.flats: list[FlatParameters] = []
+        self._hooks: list[Any] = []
         self._flats_of: dict[str, list[FlatParameters]] = {}
         self.units = divide(module, units)
         for unit in self.units:
@@ -82,7 +83,7 @@ class ZeRO1(nn.Module):
             for flat in flats:
                 for index, parameter in enumerate(flat.whole if flat.trained else ()):
                     ready = functools.partial(self._ready, unit, flat, index)
-                    parameter.register_post_accumulate_grad_hook(ready)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
             # Any layer may be called by itself. At stage 3, only units gather.
             layers = {part for owners in unit.owners.values() for part, _ in owners if self.stage < 3}
             for part in {unit.module, *layers}:
@@ -133,6 +134,8 @@ class ZeRO1(nn.Module):
         """Free the threads and connections of the collectives; the model cannot be trained further."""
         for collectives in self._collectives:
             collectives.close()
+        for hook in self._hooks:  # autograd holds them, which hold this model: a cycle that Python cannot see
+            hook.remove()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
