@@ -30,7 +30,7 @@ def save_sharded(
 ) -> Path:
     """Write a checkpoint of a model that :func:`ddp.sharded.shard` returned, of which each rank writes its part. A collective.
 
-    Any number of ranks continues from it, at any stage. ``prune`` and ``clean`` are for rank 0, as with ``save``.
+    Any number of ranks continues from it, at any stage, with rank 0's buffers. ``prune`` and ``clean`` are for rank 0, as with ``save``.
 
     :param optimizer: SGD, Adam or AdamW of the model's ``parameters()``
     :param state: further entries, as the state dict of a scheduler, the same on all ranks; rank 0 writes them

@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from ddp.checkpoint import folder, storage
+from common.distributed.process_group import process_group
+from ddp.checkpoint import folder, load, storage
 from ddp.checkpoint.folder import Damaged
+from ddp.checkpoint.sharded_state import load_sharded, save_sharded
 from ddp.checkpoint.shards import (
     Region,
     Shard,
@@ -25,6 +28,7 @@ from ddp.checkpoint.shards import (
     read,
     shard_content,
 )
+from ddp.sharded import shard
 from ddp.strategies import SHARDED
 from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, newest, resume_each, save_each
 from tests.support.launch import run_ranks
@@ -281,3 +285,44 @@ def test_modules_that_are_used_twice_or_never(tmp_path: Path) -> None:
     assert [resumed.differences for resumed in found.values()] == [[], []]
     weights = storage.read(newest(tmp_path / "zero1-2").path, "model")
     Twice(10).load_state_dict(weights)
+
+
+def continued_by_every_stage(place: Path) -> list[bool]:
+    """Whether a model of each stage continues from one of each stage with the same weights, momentum and rate."""
+    answers = []
+    with process_group("cpu", threads=1):
+        for written, read in ((1, 3), (2, 1), (3, 2)):
+            models, optimizers = [], []
+            for stage in (written, read):
+                model = shard(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)), stage=stage)
+                models.append(model)
+                optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1 * stage, momentum=0.9))
+            models[0](torch.arange(16.0).view(4, 4)).sum().backward()
+            optimizers[0].step()
+            directory = place / f"from-{written}"
+            save_sharded(directory, 7, models[0], optimizers[0], note={"any": 1})
+            checkpoint = load_sharded(directory, models[1], optimizers[1])
+            assert checkpoint is not None and (checkpoint.step, load(checkpoint.path, "note")) == (7, {"any": 1})
+            with models[0].gathered() as one, models[1].gathered() as other:
+                states = [model.state_dict() for model in (one, other)]
+                answers.append(all(torch.equal(states[1][name], value) for name, value in states[0].items()))
+            again = save_sharded(place / f"by-{read}", 7, models[1], optimizers[1])
+            momentum = [storage.read(path, "optimizer")["state"] for path in (checkpoint.path, again)]
+            answers.append(
+                all(
+                    torch.equal(momentum[1][n]["momentum_buffer"], v["momentum_buffer"]) for n, v in momentum[0].items()
+                )
+            )
+            answers.append(optimizers[1].param_groups[0]["lr"] == 0.1 * written)
+        with pytest.raises(TypeError, match="Adagrad cannot be saved in shards: use SGD, Adam or AdamW"):
+            save_sharded(place, 8, models[0], torch.optim.Adagrad(models[0].parameters()))
+        assert load_sharded(place / "nothing", models[0], optimizers[0]) is None
+    return answers
+
+
+def test_any_loop_saves_shards_and_any_stage_continues(tmp_path: Path) -> None:
+    """A sharded model that is saved without the trainer is continued at every stage with the same weights, momentum and rate.
+
+    Claim (README.md): a loop over shards of one's own continues from its checkpoints, on any number of ranks.
+    """
+    assert run_ranks(continued_by_every_stage, 2, tmp_path) == [[True] * 9] * 2
