@@ -14,13 +14,13 @@ same run again.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from common.distributed.process_group import DistEnv, require_alone, stop_signal
 from common.distributed.rank_logging import Progress, add_log_file, rank_logging
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes, write_json
-from common.files.run_directory import CONFIG_FILE, LOG_FOLDER, MODEL_FILE, prepare, require_lock
+from common.files.run_directory import CONFIG_FILE, LOG_FOLDER, MODEL_FILE, prepare, require_lock, writing
 from common.machine import describe_machine, usable_cores
 from common.randomness import derive_seed, seed_torch, shuffled
 from common.resilience.device_errors import device_errors
@@ -154,7 +154,7 @@ class DataParallelJob:
     scaler: torch.amp.GradScaler
     window: Window
     step: int = 0  # optimizer steps done, over all epochs
-    metrics: MetricsWriter | None = None
+    metrics: MetricsWriter = MetricsWriter(Path(), silent=True)
     progress: Progress | None = None
 
     @property
@@ -231,11 +231,7 @@ def train_step(job: DataParallelJob, batches: Iterator[Batch]) -> None:
 
 def log_window(job: DataParallelJob, epoch: int) -> WindowTotals:
     """End the window after this step, and warn of a loss that is not finite."""
-
-    def record(kind: str, step: int, **values: Any) -> None:
-        if job.metrics is not None:
-            job.metrics.write(kind, step, epoch=epoch, **values)
-
+    record = functools.partial(job.metrics.write, epoch=epoch)
     totals = end_window(job.window, job.env, job.step, job.optimizer, job.scaler, record, job.progress)
     if not math.isfinite(totals.loss):
         logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
@@ -261,10 +257,8 @@ def save(path: Path, network: nn.Module) -> None:
     """
     encoded = io.BytesIO()  # in memory first: torch.save would bury a full disk's error in one of its own
     torch.save({name: value.cpu() for name, value in network.state_dict().items()}, encoded)
-    try:
+    with writing(path, "start again"):
         write_bytes(path, encoded.getbuffer())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}): make room, and start again") from error
 
 
 if __name__ == "__main__":

@@ -21,19 +21,16 @@ WAIT, WARMUP, ACTIVE = 8, 2, 4
 
 
 @contextlib.contextmanager
-def profile_steps(env: DistEnv, folder: Path | None) -> Iterator[Callable[[], None]]:
+def profile_steps(env: DistEnv, folder: Path) -> Iterator[Callable[[], None]]:
     """Record steps 11 to 14 of the block on every rank, as ``rank<r>.json.gz`` in ``folder``.
 
     Torch names the parts of a step: ``DistributedDataParallel.forward``, ``autograd::engine::evaluate_function``,
     ``gloo:all_reduce``, ``Optimizer.step``.
 
     :param env: names the rank and its device
-    :param folder: folder of the traces; None records nothing
+    :param folder: folder of the traces
     :returns: a function to call at the end of each step
     """
-    if folder is None:
-        yield lambda: None
-        return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{env.rank}.json.gz"
 

@@ -83,9 +83,9 @@ def finish(
         "epochs": epochs,
         "epochs_recorded": len(recorded),
         "train_seconds": seconds,
-        "images_per_s": sum(r["seconds"] * r["images_per_s"] for r in recorded) / seconds if seconds else None,
-        "data_wait": sum(r["seconds"] * r["data_wait"] for r in recorded) / seconds if seconds else None,
     }
+    for name in ("images_per_s", "data_wait"):  # means over the time
+        totals[name] = sum(r["seconds"] * r[name] for r in recorded) / seconds if seconds else None
     on_gpu = of_gpus(records)
     write_json(run_dir / "result.json", {**totals, **on_gpu, "test": result.as_dict(data.classes)})
 

@@ -71,7 +71,7 @@ def measure(config: StepTimelineConfig) -> RecordedSteps:
             config,
             device=config.device,
             backend=config.placement.backend,
-            threads=config.threads,
+            threads=1,
         ) as ranks,
         Progress(DistEnv.alone(CPU), "timeline", config.steps) as progress,
     ):

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.cli import flag_of, option
 from common.distributed import DEVICES
 from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
-from common.training.models import MODELS, require_heads
+from common.training.models import MODELS
 from ddp.all_reduce import ALL_REDUCES
 from ddp.config import require_samples
 from ddp.strategies import STAGES, require_shardable
 
 REPLICAS = "handwritten"
 
-# Flags that one kind of strategy has, and flags whose default depends on it.
-OF_REPLICAS: dict[str, Any] = {"model": "mlp", "bucket_mib": None, "batch_size": 144}
-OF_STAGES: dict[str, Any] = {"width": 256, "layers": 6, "length": 64, "batch_size": 12}
+OF_REPLICAS = ("model", "bucket_mib")  # flags that the sharded strategies do not have
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,6 @@ class StepTimelineConfig:
     model: str = option(
         None, "the model of which replicas are trained, on random images (default: mlp)", choices=MODELS
     )
-    width: int = option(None, "of the transformer that is sharded, on random tokens (default: 256)", minimum=64)
-    layers: int = option(None, "its blocks, of 12 width² parameters each (default: 6)", minimum=1, maximum=1000)
-    length: int = option(None, "tokens of a sequence (default: 64)", minimum=1, maximum=100_000)
     batch_size: int = option(
         None,
         "samples per step, over all ranks: images, or sequences with a sharded strategy (default: 144, or 12)",
@@ -54,7 +48,6 @@ class StepTimelineConfig:
         "auto takes CUDA where there is a GPU for each rank; shards and all-reduces by hand are recorded on the CPU",
         choices=DEVICES,
     )
-    threads: int = option(1, "compute threads of each rank", minimum=1, maximum=1024)
     all_reduce: str = option(
         "backend", "algorithm that sums the buckets over the ranks, or whose halves the shards use", choices=ALL_REDUCES
     )
@@ -68,12 +61,10 @@ class StepTimelineConfig:
     output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
 
     def __post_init__(self) -> None:
-        defaults, others = (OF_STAGES, OF_REPLICAS) if self.stage else (OF_REPLICAS, OF_STAGES)
-        for name in others.keys() - defaults.keys():
-            if getattr(self, name) is not None:
-                right = f"--strategy {REPLICAS}" if self.stage else f"the sharded strategies, {', '.join(STAGES)}"
+        for name in OF_REPLICAS if self.stage else ():
+            if (value := getattr(self, name)) is not None:
                 raise UsageError(
-                    f"{flag_of(name)} {getattr(self, name)} is for {right}: leave it out with --strategy {self.strategy}"
+                    f"{flag_of(name)} {value} is for --strategy {REPLICAS}: leave it out with --strategy {self.strategy}"
                 )
         if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
             object.__setattr__(self, "device", "cpu")
@@ -91,13 +82,12 @@ class StepTimelineConfig:
                 raise UsageError(
                     f"--ranks {self.ranks} is more than the {placement.gpus} usable GPUs: give fewer, or --device cpu"
                 )
-        for name, value in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        defaults = {"batch_size": 12} if self.stage else {"batch_size": 144, "model": "mlp"}
+        for name, default in defaults.items():
+            object.__setattr__(self, name, getattr(self, name) or default)
         require_samples(self.model, self.batch_size, self.ranks)
         if self.stage:
             require_shardable(self.all_reduce, self.strategy)
-            require_heads(self.width)
 
     @property
     def placement(self) -> Placement:

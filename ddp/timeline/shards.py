@@ -35,7 +35,8 @@ from ddp.timeline.memory import count, state_of
 from ddp.timeline.parts import Parts
 from ddp.timeline.recording import RecordedCollectives, StepRecorder
 
-VOCABULARY = 96
+VOCABULARY, LENGTH = 96, 64  # of the text: its tokens, and those of a sequence
+WIDTH, LAYERS = 256, 6
 ROOT = "root"  # the unit without a name
 OF_A_REPLICA = 4  # times its parameters: these, their gradients, and AdamW's two moments
 BLOCK_COLORS, ROOT_COLOR = (COLORS[0], COLORS[2], COLORS[3]), COLORS[4]
@@ -54,9 +55,9 @@ class StepsOfRank(StepRecorder):
         self._memory: dict[str, float] = {}
         self._state = 0
         self._generator = torch.Generator().manual_seed(env.rank)
-        self._size = (config.batch_size // config.ranks, config.length + 1)
+        self._size = (config.batch_size // config.ranks, LENGTH + 1)
         with torch.device("meta"):  # no rank ever holds all of it, at stage 3
-            network = GPT(VOCABULARY, config.width, config.layers, config.length)
+            network = GPT(VOCABULARY, WIDTH, LAYERS, LENGTH)
         torch.manual_seed(0)
         self.model = shard(network, config.stage, units=network.blocks, all_reduce=config.all_reduce)
         self.model._collectives = gathers, reductions = [_Collectives(one, self) for one in self.model._collectives]
@@ -173,7 +174,7 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     parameters = sum(facts["units"].values()) / 4  # of four bytes
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(facts['units'])} units, "
-        f"{config.batch_size} sequences of {config.length} tokens, {config.placement}, all-reduce: {config.all_reduce}"
+        f"{config.batch_size} sequences of {LENGTH} tokens, {config.placement}, all-reduce: {config.all_reduce}"
     )
 
 

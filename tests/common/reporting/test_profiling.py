@@ -36,12 +36,6 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path, caplog: pytest.LogCaptu
     assert "no trace" in caplog.text
 
 
-def test_nothing_is_recorded_without_a_folder(tmp_path: Path) -> None:
-    with process_group() as env, profile_steps(env, None) as step_done:
-        step_done()
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_profile_on_a_cpu_prints_no_error(tmp_path: Path) -> None:
     """In a process of its own: Kineto reads its level once."""
     program = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from ddp.timeline.parts import COMPUTE, divide, phase
 from ddp.timeline.shards import ROOT
 from tests.support.launch import run_command
 
-SMALL = ("--width", "64", "--layers", "5", "--length", "8", "--batch-size", "2", "--steps", "2")
+SMALL = ("--batch-size", "2", "--steps", "2")
 
 
 def check_order(step: list[Span], units: dict[str, int]) -> None:
@@ -70,7 +69,7 @@ def test_a_step_of_stage_3(tmp_path: Path) -> None:
     done = run_command("ddp.timeline", "--strategy", "zero3", *SMALL, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        "zero3, a transformer of 0.3 M parameters in 6 units, 2 sequences of 8 tokens, 2 ranks"
+        "zero3, a transformer of 4.8 M parameters in 7 units, 2 sequences of 64 tokens, 2 ranks"
     )
     for words in ("memory of a rank, without activations: at most", "median duration"):
         assert words in done.stdout
@@ -98,8 +97,7 @@ def test_a_step_of_stage_3(tmp_path: Path) -> None:
 
 
 def test_a_step_of_stage_1_frees_nothing() -> None:
-    small: dict[str, Any] = {"width": 64, "layers": 2, "length": 8, "batch_size": 2, "steps": 2}
-    run = measure(StepTimelineConfig(strategy="zero1", all_reduce="shared-memory", **small))
+    run = measure(StepTimelineConfig(strategy="zero1", all_reduce="shared-memory", batch_size=2, steps=2))
     units = run.facts["units"]
     for step in itertools.chain(*run.steps):
         assert not in_lane(step, "free")
