@@ -3,16 +3,16 @@
     python -m dataloading.ladder
     python -m dataloading.ladder --augmentation affine
 
-Every rung is measured in the same rounds, and so is the ceiling: the fastest installed decoder alone, on all usable cores.
+Every rung is measured in the same rounds, and so is the ceiling: the fastest installed decoder alone, on all usable cores. All
+read the same files, a random sample of the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from typing import Any
 from common.cli import command, option
 from common.data.datasets import keep_batch
 from common.data.loaders import loader_errors
-from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.timing import Spread, interleave, paired_ratio
-from common.reporting.turns import CPU, run_benchmark, write_report
+from common.reporting.timing import Spread, interleave, paired_ratio, share_of_limit
+from common.reporting.turns import CPU, Rounds, run_benchmark, write_report
 from dataloading.bench.ceiling import Ceiling
 from dataloading.bench.settings import Listed
 from dataloading.bench.sweep import LoaderRun
@@ -39,7 +37,7 @@ from dataloading.loader.fast_loader import FastLoader, choose_pool
 from dataloading.loader.stock_loader import stock_loader
 from dataloading.synthetic import face_cache
 
-CEILING_IMAGES = 2048
+MOST_FILES = 2048  # of the sample
 COURSE = "the course's pipeline"
 Make = Callable[[int], Iterable[Any]]
 
@@ -64,48 +62,45 @@ def main() -> None:
 
 
 def run(config: LadderConfig) -> dict[str, list[float]]:
-    """Let all variants and the ceiling take turns; returns the seconds of each, one entry per round."""
+    """Let all variants and the ceiling take turns; returns the images/s of each, one entry per round."""
     with loader_errors(), contextlib.ExitStack() as stack:
-        storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())))
+        storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())), MOST_FILES)
         files = LFWDataset(storage)
-        samples = range(min(len(files), CEILING_IMAGES))
-        for sample in samples:
+        for sample in range(len(files)):
             files.image(sample)  # a damaged file is named before anything is timed
-        images = list(itertools.islice(itertools.cycle(map(files.read, samples)), CEILING_IMAGES))
-        decoder = installed()[0]
-        ceiling = Ceiling(images, decoder, usable_cores())
-        stack.callback(ceiling.close)
-
+        ceiling = Ceiling([files.read(sample) for sample in range(len(files))], installed()[0])
         workers = config.workers or usable_cores()
-        rungs = _rungs(config, storage, workers, decoder)
+        rungs = _rungs(config, storage, workers, ceiling)
         runs = {name: LoaderRun(make, count, 2 * count, config.batches, CPU) for name, (count, make) in rungs.items()}
         for one in runs.values():
             stack.callback(one.close)
-        progress = stack.enter_context(Progress(DistEnv.alone(CPU), "ladder", config.repeats + 1))
-        return interleave(
-            {**runs, "ceiling": ceiling},
+        progress = stack.enter_context(Rounds(config.repeats + 1))
+        seconds = interleave(
+            runs,
             config.repeats,
-            after_round=lambda done: progress.advance(1, f"{len(runs)} rungs and the ceiling"),
+            after_round=lambda done: progress.advance(1, f"{len(runs)} rungs"),
         )
+        return {name: [runs[name].images / s for s in own] for name, own in seconds.items()}
 
 
-def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -> dict[str, tuple[int, Make]]:
-    """For each rung, its name, number of workers and loader factory. The first rung is tried with several numbers."""
+def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceiling) -> dict[str, tuple[int, Make]]:
+    """For each rung, its name, number of workers and loader factory. The first rung is tried with several numbers, and the
+    ceiling is the last."""
     from torchvision.transforms import PILToTensor
 
     def files(decoder: str, **settings: Any) -> LFWDataset:
         return LFWDataset(storage, decoder=decoder, image_size=config.image_size, **settings)
 
-    def sampler(dataset: LFWDataset, batches: int) -> ShuffledSampler:
+    def sampler(dataset: Sized, batches: int) -> ShuffledSampler:
         return ShuffledSampler(len(dataset), length=batches * config.batch_size)
 
     def per_image(dataset: LFWDataset, workers: int) -> Make:
         size = config.batch_size
         return lambda batches: stock_loader(dataset, workers, batch_size=size, sampler=sampler(dataset, batches))
 
-    def whole(dataset: LFWDataset) -> Make:
+    def whole(dataset: LFWBatches | Ceiling, workers: int = workers) -> Make:
         return lambda batches: stock_loader(
-            LFWBatches(dataset),
+            dataset,
             workers,
             batch_sampler=ShuffledBatches(sampler(dataset, batches), config.batch_size),
             collate_fn=keep_batch,
@@ -120,28 +115,28 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, decoder: str) -
             prefetch_batches=2 * workers,
         )
 
+    decoder = installed()[0]
     augmented = {"augmentation": config.augmentation}
     course = files("pillow", transform=course_transform(config.augmentation))
     counts = sorted({1, workers, workers + 1, 2 * workers})
     rungs = {f"{COURSE}, {count} workers": (count, per_image(course, count)) for count in counts}
     rungs["uint8 instead of float"] = workers, per_image(files("pillow", transform=PILToTensor(), **augmented), workers)
-    rungs["into the batch's memory, no collate"] = workers, whole(files("pillow", **augmented))
+    rungs["into the batch's memory, no collate"] = workers, whole(LFWBatches(files("pillow", **augmented)))
     if decoder != "pillow":
-        rungs[f"{decoder} instead of Pillow"] = workers, whole(files(decoder, **augmented))
+        rungs[f"{decoder} instead of Pillow"] = workers, whole(LFWBatches(files(decoder, **augmented)))
     chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image)
     for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last
         rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
+    rungs["ceiling"] = usable_cores(), whole(ceiling, usable_cores())
     return rungs
 
 
-def report(config: LadderConfig, seconds: dict[str, list[float]]) -> str:
+def report(config: LadderConfig, rates: dict[str, list[float]]) -> str:
     """Write the JSON and the PNG.
 
     :returns: the table for the terminal
     """
-    images = dict.fromkeys(seconds, config.batches * config.batch_size) | {"ceiling": CEILING_IMAGES}
     decoder = installed()[0]
-    rates = {name: [images[name] / s for s in runs] for name, runs in seconds.items()}
     folder = config.path_to_folder or face_cache.TITLE
     courses = [name for name in rates if name.startswith(COURSE)]
     best_course = max(courses, key=lambda name: statistics.median(rates[name]))
@@ -150,7 +145,7 @@ def report(config: LadderConfig, seconds: dict[str, list[float]]) -> str:
     lines = [f"{'':>52}  images/s [quartiles]            of the course's at its best   of the ceiling"]
     lines += [
         f"{name:>52}  {Spread.of(rates[name]):>8,.0f}   {paired_ratio(rates[name], rates[best_course]):.2f}   "
-        f"{100 * paired_ratio(rates[name], ceiling).median:4.0f} %"
+        f"{share_of_limit(paired_ratio(rates[name], ceiling).median)}"
         for name in [*shown, "ceiling"]
     ]
     name = f"ladder-{config.augmentation}"

@@ -110,18 +110,17 @@ def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, lab
 
 
 def _time(config: LFWConfig, dataset: LFWDataset) -> None:
-    seconds = []
+    seconds, images = [], 0
     for _ in range(PASSES):
         began = time.perf_counter()
-        for _ in iterate(_loader(config, dataset, config.batches_to_check)):
-            pass
+        for batch in iterate(_loader(config, dataset, config.batches_to_check)):
+            images += len(batch[0]) if batch else 0  # without those that were skipped
         seconds.append(time.perf_counter() - began)
-    images = config.batches_to_check * config.batch_size
     mean = statistics.mean(seconds)
     print(
         f"{config.batches_to_check} batches of {config.batch_size} with {config.num_workers} workers: "
         f"{mean:.2f} ± {statistics.stdev(seconds):.2f} s over {PASSES} passes, including the start of the workers; "
-        f"{images / mean:,.0f} images/s (python -m dataloading.bench finds the best setting)"
+        f"{images / sum(seconds):,.0f} images/s (python -m dataloading.bench finds the best setting)"
     )
 
 

@@ -20,7 +20,7 @@ def plot_sweep(
     title: str,
     logarithmic: bool = False,
 ) -> None:
-    """Repeated runs over one axis: their seconds (mean and one standard deviation) and images/s.
+    """Repeated runs over one axis: their seconds and images/s, medians with quartiles.
 
     :param x_values: numbers or words, drawn at equal distances
     :param curves: for each curve, by position in ``x_values``, the seconds of its runs and the images in one run
@@ -41,9 +41,9 @@ def plot_sweep(
         }
         rates = [points[position][1] / runs for position, runs in zip(positions, seconds, strict=True)]
         for plot, values in ((seconds_plot, seconds), (rate_plot, rates)):
-            deviations = [runs.std(ddof=1) for runs in values]
-            plot.errorbar(positions, [runs.mean() for runs in values], deviations, **style)
-    for plot, y_title in ((seconds_plot, "seconds, mean and standard deviation"), (rate_plot, "images/s")):
+            low, median, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1)
+            plot.errorbar(positions, median, [median - low, high - median], **style)
+    for plot, y_title in ((seconds_plot, "seconds, median and quartiles"), (rate_plot, "images/s")):
         plot.set_xticks(range(len(x_values)), [str(value) for value in x_values])
         plot.set_xlabel(x_title.replace("_", " "))
         plot.set_ylabel(y_title)
@@ -67,25 +67,28 @@ def plot_stacked(
     x_title: str = "",
     line: tuple[float, str] | None = None,
     points: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
-    totals: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """Stacked bars in panels side by side: for every x, the parts of a whole.
+    """Stacked bars in panels side by side: for every x, the parts of a whole, which is their sum and stands above the bar.
 
-    :param panels: for each panel's title its parts, from the bottom up, one value per x
+    :param panels: for each panel's title its parts, from the bottom up, one value per x; a negative one hangs below 0, and a
+        tick in the bar then marks the height of the whole
     :param line: a height to compare with, and its label
     :param points: for each panel's title, the totals of other variants, one value per x
-    :param totals: for each panel's title, the numbers above the bars; without it, their heights
     """
     figure, axes = new_figure(1, len(panels), (1.2 + max(4.8, 0.95 * len(x_values) + 2.4) * len(panels), 4.8), title)
     colors: dict[str, Any] = {}
     for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
-        bottoms = np.zeros(len(x_values))
+        ends = {1: np.zeros(len(x_values)), -1: np.zeros(len(x_values))}  # of the positive and of the negative parts
         for name, values in parts.items():
             color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
-            plot.bar(range(len(x_values)), values, 0.62, bottoms, color=color, label=name)
-            bottoms += np.array(values)
-        for position, (height, total) in enumerate(zip(bottoms, (totals or {}).get(panel, bottoms), strict=True)):
-            plot.text(position, height, f"{total:.2f}", ha="center", va="bottom", fontsize=8.5)
+            for sign, end in ends.items():
+                signed = sign * np.maximum(0, sign * np.array(values))
+                plot.bar(range(len(x_values)), signed, 0.62, end, color=color, label=name if sign > 0 else None)
+                end += signed
+        for position, (height, below) in enumerate(zip(*ends.values(), strict=True)):
+            plot.text(position, height, f"{height + below:.2f}", ha="center", va="bottom", fontsize=8.5)
+            if below:
+                plot.plot(position, height + below, "_", color="black", markersize=30)
         for number, (name, values) in enumerate((points or {}).get(panel, {}).items()):
             plot.plot(range(len(x_values)), values, "Dos"[number % 3], color="black", markersize=5, label=name)
         if line is not None:

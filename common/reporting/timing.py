@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+NOISE = 0.03  # variants that differ by less count as equal
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -22,6 +24,10 @@ class Spread:
         """The median and quartiles of at least two values."""
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
+
+    def within_noise(self, noise: float = 0.0) -> bool:
+        """Whether a ratio, or its noise, may be 1: then neither of the two is called faster."""
+        return self.low <= 1 + noise and self.high >= 1 - noise
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} [{self.low:{spec}} to {self.high:{spec}}]"
@@ -71,3 +77,12 @@ def paired_ratios(seconds: list[float], reference: list[float]) -> list[float]:
 def paired_ratio(seconds: list[float], reference: list[float]) -> Spread:
     """The median and quartiles of :func:`paired_ratios`."""
     return Spread.of(paired_ratios(seconds, reference))
+
+
+def share_of_limit(share: float) -> str:
+    """A share in percent. More than 100 % cannot be: that is a doubt about the measurement, and no result."""
+    return (
+        f"{share:.0%}"
+        if share <= 1
+        else "? (more than the limit, so something disturbed one of the two: measure again)"
+    )

@@ -25,6 +25,7 @@ from common.files.atomic_files import write_json
 from common.files.run_directory import files_line, prepare_output, results_in
 from common.machine import describe_machine
 from common.reporting.clock import clock_of
+from common.reporting.other_work import OtherWork
 from common.reporting.timing import Spread, interleave, paired_ratios
 
 Measured = TypeVar("Measured")
@@ -44,7 +45,7 @@ def run_benchmark(
 ) -> None:
     """Run a benchmark that starts its own processes, and print its report.
 
-    The folder of the results is tried before the measurement begins.
+    The folder of the results is tried before the measurement begins. A warning says when other programs may have disturbed it.
 
     :param config_type: its settings, with a folder ``output``
     :param command: its name, ``"ddp.bench costs"``
@@ -56,7 +57,9 @@ def run_benchmark(
     require_alone(command)
     with rank_logging(DistEnv.alone(CPU)):
         prepare_output(config.output)
+        others = OtherWork()
         measured = measure(config)
+        others.warn()
         with results_in(config.output):
             print(report(config, measured))
 
@@ -84,10 +87,21 @@ def write_report(
     return "\n".join([*lines, files_line(config.output, files)])
 
 
-def progress_of(config: Any, subjects: int, env: DistEnv | None = None) -> Progress:
+class Rounds(Progress):
+    """A progress bar over rounds; its lines, where the output is no terminal, say how long the rest will take."""
+
+    def __init__(self, rounds: int, env: DistEnv | None = None) -> None:
+        super().__init__(env or DistEnv.alone(CPU), "bench", rounds)
+        self._began = time.monotonic()
+
+    def advance(self, steps: int, facts: str) -> None:
+        left = (time.monotonic() - self._began) * (self._total / (self._done + steps) - 1)
+        super().advance(steps, f"{facts}, about {left:.0f} s left")
+
+
+def progress_of(config: Any, subjects: int, env: DistEnv | None = None) -> Rounds:
     """A progress bar over all rounds of so many sets of variants, see :func:`take_turns`."""
-    rounds = subjects * config.builds * (config.rounds + WARMUP)
-    return Progress(env or DistEnv.alone(CPU), "bench", rounds)
+    return Rounds(subjects * config.builds * (config.rounds + WARMUP), env)
 
 
 def take_turns(

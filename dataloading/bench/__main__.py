@@ -17,6 +17,7 @@ import itertools
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,16 @@ import torch
 
 from common.cli import command, option
 from common.data.loaders import loader_errors
-from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_sweep
-from common.reporting.turns import CPU, run_benchmark, write_report
+from common.reporting.other_work import OtherWork
+from common.reporting.timing import Spread
+from common.reporting.turns import Rounds, run_benchmark, write_report
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
 from dataloading.bench.stages import StageCosts, measure_stages
-from dataloading.bench.sweep import LoadingMeasurement, measure
-from dataloading.bench.verdict import confidence, explain, recommend, waiting_for
+from dataloading.bench.sweep import LoadingMeasurement, measure, wait_share
+from dataloading.bench.verdict import changes, cost, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
 from dataloading.dataset.decoders import DECODERS, get_decoder
 from dataloading.loader.fast_loader import choose_pool
@@ -73,7 +74,11 @@ class LoadingBenchConfig:
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     repeats: int = option(5, "rounds that count", minimum=2)
     batches: int = option(100, "batches of each run", minimum=1)
-    step_ms: float | None = option(None, "length of a training step, to predict whether it waits for data", above=0)
+    step_ms: float | None = option(
+        None,
+        "length of a training step, to measure whether it waits for data (a step on the CPU may wait longer)",
+        above=0,
+    )
     output: Path = option(Path("runs/bench-loading"), "folder of the JSON and the PNG")
 
     def __post_init__(self) -> None:
@@ -131,20 +136,27 @@ def main() -> None:
     )
 
 
-def run(config: LoadingBenchConfig) -> tuple[Library, list[LoadingMeasurement], list[LoadingVerdict]]:
-    """Measure all settings and judge them; returns what :func:`report` takes."""
+def run(config: LoadingBenchConfig) -> tuple[list[LoadingMeasurement], list[LoadingVerdict]]:
+    """Measure all settings and judge them, unless other programs used the cores; returns what :func:`report` takes."""
     with loader_errors(), contextlib.ExitStack() as stack:
         library = Library(config.path_to_folder or os.fspath(face_cache.ensure()), config.image_size)
         settings = config.settings()
-        progress = stack.enter_context(Progress(DistEnv.alone(CPU), "bench", config.repeats + 1))
-        sweep = measure(
-            library,
-            settings,
-            batches=config.batches,
-            repeats=config.repeats,
-            after_round=lambda done: progress.advance(1, f"{len(settings)} settings each"),
-        )
-        return library, sweep, [judge(library, task, config.step_ms) for task in tasks(sweep)]
+        subjects = {(setting.augmentation, setting.latency_ms) for setting in settings}
+        progress = stack.enter_context(Rounds((1 + len(subjects)) * (config.repeats + 1)))
+
+        def measure_all(settings: list[Setting]) -> list[LoadingMeasurement]:
+            return measure(
+                library,
+                settings,
+                batches=config.batches,
+                repeats=config.repeats,
+                after_round=lambda _: progress.advance(1, f"{len(settings)} settings each"),
+            )
+
+        others = OtherWork()
+        sweep = measure_all(settings)
+        verdicts = [] if others.doubt() else [judge(config, library, task, measure_all) for task in tasks(sweep)]
+        return sweep, [] if others.doubt() else verdicts
 
 
 def tasks(sweep: list[LoadingMeasurement]) -> list[list[LoadingMeasurement]]:
@@ -163,47 +175,49 @@ class LoadingVerdict:
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
     :param stage_costs: of an image
+    :param tried: the changes of that setting that were measured in turns with it
     :param lines: the verdict in words
     """
 
     recommended: Setting
     explained: Setting
     stage_costs: StageCosts
+    tried: list[LoadingMeasurement]
     lines: list[str]
 
 
-def judge(library: Library, task: list[LoadingMeasurement], step_ms: float | None) -> LoadingVerdict:
-    """Choose a setting, and measure its stages to explain its speed.
-
-    :param step_ms: length of a training step, to predict whether it waits
-    """
+def judge(
+    config: LoadingBenchConfig,
+    library: Library,
+    task: list[LoadingMeasurement],
+    measure_all: Callable[[list[Setting]], list[LoadingMeasurement]],
+) -> LoadingVerdict:
+    """Choose a setting, and measure its stages, its changes, and how long a training step waits for it."""
     axes = varying([measured.setting for measured in task])
-    recommendation = recommend(task)
-    chosen = recommendation.chosen
-    with_workers = recommend([measured for measured in task if measured.setting.workers] or task).chosen
+    chosen, *equals = recommend(task)
+    with_workers, *_ = recommend([measured for measured in task if measured.setting.workers] or task)
     dataset = library.dataset(with_workers.setting)
     costs = measure_stages(dataset, with_workers.setting)
-    lines = [
-        f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} images/s "
-        f"({confidence(recommendation, axes)})"
-    ]
+    lines = [f"best setting: {chosen.setting.label(axes)}, {chosen.images_per_s:,.0f} images/s"]
+    if equals:
+        lines.append(f"as fast, within noise, and no cheaper: {'; '.join(one.setting.label(axes) for one in equals)}")
     if chosen.setting.workers == 0 < with_workers.setting.workers:
-        idle = "it queues nothing for the GPU" if torch.cuda.is_available() else "nothing computes"
         lines.append(
-            f"but in training, the main process loads only while {idle}; with workers, the best is "
+            "but in training, the main process loads only while it does not train; with workers, the best is "
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
-    lines.append(explain(with_workers, costs, len(dataset), usable_cores()))
-    if step_ms is not None:
-        lines.append(waiting_for(task, step_ms / 1000, axes))
-        if not torch.cuda.is_available():
-            lines.append("(without a GPU, the step and the loading compete for the same cores: expect more waiting)")
-    return LoadingVerdict(chosen.setting, with_workers.setting, costs, lines)
+    settings = changes(with_workers.setting, costs, usable_cores(), library.image_size is not None)
+    now, *tried = measure_all([with_workers.setting, *settings])
+    lines += explain(now, tried, costs, len(dataset))
+    if config.step_ms is not None:
+        step_s = config.step_ms / 1000
+        settings = [one.setting for one in sorted(task, key=cost)]
+        shares = {setting: wait_share(library, setting, step_s, config.batches) for setting in settings}
+        lines.append(waiting_for(config.step_ms, shares, axes))
+    return LoadingVerdict(chosen.setting, with_workers.setting, costs, tried, lines)
 
 
-def report(
-    config: LoadingBenchConfig, library: Library, sweep: list[LoadingMeasurement], verdicts: list[LoadingVerdict]
-) -> str:
+def report(config: LoadingBenchConfig, sweep: list[LoadingMeasurement], verdicts: list[LoadingVerdict]) -> str:
     """Write the JSON and the PNG.
 
     :returns: the tables and the verdicts for the terminal
@@ -215,7 +229,7 @@ def report(
     }
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
     plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), title=title)
-    lines = _table(sweep, axes)
+    lines = _table(sweep, axes, config.batches)
     for verdict in verdicts:
         lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
         lines += [*_stage_table(verdict.stage_costs), "", *verdict.lines]
@@ -237,23 +251,23 @@ def _curves(
     values = sorted({getattr(measured.setting, x_axis) for measured in sweep})
     curves: dict[str, dict[int, tuple[list[float], int]]] = {}
     for measured in sweep:
-        point = measured.steady, measured.batches * measured.setting.batch_size
+        point = measured.steady, measured.images
         position = values.index(getattr(measured.setting, x_axis))
         curves.setdefault(measured.setting.label(others), {})[position] = point
     return x_axis, values, curves
 
 
-def _table(sweep: list[LoadingMeasurement], axes: list[str]) -> list[str]:
+def _table(sweep: list[LoadingMeasurement], axes: list[str], batches: int) -> list[str]:
     width = max(len(measured.setting.label(axes)) for measured in sweep)
-    lines = [f"{'':>{width}}   first batch   {sweep[0].batches} more batches     images/s   a worker's own memory"]
-    for measured in sweep:
-        megabytes = f"{statistics.median(measured.memory_mb):6.0f} MB" if measured.memory_mb else ""
-        lines.append(
+    heading = f"{'':>{width}}   first batch   {batches:5} more batches [quartiles]   images/s"
+    return [
+        heading,
+        *(
             f"{measured.setting.label(axes):>{width}}   {statistics.median(measured.first_batch):9.3f} s   "
-            f"{statistics.mean(measured.steady):7.3f} ± {statistics.stdev(measured.steady):5.3f} s   "
-            f"{measured.images_per_s:9,.0f}   {megabytes}"
-        )
-    return lines
+            f"{Spread.of(measured.steady):9.3f} s   {measured.images_per_s:9,.0f}"
+            for measured in sweep
+        ),
+    ]
 
 
 def _stage_table(costs: StageCosts) -> list[str]:
@@ -261,9 +275,7 @@ def _stage_table(costs: StageCosts) -> list[str]:
         f"{name:>12}: {1e6 * stage.wall:7.0f} µs  {100 * stage.wall / costs.wall:3.0f} %"
         for name, stage in costs.stages.items()
     ]
-    lines.append(
-        f"{'together':>12}: {1e6 * costs.wall:7.0f} µs, and the main process {1e6 * costs.receiving:.0f} µs to receive it"
-    )
+    lines.append(f"{'together':>12}: {1e6 * costs.wall:7.0f} µs")
     return lines
 
 

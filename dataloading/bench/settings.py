@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,7 @@ class Library:
     """
 
     def __init__(self, root: str, image_size: int | None = None) -> None:
-        self._storage, self._image_size = Listed(open_storage(root)), image_size
+        self._storage, self.image_size = Listed(open_storage(root)), image_size
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def dataset(self, setting: Setting) -> LFWDataset:
@@ -106,7 +107,7 @@ class Library:
             transform=course_transform("none") if setting.loader == "stock" else None,
             decoder=setting.decoder,
             augmentation=setting.augmentation,
-            image_size=self._image_size,
+            image_size=self.image_size,
         )
 
     def loader(self, setting: Setting, batches: int) -> Iterable[Any]:
@@ -151,11 +152,15 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler, pin_
 
 
 class Listed:
-    """A storage that is listed once."""
+    """A storage that is listed once.
 
-    def __init__(self, storage: Storage) -> None:
+    :param most: a random sample of so many of its files, the same each time; all when None
+    """
+
+    def __init__(self, storage: Storage, most: int | None = None) -> None:
         self.root, self.open = storage.root, storage.open
-        self._names = storage.names()
+        names = sorted(storage.names())
+        self._names = random.Random(0).sample(names, min(len(names), most or len(names)))
 
     def names(self) -> list[str]:
         return self._names

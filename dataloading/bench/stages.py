@@ -43,11 +43,9 @@ class StageCosts:
     """The cost of an image.
 
     :param stages: the stages that the setting has, by the names of :data:`STAGES`
-    :param receiving: the main process's part of the ``IPC``: CPU seconds per image
     """
 
     stages: dict[str, Stage]
-    receiving: float
 
     @property
     def wall(self) -> float:
@@ -61,8 +59,9 @@ class StageCosts:
 
     @property
     def waiting(self) -> float:
-        """The share of the wall time in which the CPU was idle."""
-        return max(0.0, 1 - self.cpu / self.wall)
+        """The share of the wall time that is waiting for storage: only open and read do. (Others may have been preempted.)"""
+        storage = [self.stages[name] for name in ("open", "read")]
+        return sum(max(0.0, stage.wall - stage.cpu) for stage in storage) / self.wall
 
     @property
     def largest(self) -> str:
@@ -112,17 +111,15 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
     finally:
         dataset.span = before
         torch.set_num_threads(threads)
-    receiving = 0.0
     if items and setting.uses_processes:
-        total, receiving = _send(items)
         collating = stopwatch.wall["collate"] / len(samples)
-        stopwatch.wall["IPC"] = stopwatch.cpu["IPC"] = max(0.0, total - collating) * len(samples)
+        stopwatch.wall["IPC"] = stopwatch.cpu["IPC"] = max(0.0, _send(items) - collating) * len(samples)
     stages = {
         name: Stage(stopwatch.wall[name] / len(samples), stopwatch.cpu[name] / len(samples))
         for name in STAGES
         if name in stopwatch.wall
     }
-    return StageCosts(stages, receiving)
+    return StageCosts(stages)
 
 
 class _Ready(Dataset[Any]):
@@ -135,8 +132,8 @@ class _Ready(Dataset[Any]):
         return self.items
 
 
-def _send(items: list[Any]) -> tuple[float, float]:
-    """Seconds per image of one worker that only collates and sends, and the main process's CPU seconds per image.
+def _send(items: list[Any]) -> float:
+    """Seconds per image of one worker that only collates and sends.
 
     In a worker, ``default_collate`` writes into shared memory, whose pages the kernel makes then. So it is timed there, and the
     caller subtracts the cost of collating in private memory.
@@ -152,6 +149,6 @@ def _send(items: list[Any]) -> tuple[float, float]:
     iterator = iterate(loader)
     for _ in range(SENT_BATCHES // 4):
         next(iterator)
-    wall, cpu = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
     images = sum(len(items) for _ in iterator)
-    return (time.perf_counter() - wall) / images, (time.thread_time() - cpu) / images
+    return (time.perf_counter() - began) / images

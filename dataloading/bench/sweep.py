@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,27 +22,29 @@ class LoadingMeasurement:
     """A setting's runs, one entry per round.
 
     :param setting: the setting
-    :param batches: number of batches in ``steady``
+    :param images: those that arrived in each run's ``steady`` part
     :param first_batch: seconds from requesting an iterator to its first batch, with the start of the workers
     :param steady: seconds of the batches after the warm-up
-    :param memory_mb: unique set size of each worker process
     """
 
     setting: Setting
-    batches: int
+    images: int
     first_batch: list[float]
     steady: list[float]
-    memory_mb: list[float]
 
     @property
     def images_per_s(self) -> float:
         """Throughput of the median run after its warm-up."""
-        return self.batches * self.setting.batch_size / statistics.median(self.steady)
+        return self.images / statistics.median(self.steady)
 
     @property
     def per_image(self) -> list[float]:
         """Seconds, one entry per round."""
-        return [seconds / (self.batches * self.setting.batch_size) for seconds in self.steady]
+        return [seconds / self.images for seconds in self.steady]
+
+    def epoch_s(self, images: int) -> list[float]:
+        """Seconds of an epoch of so many images, with the start of its workers, one entry per round."""
+        return [first + images * each for first, each in zip(self.first_batch, self.per_image, strict=True)]
 
 
 def measure(
@@ -63,15 +64,30 @@ def measure(
     with contextlib.ExitStack() as stack:
         runs = {}
         for setting in settings:
-            make_loader = functools.partial(library.loader, setting)
-            ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
-            runs[setting] = LoaderRun(make_loader, setting.workers, ahead, batches, library.device, persistent=kept)
+            runs[setting] = _run(library, setting, batches)
             stack.callback(runs[setting].close)
         interleave({str(number): run for number, run in enumerate(runs.values())}, repeats, after_round=after_round)
         return [
-            LoadingMeasurement(setting, batches, run.first_batch[-repeats:], run.steady[-repeats:], run.memory_mb)
+            LoadingMeasurement(setting, run.images, run.first_batch[-repeats:], run.steady[-repeats:])
             for setting, run in runs.items()
         ]
+
+
+def wait_share(library: Library, setting: Setting, step_s: float, batches: int) -> float:
+    """The share of a training loop's time that passes in ``next()``, receiving included, with steps of this length.
+
+    A step here is a sleep, which leaves all cores to the workers, as a step on a GPU does.
+    """
+    run = _run(library, setting, batches, step_s)
+    with contextlib.closing(run):
+        seconds = run()
+        return run.waited / seconds
+
+
+def _run(library: Library, setting: Setting, batches: int, step_s: float = 0.0) -> LoaderRun:
+    make_loader = functools.partial(library.loader, setting)
+    ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
+    return LoaderRun(make_loader, setting.workers, ahead, batches, library.device, kept, step_s)
 
 
 class LoaderRun:
@@ -83,6 +99,7 @@ class LoaderRun:
     :param batches: timed batches, after the warm-up
     :param device: where batches are copied to, if it is not the CPU
     :param persistent: whether its workers are persistent; a run then consumes all batches, so that they are idle at its end
+    :param step_s: seconds that the consumer takes for each batch
     """
 
     def __init__(
@@ -93,32 +110,29 @@ class LoaderRun:
         batches: int,
         device: torch.device,
         persistent: bool = False,
+        step_s: float = 0.0,
     ) -> None:
         # The first batches come before all workers are busy, and the last when some are idle already. So the timed batches
         # lie between, and the prefetched ones at the end are never requested.
-        self._going, self._batches, self._device, self._persistent = max(2, workers), batches, device, persistent
+        # Before a slow consumer, the workers first fill all that is prefetched.
+        self._going, self._batches = max(2, workers) + (ahead if step_s else 0), batches
+        self._device, self._persistent, self._step_s = device, persistent, step_s
         self._loader = make_loader(self._going + batches + max(2, ahead))
-        self._workers: list[int] = []
         self.first_batch: list[float] = []
         self.steady: list[float] = []
-        self.memory_mb: list[float] = []
+        self.images, self.waited = 0, 0.0  # of the last run's timed batches: those that arrived, seconds in next()
 
     def __call__(self) -> float:
-        others = {process.pid for process in multiprocessing.active_children()}
         began = time.perf_counter()
         iterator = iterate(self._loader)
         self._take(iterator, 1)
         first = time.perf_counter()
         self._take(iterator, self._going - 1)
+        self.images, self.waited = 0, 0.0
         going = time.perf_counter()
         self._take(iterator, self._batches)
         end = time.perf_counter()
 
-        started = [process.pid for process in multiprocessing.active_children() if process.pid not in others]
-        self._workers = [
-            pid for pid in started if pid is not None
-        ] or self._workers  # persistent workers started in an earlier run
-        self.memory_mb = [_memory_mb(pid) for pid in self._workers]
         self.first_batch.append(first - began)
         self.steady.append(end - going)
         if self._persistent:  # otherwise prefetching would go on while another loader is timed
@@ -134,14 +148,14 @@ class LoaderRun:
 
     def _take(self, iterator: Any, batches: int) -> None:
         for _ in range(batches):
+            asked = time.perf_counter()
             batch = next(iterator)
-            if self._device.type != "cpu" and len(batch):  # if all files were skipped, the batch is an empty list
-                batch[0].to(self._device, non_blocking=True)
+            self.waited += time.perf_counter() - asked
+            if len(batch):  # if all files were skipped, the batch is an empty list
+                self.images += len(batch[0])
+                if self._device.type != "cpu":
+                    batch[0].to(self._device, non_blocking=True)
+            if self._step_s:
+                time.sleep(self._step_s)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _memory_mb(pid: int) -> float:
-    import psutil
-
-    return float(psutil.Process(pid).memory_full_info().uss / 1e6)

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from common.cli import command
-from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
+from common.reporting.other_work import OtherWork
 from common.reporting.timing import interleave
-from common.reporting.turns import WARMUP, run_benchmark, write_report
+from common.reporting.turns import WARMUP, Rounds, run_benchmark, write_report
 from dataparallel.bench.config import DataParallelBenchConfig
 from dataparallel.bench.explanation import Point, explain
 from dataparallel.bench.variants import HANDWRITTEN, PLAIN, STEP_BY_STEP, ReplicaWorker, build_variants
@@ -35,14 +35,14 @@ def main() -> None:
     run_benchmark(DataParallelBenchConfig, "dataparallel.bench", __doc__, None, measure, report)
 
 
-def measure(config: DataParallelBenchConfig) -> list[Point]:
-    """Time all variants, for each mode and batch size."""
+def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
+    """Time all variants, for each mode and batch size; and whether other programs used the cores meanwhile."""
     torch.set_num_threads(config.threads or usable_cores())
-    devices, points = config.parsed_devices, []
+    devices, points, others = config.parsed_devices, [], OtherWork()
     rounds = len(config.mode) * len(config.batch_sizes) * (config.rounds + WARMUP)
     timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP
     with (
-        Progress(DistEnv.alone(devices[0]), "bench", rounds) as progress,
+        Rounds(rounds) as progress,
         WorkerGroup(
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
@@ -53,15 +53,16 @@ def measure(config: DataParallelBenchConfig) -> list[Point]:
             turns: Any = interleave(variants, config.rounds, WARMUP, after_round)
             seconds = {name: [total for total, _ in own] for name, own in turns.items()}
             points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
-    return points
+    return points, others.doubt() is not None
 
 
 def _advance(progress: Progress, facts: str, _: int) -> None:
     progress.advance(1, facts)
 
 
-def report(config: DataParallelBenchConfig, points: list[Point]) -> str:
+def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) -> str:
     """Write the JSON and the figures, and return the summary to print."""
+    points, disturbed = measured
     devices = [str(device) for device in config.parsed_devices]
     title = f"{config.model}, {len(devices)} x {devices[0]}, {config.precision}"
     panels, others = {}, {}
@@ -96,7 +97,7 @@ def report(config: DataParallelBenchConfig, points: list[Point]) -> str:
         points=others,
     )
     content = {"devices": devices, "points": [asdict(point) for point in points]}
-    lines = [title, *explain(config, points)]
+    lines = [title, *explain(config, points, disturbed)]
     return write_report(config, "dataparallel", content, [*config.mode, "steps"], lines)
 
 

@@ -47,13 +47,16 @@ class Point:
         return paired_ratio(self.seconds[PLAIN], self.seconds[name])
 
 
-def explain(config: DataParallelBenchConfig, points: Sequence[Point]) -> list[str]:
-    """The whole explanation, as lines of text."""
+def explain(config: DataParallelBenchConfig, points: Sequence[Point], disturbed: bool = False) -> list[str]:
+    """The whole explanation, as lines of text.
+
+    :param disturbed: whether other programs used the cores: then there is no verdict
+    """
     lines = []
     if config.on_cpu:
         lines.append(
             f"CPU devices are threads of this process. Each, and each process, has {config.threads_of_one} intra-op thread(s); "
-            f"'{PLAIN}' has all"
+            f"'{PLAIN}' has all. 'replicate' may be mostly the allocator, which gets new pages for the copies"
         )
     for mode in config.mode:
         ours = [point for point in points if point.mode == mode]
@@ -63,7 +66,8 @@ def explain(config: DataParallelBenchConfig, points: Sequence[Point]) -> list[st
             times |= {f"  {step}": seconds for step, seconds in point.median_steps().items()}
             columns[str(point.batch_size)] = {name: f"{1e3 * seconds:.2f}" for name, seconds in times.items()}
         lines += ["", f"{mode}, ms per call by batch size; below, the steps of '{ours[0].timed}'", *table(columns, 10)]
-        lines += [_verdict(ours, name) for name in (TORCH, HANDWRITTEN, PROCESSES) if name in ours[0].seconds]
+        if not disturbed:
+            lines += [_verdict(ours, name) for name in (TORCH, HANDWRITTEN, PROCESSES) if name in ours[0].seconds]
     return lines
 
 
@@ -71,11 +75,12 @@ def _verdict(points: Sequence[Point], name: str) -> str:
     """The batch size from which a variant is faster than the plain module, and its best speedup."""
     size = crossover(points, name)
     best = max(points, key=lambda point: point.speedup(name).median)
-    faster = (
-        f"faster than the {PLAIN} from batch size {size} on"
-        if size
-        else f"not faster than the {PLAIN} at large batches"
-    )
+    if size:
+        faster = f"faster than the {PLAIN} from batch size {size} on"
+    elif best.speedup(name).within_noise():
+        faster = f"within the noise as fast as the {PLAIN}"
+    else:
+        faster = f"not faster than the {PLAIN} at large batches"
     return f"{name}: {faster}; at best {best.speedup(name):.2f}x, at batch size {best.batch_size}"
 
 

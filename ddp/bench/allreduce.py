@@ -28,14 +28,13 @@ import torch
 from common.cli import option
 from common.distributed.placement import Placement, place_ranks
 from common.distributed.process_group import DEVICES, DistEnv
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
 from common.reporting.run_figures import COLORS, new_figure
 from common.reporting.timing import interleave
 from common.reporting.turns import (
-    CPU,
     WARMUP,
+    Rounds,
     calls_of_a_turn,
     cells,
     ratios,
@@ -51,7 +50,7 @@ from ddp.bench.alpha_beta import AlphaBeta, bus_bandwidth, shared_memory_limit
 KI, MI = 1 << 10, 1 << 20
 SIZES = (4, 64, KI, 4 * KI, 16 * KI, 64 * KI, 256 * KI, MI, 4 * MI, 16 * MI, 25 * MI, 100 * MI)
 ELEMENT = 4  # bytes, of a float32
-BACKEND, SHARED = "backend", "shared-memory"
+BACKEND = "backend"
 BY_HAND = tuple(name for name in ALL_REDUCES if name not in (BACKEND, "hierarchical"))
 TURN_S = 0.02  # least length of a turn
 MEMORY_BYTES = 128 * MI  # of each rank's tensor: far larger than the caches
@@ -150,7 +149,7 @@ def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
             backend=config.placement.backend,
             threads=1,
         ) as ranks,
-        Progress(DistEnv.alone(CPU), "bench", len(config.sizes) * (config.rounds + WARMUP)) as progress,
+        Rounds(len(config.sizes) * (config.rounds + WARMUP)) as progress,
     ):
 
         def slowest(name: str, size: int, repetitions: int) -> float:
@@ -200,10 +199,6 @@ def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float])
             f"and writes each rank's tensor once. For tensors larger than the caches its bus bandwidth is at most "
             f"{1e-9 * limit:.1f} GB/s"
         )
-        largest = max(config.sizes)
-        if largest * config.ranks >= MEMORY_BYTES:
-            share = 100 * bandwidths[SHARED][largest] / limit
-            lines.append(f"{size_name(largest)}: {SHARED} reaches {share:.0f} % of this limit")
     content = {
         "placement": str(config.placement),
         "memory_bytes_per_s": memory or None,

@@ -97,14 +97,15 @@ def report(config: CostsConfig, comparisons: list[Comparison]) -> str:
     """Write the JSON and the figure, and return the tables to print."""
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
     lines = [f"{title}, milliseconds per step, median [quartiles] of the differences round by round"]
-    models, panels, totals = [], {}, {}
+    models, panels = [], {}
     for of_model in comparisons:
         model = of_model.title
         step, of_ddps = [1e3 * seconds for seconds in of_model.seconds[FLOOR]], costs(of_model)
         models.append({"model": model, "step": step, "parts": of_ddps})
         medians = [{part: statistics.median(values) for part, values in parts.items()} for parts in of_ddps.values()]
-        panels[model] = {part: [max(0.0, ddp.get(part, 0.0)) for ddp in medians] for part in PARTS}
-        totals[model] = [ddp[WHOLE] for ddp in medians]
+        for ddp in medians:  # medians of parts do not quite add up to that of the whole
+            ddp[WAITING] += ddp.pop(WHOLE) - sum(ddp.values())
+        panels[model] = {part: [ddp.get(part, 0.0) for ddp in medians] for part in PARTS}
         texts = {ddp: cells(parts, ".2f") for ddp, parts in of_ddps.items()}
         lines += ["", f"{model}: a step without synchronization takes {Spread.of(step):.2f}"]
         lines += table({ddp: {part: own.get(part, "-") for part in (*PARTS, WHOLE)} for ddp, own in texts.items()})
@@ -114,6 +115,5 @@ def report(config: CostsConfig, comparisons: list[Comparison]) -> str:
         [ddp.replace(", ", ",\n") for ddp in DDPS],
         y_title="ms per step beyond one without synchronization",
         title=f"what each part of a DDP costs: {title}",
-        totals=totals,
     )
     return write_report(config, "costs", {"models": models}, ["costs"], lines)

@@ -26,11 +26,10 @@ import torch.nn.functional as F
 
 from common.cli import option
 from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup, preload
 from common.machine import set_malloc
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.turns import CPU, run_benchmark, table, write_report
+from common.reporting.turns import Rounds, run_benchmark, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.sharding import STAGES, VOCABULARY, parameters_of, share
@@ -130,7 +129,7 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
     preload(*LATE_IMPORTS)
     parameters = parameters_of(config.width, config.layers, config.length)
     rows = []
-    with Progress(DistEnv.alone(CPU), "bench", len(config.ranks) * len(STAGES)) as progress:
+    with Rounds(len(config.ranks) * len(STAGES)) as progress:
         for ranks in config.ranks:
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.

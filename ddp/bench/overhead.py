@@ -29,7 +29,8 @@ from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import prepare_output, results_in
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.timing import paired_ratios
+from common.reporting.other_work import OtherWork
+from common.reporting.timing import Spread, paired_ratios
 from common.reporting.turns import Step, Times, cells, progress_of, take_turns, timed_steps, write_report
 from common.training.models import MODELS
 from common.training.optimization import build_optimizer
@@ -88,7 +89,10 @@ class OverheadConfig:
                 require_samples(self.model, self.batch_size, env.world_size)
                 prepare_output(self.output)
             data = load_dataset(self.training)
+            others = OtherWork()
             yield env, lambda: build_job(self.training, env, data)
+            if env.is_main:
+                others.warn()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -188,7 +192,9 @@ def report(
     title = f"{config.model}, {env.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
     lines = [f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
     lines += [f"{loop:>24}: {milliseconds} ms per step" for loop, milliseconds in cells(seconds, ".2f", 1e3).items()]
-    lines += [f"{pair:>48}: {ratio}" for pair, ratio in cells(ratios, ".3f").items()]
+    for pair, values in ratios.items():
+        ratio = Spread.of(values)
+        lines.append(f"{pair:>48}: {ratio:.3f}{' (within the noise: as fast)' if ratio.within_noise() else ''}")
     results = {"world_size": env.world_size, "seconds_per_step": seconds, "ratios": ratios, **content}
     with results_in(config.output):
         x_title = "ratio of the times per step"

@@ -24,7 +24,7 @@ from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.timing import paired_ratio
+from common.reporting.timing import NOISE, Spread, paired_ratio
 from common.reporting.turns import cells, progress_of, run_benchmark, table, take_turns, write_report
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
@@ -32,7 +32,7 @@ from common.training.recipes import load_dataset
 from ddp.bench.step_parts import Runner, StepParts
 from ddp.config import TrainConfig, require_samples
 
-SINGLE = "single process"
+SINGLE, ONE = "single process", "DDP, 1 process"
 MOST_PROCESSES = 4  # the largest default of --processes
 
 
@@ -166,6 +166,15 @@ def lost(measured: Sequence[StepParts], single: Sequence[StepParts], devices: in
     return causes
 
 
+def as_fast(speedups: Mapping[str, Spread]) -> set[str]:
+    """The strategies whose difference to the single process is noise.
+
+    DDP in one process does all that the single one does, and more. As much as it seems faster, any strategy may.
+    """
+    noise = max(NOISE, speedups[ONE].median - 1 if ONE in speedups else 0.0)
+    return {name for name, speedup in speedups.items() if speedup.within_noise(noise)}
+
+
 CAUSES = {
     "input": "input",
     "communication": "communication exposed",
@@ -192,23 +201,26 @@ def report(config: StrategiesConfig, measured: Mapping[str, list[StepParts]]) ->
     devices = {one.name: one.devices for one in chosen}
     speedups = {name: paired_ratio(seconds[SINGLE], own) for name, own in seconds.items()}
     causes = {name: lost(own, measured[SINGLE], devices[name]) for name, own in measured.items()}
-    # Each step as a stack of the ideal and the causes. A negative cause makes the lowest part shorter than the ideal.
+    # Each step as a stack of the ideal and the causes.
     excess = {name: {cause: s * devices[name] / ideal for cause, s in own.items()} for name, own in causes.items()}
-    stacks = {
-        "a single process's step, divided": [1 + sum(min(0.0, x) for x in own.values()) for own in excess.values()]
-    }
     plot_stacked(
         config.output / "lost.png",
-        {"": stacks | {cause: [max(0.0, own[cause]) for own in excess.values()] for cause in CAUSES.values()}},
+        {
+            "": {"a single process's step, divided": [1.0] * len(excess)}
+            | {cause: [own[cause] for own in excess.values()] for cause in CAUSES.values()}
+        },
         [name.replace(", ", ",\n") for name in causes],
         y_title="time per step, in multiples of the ideal",
         title=f"where the lost time goes: {title}",
         line=(1.0, "ideal"),
     )
+    alike = as_fast(speedups)
     columns = {
         "ms per step [quartiles]": cells(seconds, ".1f", 1e3),
-        "times as fast as one": {name: f"{speedup:.2f}" for name, speedup in speedups.items()},
-        "efficiency": {name: f"{100 * one.median / devices[name]:.0f} %" for name, one in speedups.items()},
+        "times as fast as one": {name: "as fast" if name in alike else f"{one:.2f}" for name, one in speedups.items()},
+        "efficiency": {
+            name: f"{(1 if name in alike else one.median) / devices[name]:.0%}" for name, one in speedups.items()
+        },
     }
     content = {"strategies": rows, "lost": causes}
     return write_report(config, "strategies", content, ["lost"], [title, *table(columns, 28)])

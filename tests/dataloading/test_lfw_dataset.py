@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -96,6 +97,21 @@ def test_it_draws_a_batch_and_times_some(run_here: RunHere, few: Path, tmp_path:
     with Image.open(tmp_path / "made" / "here" / "batch.png") as figure:
         assert figure.format == "PNG"
         assert len(np.unique(np.asarray(figure.convert("RGB")).reshape(-1, 3), axis=0)) > 100
+
+
+def test_skipped_files_are_not_timed_as_images(
+    run_here: RunHere, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(few, tmp_path / "people")
+    for path in sorted(folder.glob("*/*.jpg"))[::2]:
+        path.write_bytes(b"")
+    clock = itertools.count()
+    monkeypatch.setattr("dataloading.lfw_dataset.time.perf_counter", lambda: next(clock))  # each pass takes 1 s
+    *_, timed, skipped = run_here(
+        "-get_timing", "-batches_to_check", "7", "-batch_size", "4", "-on_error", "skip", "-path_to_folder", folder
+    )
+    assert "; 14 images/s " in timed  # of 28 files
+    assert skipped == "files skipped: 7"
 
 
 def test_augmented_resized_and_without_bad_files(few: Path, tmp_path: Path) -> None:

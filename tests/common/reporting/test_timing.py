@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.reporting.timing import Spread, interleave, paired_ratio
+from common.reporting.timing import Spread, interleave, paired_ratio, share_of_limit
 
 times = st.floats(1e-6, 1e6)
 
@@ -48,6 +48,18 @@ def test_a_spread_is_numpys_median_and_quartiles(values: list[float]) -> None:
 
 def test_a_spread_formats_its_three_numbers_alike() -> None:
     assert f"{Spread(median=1.0, low=0.98765, high=1.5):.3f}" == "1.000 [0.988 to 1.500]"
+
+
+def test_a_ratio_that_may_be_1_tells_neither_faster() -> None:
+    assert Spread(1.19, 0.98, 1.3).within_noise()
+    assert not Spread(1.19, 1.1, 1.3).within_noise()
+    assert Spread(1.19, 1.1, 1.3).within_noise(0.2)
+    assert not Spread(0.7, 0.6, 0.75).within_noise(0.2)
+
+
+def test_more_than_the_limit_is_a_doubt_and_no_result() -> None:
+    assert share_of_limit(0.9) == "90%"
+    assert "%" not in share_of_limit(2.3)
 
 
 @given(st.lists(st.tuples(times, st.floats(0.1, 10)), min_size=2, max_size=30))

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.reporting.turns import calls_of_a_turn, cells, progress_of, ratios, table, take_turns
+from common.distributed.rank_logging import Progress
+from common.reporting.turns import Rounds, calls_of_a_turn, cells, progress_of, ratios, table, take_turns
 
 
 def test_every_other_build_is_in_reverse_and_warm_up_rounds_do_not_count() -> None:
@@ -31,6 +32,16 @@ def test_every_other_build_is_in_reverse_and_warm_up_rounds_do_not_count() -> No
     assert built == ["abc", "cba", "abc"]
     assert {name: len(values) for name, values in results.items()} == dict.fromkeys("abc", 6)
     assert min(map(min, results.values())) == 4 and max(map(max, results.values())) == calls == 27
+
+
+def test_a_long_benchmark_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: list[str] = []
+    monkeypatch.setattr(Progress, "advance", lambda self, steps, text: facts.append(text))
+    rounds = Rounds(7)
+    monkeypatch.setattr("common.reporting.turns.time.monotonic", lambda: 103.0)
+    rounds._began = 100.0
+    rounds.advance(1, "letters")
+    assert facts == ["letters, about 18 s left"]
 
 
 def test_ratios_pair_up_by_rounds() -> None:

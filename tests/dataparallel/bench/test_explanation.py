@@ -46,6 +46,15 @@ def test_a_gain_within_the_noise_is_none() -> None:
     noisy = point(8, 15.0)
     noisy.seconds[HANDWRITTEN][:] = [0.021, 0.015, 0.022]
     assert crossover([noisy], HANDWRITTEN) is None
+    lines = explain(ON_CPU, [noisy, point(8, 44.0, "training")])
+    assert any(line.startswith("handwritten: within the noise as fast as the plain module; at best") for line in lines)
+
+
+def test_a_disturbed_measurement_has_no_verdict() -> None:
+    points = [point(8, 34.0), point(512, 16.0), point(8, 44.0, "training")]
+    assert [line for line in explain(ON_CPU, points) if line not in explain(ON_CPU, points, disturbed=True)] == [
+        line for line in explain(ON_CPU, points) if "plain module" in line and "at best" in line
+    ]
 
 
 def test_the_words_on_cpu_threads() -> None:
@@ -55,6 +64,6 @@ def test_the_words_on_cpu_threads() -> None:
         "CPU devices are threads of this process.",
         "handwritten: faster than the plain module from batch size 512 on; at best 1.25 [1.25 to 1.25]x, at batch size 512",
         "processes: faster than the plain module from batch size 8 on",
-        "nn.DataParallel: not faster than the plain module at large batches; at best 1.00",
+        "nn.DataParallel: within the noise as fast as the plain module; at best 1.00",
     ):
         assert words in text

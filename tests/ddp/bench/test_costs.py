@@ -5,10 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddp.bench import __main__ as bench
-from ddp.bench.costs import COPIES, DDPS, HOOKS, HOOKS_AND_COPIES, PARTS, SUMS, VARIANTS, WAITING, WHOLE, costs
+from ddp.bench.costs import (
+    COPIES,
+    DDPS,
+    HOOKS,
+    HOOKS_AND_COPIES,
+    PARTS,
+    SUMS,
+    VARIANTS,
+    WAITING,
+    WHOLE,
+    CostsConfig,
+    costs,
+    report,
+)
 from ddp.bench.turns import Comparison
 from ddp.bench.variants import FLOOR
 from tests.support.launch import run_command
@@ -30,6 +44,20 @@ def test_a_part_is_the_difference_of_two_variants_and_waiting_is_the_rest() -> N
     assert {part: values[1] for part, values in torch.items()} == pytest.approx(
         {HOOKS_AND_COPIES: 4, SUMS: 3, WAITING: 19 - 7, WHOLE: 19}
     )
+
+
+def test_the_bars_are_as_high_as_the_whole_and_negative_parts_hang_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of processor times that are longer than the wall time, waiting is negative; medians of parts do not add up."""
+    processor = {name: [0.08, 0.10, 0.09] for name in VARIANTS} | {FLOOR: [0.01, 0.01, 0.02]}
+    seconds = {name: [0.08, 0.09, 0.10] for name in VARIANTS} | {FLOOR: [0.02, 0.01, 0.03]}
+    seconds[str(DDPS["by hand, gloo"][SUMS])] = [0.05, 0.06, 0.07]
+    drawn: dict[str, dict[str, list[float]]] = {}
+    monkeypatch.setattr("ddp.bench.costs.plot_stacked", lambda path, panels, *_, **__: drawn.update(panels))
+    report(CostsConfig(output=tmp_path), [Comparison("mlp", seconds, processor, FLOOR)])
+    assert np.sum(list(drawn["mlp"].values()), axis=0) == pytest.approx([70, 40, 70])
+    assert min(drawn["mlp"][WAITING]) < 0
 
 
 @pytest.mark.examples

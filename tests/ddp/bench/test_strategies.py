@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from common.reporting.timing import Spread
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
-from ddp.bench.strategies import CAUSES, StrategiesConfig, lost, strategies
+from ddp.bench.strategies import CAUSES, ONE, SINGLE, StrategiesConfig, as_fast, lost, strategies
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
@@ -43,6 +44,14 @@ def test_the_causes_add_up_to_what_is_lost() -> None:
     assert causes[CAUSES["communication"]] == pytest.approx(0.05)
     assert causes[CAUSES["input"]] == pytest.approx(0.06 - 0.05)
     assert causes[CAUSES["update"]] == pytest.approx(0.2 - 0.1)  # each rank updates all parameters: nothing was divided
+
+
+def test_what_is_within_the_noise_is_as_fast() -> None:
+    """DDP in one process cannot be faster than the same without: what it seems to gain is the noise of the others."""
+    quiet = {SINGLE: Spread(1, 1, 1), "DDP, 2 processes": Spread(1.15, 1.1, 1.2), "dataparallel": Spread(1, 0.9, 1.2)}
+    assert as_fast(quiet) == {SINGLE, "dataparallel"}
+    assert as_fast(quiet | {ONE: Spread(0.96, 0.95, 0.965)}) == {SINGLE, "dataparallel"}
+    assert as_fast(quiet | {ONE: Spread(1.19, 1.15, 1.25)}) == {*quiet, ONE}
 
 
 def test_the_strategies_on_cpus() -> None:
