@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 CHANNELS, SIDE, CLASSES = 4, 4, 3
+ROWS = 41  # of an embedding of rounded pixels
 POISON = 1.99  # the first pixel of an image whose loss is nan
 
 
@@ -91,7 +92,7 @@ class Statistics(nn.Module):
         self.register_buffer("mean", torch.zeros(CHANNELS, 1, 1), persistent=bool(variant & 2))
         self.register_buffer("grown", torch.zeros(0))
         self.register_buffer("positive", torch.zeros(CHANNELS, dtype=torch.int64))
-        self.register_buffer("wide", torch.full((1, 1, 1), 0.5).expand(CHANNELS, 1, 1))
+        self.register_buffer("wide", torch.full((1, 1, 1), 0.5).expand(CHANNELS, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -108,31 +109,34 @@ class Statistics(nn.Module):
 
 
 class Lookup(nn.Module):
-    """An embedding of rounded pixels. It gets the images: of ``x``, a rounding error might choose another row."""
+    """An embedding of rounded pixels, most of which one rank has alone. It gets the images: of ``x``, a rounding error might choose another row."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
         max_norm = 0.5 if variant % 8 == 5 else None
-        self.rows = nn.Embedding(7, 1, padding_idx=0, max_norm=max_norm, sparse=variant % 4 == 3)
+        self.rows = nn.Embedding(ROWS, 1, padding_idx=0, max_norm=max_norm, sparse=variant % 4 == 3)
 
     def forward(self, images: Tensor) -> Tensor:
-        values: Tensor = self.rows(images.round().long() + 3)
+        values: Tensor = self.rows((8 * images).round().long() + ROWS // 2)
         return values.squeeze(-1)
 
 
 class Thawing(nn.Module):
-    """A layer that is frozen or unfrozen from its third pass in training on."""
+    """A layer that is frozen or unfrozen after its first evaluation."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
-        self.layer, self.passes = conv(), 0
+        self.layer, self.passes, self.turned = conv(), 0, False
         self.layer.requires_grad_(bool(variant & 1))
+
+    def train(self, mode: bool = True) -> Thawing:
+        if mode and self.passes and not self.turned:
+            self.turned = True
+            self.layer.requires_grad_(not self.layer.weight.requires_grad)
+        return super().train(mode)
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += self.training
-        if self.passes == 3:
-            self.passes += 1
-            self.layer.requires_grad_(not self.layer.weight.requires_grad)
         result: Tensor = self.layer(x)
         return result
 

@@ -44,7 +44,7 @@ class Replicas:
     def average(self) -> None:
         """Give each replica the mean of the gradients."""
         for same in zip(*(replica.parameters() for replica in self.networks), strict=True):
-            gradients = [parameter.grad for parameter in same if parameter.grad is not None]
+            gradients = [parameter.grad.to_dense() for parameter in same if parameter.grad is not None]
             if gradients:
                 assert len(gradients) == len(same)
                 mean = sum(gradient / len(same) for gradient in gradients)
