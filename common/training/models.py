@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -157,12 +157,13 @@ def make_dense(network: nn.Module) -> None:
                 f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
                 "what it returns"
             )
+    copies: dict[tuple[Any, ...], Tensor] = {}  # one for all tensors that are the same memory
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             continue
         if isinstance(tensor, nn.Parameter) and 0 in tensor.stride():
             raise UsageError(f"parameter {name} was expanded, so its elements share memory: use .clone() on it")
-        tensor.data = tensor.data.contiguous()
+        tensor.data = copies.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor.data.contiguous())
 
 
 def persistent_buffers(module: nn.Module) -> set[str]:

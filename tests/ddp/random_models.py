@@ -109,7 +109,8 @@ class Statistics(nn.Module):
 
 
 class Lookup(nn.Module):
-    """An embedding of rounded pixels, most of which one rank has alone. It gets the images: of ``x``, a rounding error might choose another row."""
+    """An embedding of rounded pixels, most of which one rank has alone. It gets the images: a rounding error of ``x`` might
+    choose another row."""
 
     def __init__(self, variant: int) -> None:
         super().__init__()
@@ -192,9 +193,10 @@ class Network(nn.Module):
             (m for m, p in zip(self.parts, model.parts, strict=True) if p.kind == "conv"), conv().to(model.dtype)
         )
         self.order = []
-        for index, (module, part) in enumerate(zip(self.parts, model.parts, strict=True)):
+        for module, part in zip(self.parts, model.parts, strict=True):
             for parameter in module.parameters():
                 parameter.data = LAYOUTS[part.layout](parameter.data) if parameter.dim() else parameter.data
+        for index, (module, part) in enumerate(zip(self.parts, model.parts, strict=True)):
             if part.kind in ("tied", "aliased") and module.weight.shape == first.weight.shape:
                 module.weight = first.weight if part.kind == "tied" else nn.Parameter(first.weight.data)
             if part.frozen:

@@ -27,9 +27,10 @@ class Replicas:
     def __init__(self, build: Callable[[], nn.Module], ranks: int, optimizer: Optimizer) -> None:
         self.networks = [build() for _ in range(ranks)]
         for replica in self.networks:
+            copies: dict[int, Tensor] = {}  # where the memory begins; parameters may share it
             for parameter in replica.parameters():
                 if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-                    parameter.data = parameter.data.contiguous()
+                    parameter.data = copies.setdefault(parameter.data_ptr(), parameter.data.contiguous())
         self.optimizers = [optimizer(replica.parameters()) for replica in self.networks]
 
     def add_gradients(self, batches: list[Batch], weight: float = 1.0) -> list[float]:

@@ -459,7 +459,7 @@ def assert_right(cases: list[Job | Program]) -> None:
         assert [one for one in verdicts if one and not one.startswith("refused: ")] == []
 
 
-BY_BATCH = {"instancenorm", "statistics"}  # parts with statistics that --sync-batchnorm leaves to each rank
+BY_BATCH = {"instancenorm", "statistics", "fourier"}  # parts with statistics that --sync-batchnorm leaves to each rank
 ROUNDED = {"scale", "fourier"}  # parts with some gradients that are 0 but for rounding errors, which Adam magnifies
 
 
