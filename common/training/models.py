@@ -133,11 +133,27 @@ def require_heads(width: int) -> None:
 
 
 def to_device(network: nn.Module, device: torch.device, memory_format: torch.memory_format) -> nn.Module:
-    """The network there, in this memory format, and dense. One on the meta device stays, until it is sharded."""
+    """The network there, in this memory format, and dense. One on the meta device stays, until it is sharded.
+
+    :raises UsageError: as :func:`make_dense`, and for two parameters in the same memory of which each would get its own
+    """
     make_dense(network)
+    shared = shared_memory(network)
     if not any(parameter.is_meta for parameter in network.parameters()):
         network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+    for one, other in shared - shared_memory(network):
+        raise UsageError(
+            f"{one} and {other} share memory, but are two parameters, which another device or memory format separates: let both "
+            "modules have the same one"
+        )
     return network
+
+
+def shared_memory(network: nn.Module) -> set[tuple[str, str]]:
+    """The names of two parameters that begin in the same memory, as after ``nn.Parameter(other.data)``."""
+    at: dict[int, str] = {}
+    named = [(name, one.data_ptr()) for name, one in network.named_parameters() if one.numel() and not one.is_meta]
+    return {(other, name) for name, place in named if (other := at.setdefault(place, name)) != name}
 
 
 def make_dense(network: nn.Module) -> None:
