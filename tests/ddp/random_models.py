@@ -70,6 +70,8 @@ class Scale(nn.Module):
 class Fourier(nn.Module):
     """A complex filter."""
 
+    seen: Tensor
+
     def __init__(self, variant: int) -> None:
         super().__init__()
         width = SIDE // 2 + 1
@@ -80,11 +82,16 @@ class Fourier(nn.Module):
         spectrum = torch.fft.rfft2(x.float())
         if self.training:
             self.seen += 0.1 * spectrum.detach().mean((0, 1))
-        return torch.fft.irfft2(spectrum * self.filter + 0.1 * self.seen, s=(SIDE, SIDE)).to(x.dtype)
+        filtered: Tensor = torch.fft.irfft2(spectrum * self.filter + 0.1 * self.seen, s=(SIDE, SIDE))
+        return filtered.to(x.dtype)
 
 
 class Statistics(nn.Module):
     """Buffers of several dtypes that training writes or assigns."""
+
+    mean: Tensor
+    positive: Tensor
+    wide: Tensor
 
     def __init__(self, variant: int) -> None:
         super().__init__()

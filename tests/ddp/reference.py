@@ -48,9 +48,9 @@ class Replicas:
             gradients = [parameter.grad.to_dense() for parameter in same if parameter.grad is not None]
             if gradients:
                 assert len(gradients) == len(same)
-                mean = sum(gradient / len(same) for gradient in gradients)
+                mean = torch.stack([gradient / len(same) for gradient in gradients]).sum(0)
                 for parameter in same:
-                    parameter.grad = mean.clone()  # type: ignore[union-attr]
+                    parameter.grad = mean.clone()
 
     def clip(self, most: float) -> None:
         for replica in self.networks:

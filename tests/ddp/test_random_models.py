@@ -233,7 +233,7 @@ def wrap(network: nn.Module, program: Program) -> nn.Module:
         return NaiveDistributedDataParallel(network)
     if program.wrapper.startswith("zero"):
         return shard(network, int(program.wrapper[-1]), units=units_of(network))
-    kind = {"handwritten": HandwrittenDistributedDataParallel, "drop-in": DistributedDataParallel}[program.wrapper]
+    kind = HandwrittenDistributedDataParallel if program.wrapper == "handwritten" else DistributedDataParallel
     return kind(network, broadcast_buffers=program.broadcast)
 
 
@@ -367,7 +367,7 @@ ACTIONS = (
 )
 
 
-def looped(program: Program, _: DistEnv) -> Iterator[Any]:
+def looped(program: Program) -> Iterator[Any]:
     """What evaluations return, and the state after each action."""
     side = Wrapped(program)
     try:
@@ -394,9 +394,9 @@ def expected_of_program(program: Program, everyone: list[list[Any]]) -> list[lis
 
 def attempt(case: Job | Program, env: DistEnv) -> tuple[list[Any], str | None]:
     """What a case yields, and the error that ends it."""
-    results = []
+    results: list[Any] = []
     try:
-        results.extend((trained if isinstance(case, Job) else looped)(case, env))  # type: ignore[operator]
+        results.extend(trained(case, env) if isinstance(case, Job) else looped(case))
     except Exception as error:  # which may be a refusal
         return results, f"{type(error).__name__}: {error}"
     return results, None
