@@ -34,7 +34,7 @@ class StepGuard:
         return loss
 
     def accepts(self, norm: Tensor | None) -> bool:
-        """Whether the optimizer may take the step; the same on every rank.
+        """Whether to call the optimizer; the same on every rank. (Called on a GPU, it may still skip the step: it alone knows.)
 
         :param norm: 0-d, of the averaged and unscaled gradients before they were clipped; None without clipping
         """

@@ -20,10 +20,10 @@ GRADIENT_PRECISIONS = ("fp32", "bf16")
 
 
 class Averaging(NamedTuple):
-    """How the gradients of replicas are averaged over the ranks; see the flags of these names.
+    """How gradients are averaged over the ranks; see the flags of these names.
 
-    :param strategy: one of :data:`REPLICATED`
-    :param all_reduce: one of :data:`ddp.all_reduce.ALL_REDUCES`, for ``handwritten``; ``"backend"`` when None
+    :param strategy: one of :data:`STRATEGIES`
+    :param all_reduce: one of :data:`ddp.all_reduce.ALL_REDUCES`, for what is written by hand; ``"backend"`` when None
     :param bucket_mib: MiB of a bucket; DDP's default when None
     :param gradient_precision: one of :data:`GRADIENT_PRECISIONS`
     """

@@ -212,8 +212,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # On an inf or nan every rank skips the step. In fp16 scaler.step does, and update lowers the scale; otherwise the guard
-    # refuses, and ends the run after too many such steps.
+    # On an inf or nan every rank skips the step. In fp16 scaler.step does, and update lowers the scale. Otherwise the guard
+    # refuses, or on a GPU has the optimizer change nothing; after too many such steps it ends the run.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()

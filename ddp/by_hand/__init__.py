@@ -8,8 +8,9 @@ drop_in/      the lesson with all of torch's arguments and methods, and with Joi
 
     from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
-To use it elsewhere, copy this folder with base.py, sharded.py and backend.py of ddp/all_reduce/, common/errors.py and
-common/distributed/agreement.py. naive.py needs outputs.py and nothing else. strategies.py belongs to ddp.train.
+To use it elsewhere, copy this folder with base.py, sharded.py and backend.py of ddp/all_reduce/, common/errors.py, and
+__init__.py and agreement.py of common/distributed/. naive.py needs errors.py, differing.py, outputs.py and replicas.py. strategies.py
+belongs to ddp.train.
 """
 
 from __future__ import annotations

@@ -60,9 +60,13 @@ def register(reducer: Reducer, state: Any, hook: Hook, bucket_type: type[GradBuc
     :raises RuntimeError: if there is a hook already
     """
     if not callable(hook):
-        raise TypeError(f"a communication hook is a function of (state, bucket), not {type(hook).__name__}")
+        raise TypeError(
+            f"a communication hook must be callable: a function of (state, bucket), not {type(hook).__name__}"
+        )
     if reducer.hook is not None:
-        raise RuntimeError("there is a communication hook already: register one, before the first backward pass")
+        raise RuntimeError(
+            "there is a communication hook already: register_comm_hook can only be called once, before the first backward"
+        )
     reducer.hook = functools.partial(HookedAverage, hook, state, bucket_type)
 
 

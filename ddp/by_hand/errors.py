@@ -15,11 +15,15 @@ from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Protocol
 
-from torch import Tensor
+from torch import nn
 from torch.autograd import graph
 from torch.autograd.graph import Node, get_gradient_edge
 
 _RUN = graph._engine_run_backward.__code__
+WITHOUT_FORWARD = (
+    "gradients became ready with no forward pass of the wrapper before, so they are not averaged: call the wrapper, model(x), and "
+    "not model.module(x)"
+)
 
 
 def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
@@ -28,18 +32,15 @@ def unused(names: Sequence[str], remaining: Sequence[int]) -> RuntimeError:
     return RuntimeError(
         f"backward gave no gradient to {len(without)} of {len(names)} parameters: {first_of(without)}. This rank's loss does not "
         "depend on them: pass find_unused_parameters=True and no static_graph, or freeze them before wrapping"
+        ". (torch's words: Expected to have finished reduction in the prior iteration)"
     )
 
 
-def ready_twice(name: str, static_graph: bool) -> RuntimeError:
-    remedy = (
-        "static_graph=True promises that every backward pass uses it as often as the first one: leave that out"
-        if static_graph
-        else "checkpoint with use_reentrant=False, or pass static_graph=True if every backward pass uses it as often"
-    )
+def ready_twice(name: str) -> RuntimeError:
     return RuntimeError(
         f"the gradient of {name} became ready more often than expected in one backward pass: do several checkpoints use it? "
-        + remedy
+        "Checkpoint with use_reentrant=False, or pass static_graph=True if every backward pass uses it as often, and leave it out "
+        "if not. (torch's words: Expected to mark a variable ready only once; Your training graph has changed in this iteration)"
     )
 
 
@@ -48,6 +49,12 @@ def unknown_beginning() -> RuntimeError:
         "the backward pass of a reentrant checkpoint came before one that begins at what forward returned, so it cannot be told "
         "from the whole one, whose gradients are averaged: checkpoint with use_reentrant=False, or return the output in tuples, "
         "lists, dicts or dataclasses, where it is found"
+    )
+
+
+def compiled_autograd() -> NotImplementedError:
+    return NotImplementedError(
+        "compiled autograd traces backward, where hooks cannot start all-reduces: compile the module, not its backward pass"
     )
 
 
@@ -62,21 +69,30 @@ def sparse(shape: Iterable[int]) -> RuntimeError:
     return RuntimeError(f"a gradient of {list(shape)} is sparse: build its embedding with sparse=False")
 
 
-def converted(names: Sequence[str], parameters: Sequence[Tensor], nodes: Iterable[Node]) -> RuntimeError | None:
-    """An error if parameters were converted after wrapping: autograd gives them new nodes, without our hooks.
+def changed(module: nn.Module, names: Sequence[str], nodes: Iterable[Node]) -> RuntimeError | None:
+    """An error if parameters were converted or replaced after wrapping: their gradients come from other nodes, without our hooks.
 
-    :param nodes: which had accumulated the parameters' gradients when they were wrapped
+    :param nodes: which had accumulated the gradients of the parameters of these names when they were wrapped
     """
+    now = dict(
+        module.named_parameters()
+    )  # pruning and weight norm make of a parameter a function of others: it is missing
     changed = [
         name
-        for name, parameter, node in zip(names, parameters, nodes, strict=True)
-        if parameter.requires_grad and get_gradient_edge(parameter).node is not node
+        for name, node in zip(names, nodes, strict=True)
+        if name in now and now[name].requires_grad and get_gradient_edge(now[name]).node is not node
     ]
     if not changed:
         return None
     return RuntimeError(
-        f"{len(changed)} parameters were converted after they were wrapped, to another dtype or device: {first_of(changed)}. Their "
-        "gradients are not averaged any more: convert the module first, then wrap it"
+        f"{len(changed)} parameters were converted or replaced after they were wrapped: {first_of(changed)}. Their gradients are "
+        "not averaged any more: convert the module first, then wrap it; and load_state_dict without assign=True"
+    )
+
+
+def unfrozen() -> RuntimeError:
+    return RuntimeError(
+        "parameters that were frozen when they were wrapped now require gradients, which would not be averaged: wrap again"
     )
 
 
@@ -104,15 +120,19 @@ def enter(reducer: Running, is_whole: bool) -> None:
     :param is_whole: whether it begins at what forward returned
     :raises RuntimeError: if it may be a part of the whole, or if two reducers would replace each other's gradients by views
     """
-    if not is_whole and _is_within_another_pass():
+    if not is_whole and is_within_another_pass():
         raise unknown_beginning()
-    sharing = [one for one in _reducers if not one.ids.isdisjoint(reducer.ids) and one is not reducer and one.goes_on()]
-    if any(one.as_view or reducer.as_view for one in sharing):
+    if any(one.as_view or reducer.as_view for one in sharing(reducer)):
         raise two_wrappers()
     _reducers.add(reducer)
 
 
-def _is_within_another_pass() -> bool:
+def sharing(reducer: Running) -> list[Running]:
+    """The reducers of the same parameters that another wrapper has, and whose backward pass is running."""
+    return [one for one in _reducers if not one.ids.isdisjoint(reducer.ids) and one is not reducer and one.goes_on()]
+
+
+def is_within_another_pass() -> bool:
     """Whether the backward pass that runs on this thread was started by the backward function of a node in another one.
 
     Each pass that Python started has a frame of torch's ``_engine_run_backward`` on the stack of the thread that started it. Autograd's

@@ -7,6 +7,7 @@ are sent in the same order on every rank: collectives are matched by their order
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from ddp.by_hand.outputs import depend_on
 class Reducer:
     """From "this gradient is ready" to "every gradient is the average", in every backward pass that synchronizes.
 
+    :param module: the parameters are looked for in it, after a backward pass that gave them no gradient
     :param parameters: by name, in the same order on all ranks
     :param group: the ranks that train together
     :param all_reduce: sums a bucket
@@ -35,6 +37,7 @@ class Reducer:
 
     def __init__(
         self,
+        module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
         all_reduce: AllReduce,
@@ -43,12 +46,16 @@ class Reducer:
         find_unused: bool,
         static_graph: bool,
     ) -> None:
-        self.expecting = False  # whether a backward pass that synchronizes is running or follows
+        # Whether a backward pass that synchronizes is running or follows. None: no forward pass leads to one of any kind.
+        self.expecting: bool | None = None
         # Gradients are divided by this before they are summed: in the next backward pass, and in the running one.
         self.div_factor = self._div_factor_now = float(group.size())
         self.hook: Callable[[Bucket, int, bool], Pending] | None = None  # averages a bucket in another way
+        self.module = weakref.proxy(
+            module
+        )  # autograd holds the hooks, they hold this, and the module may hold its wrapper
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self._group, self._all_reduce, self._limits, self._static_graph = group, all_reduce, limits, static_graph
+        self._group, self._all_reduce, self._limits = group, all_reduce, limits
         self.as_view, self._find_unused = as_view, find_unused and not static_graph
         # The nodes that put gradients into .grad. (A parameter that is converted gets another one.)
         self.ids, self.nodes = set(map(id, self.parameters)), [get_gradient_edge(p).node for p in self.parameters]
@@ -73,6 +80,8 @@ class Reducer:
     def begin(self, *outputs: Node | None) -> None:
         """A backward pass that synchronizes begins from ``outputs``, or goes on. Autograd calls :meth:`_finish` when it is over."""
         self._leave_interrupted()
+        if None in outputs:  # no node is running: autograd traces the pass, and will not call its end
+            raise errors.compiled_autograd()
         if not self._running:
             errors.enter(self, is_whole=bool(outputs))
             self._running, self.expecting, self._depends = True, True, False
@@ -94,6 +103,8 @@ class Reducer:
         if not self.expecting:
             if 0 <= torch._C._current_graph_task_id() < self._task:  # a pass around the one that has been averaged
                 raise errors.unknown_beginning()
+            if self.expecting is None and not errors.sharing(self):
+                warnings.warn(errors.WITHOUT_FORWARD, stacklevel=1)
             return
         if not self.goes_on():
             self.begin()
@@ -103,7 +114,7 @@ class Reducer:
         if self._counting or self._remaining[index] > 0:
             return
         if self._remaining[index] < 0:
-            raise errors.ready_twice(self.names[index], self._static_graph)
+            raise errors.ready_twice(self.names[index])
         bucket = self._bucket_of[index]
         if not bucket.together:
             bucket.copy_in(index, self._div_factor_now)  # at once: the next gradient can then reuse its memory
@@ -150,7 +161,7 @@ class Reducer:
         """Backward is over: send the remaining buckets, wait for all, and make the averages the gradients."""
         self._running = False
         none_ready, missing = self._remaining == self._uses, max(self._remaining, default=0) > 0
-        error = errors.converted(self.names, self.parameters, self.nodes) if none_ready or missing else None
+        error = errors.changed(self.module, self.names, self.nodes) if none_ready or missing else None
         if none_ready and not error and (not self._find_unused or self._depends):
             return  # this was torch.autograd.grad, which leaves .grad unchanged
         if error or (missing and not self._find_unused):
@@ -166,7 +177,7 @@ class Reducer:
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.finalize(receivers)
-        self.expecting = False
+        self.expecting = None
 
     def agree_on_receivers(self, used: list[bool]) -> set[int]:
         """The parameters that have a gradient on any rank. The others keep ``.grad`` None, as in torch's DDP."""

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from common.errors import UsageError
-
-
-class ReplicasDiffer(UsageError, RuntimeError):
-    """The ranks have built different modules. All ranks raise it."""
-
-    seen_by_all = True
 
 
 def require_same_modules(
@@ -36,19 +28,18 @@ def require_same_modules(
     dist.all_gather_object(everyone, mine, group=group)
     if all(list(theirs.items()) == list(mine.items()) for theirs in everyone):
         return
-    from common.distributed.agreement import differences
+    from ddp.by_hand.differing import replicas_differ
 
-    if texts := differences(dict(enumerate(everyone))):
-        raise ReplicasDiffer(f"the ranks' modules differ: {texts[0]}")
-    for rank, theirs in enumerate(everyone):
-        if list(theirs) != list(everyone[0]):
-            raise ReplicasDiffer(f"the ranks' modules differ: rank {rank} has rank 0's parameters in another order")
+    raise replicas_differ(everyone)
 
 
 def make_equal(module: nn.Module, settings: dict[str, Any], group: dist.ProcessGroup, buffers: bool) -> None:
     """Give all ranks rank 0's parameters and, if ``buffers``, its buffers; see :func:`require_same_modules`."""
+    from ddp.by_hand.differing import require_sendable
+
+    require_sendable(tensors := replicated(module, buffers=buffers))
     require_same_modules(module, settings, group, buffers)
-    broadcast(list(replicated(module, buffers=buffers).values()), 0, group)
+    broadcast(tensors.values(), 0, group)
 
 
 def replicated(module: nn.Module, parameters: bool = True, buffers: bool = True) -> dict[str, Tensor]:
@@ -64,23 +55,27 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: cast("nn.Parameter", tensor) for name, tensor in tensors if tensor.requires_grad}
 
 
-def broadcast(tensors: Sequence[Tensor], source: int, group: dist.ProcessGroup) -> None:
+@torch.inference_mode()  # where also tensors that were made in this mode may be changed
+def broadcast(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the tensors with those of rank ``source`` of the group; many small ones travel in one message."""
     from ddp.by_hand.buckets import DEFAULT_LIMITS, assign_buckets
 
-    for bucket in assign_buckets(tensors, DEFAULT_LIMITS[-1:]):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(flat, group=group, group_src=source)
-        # On the source rank, too: if a tensor cannot be written to, since elements share memory, all ranks say so.
+    # Of a dimension that is expanded, all elements are the same memory: the first is sent.
+    firsts = [t.detach()[tuple(slice(None if stride else 1) for stride in t.stride())] for t in tensors]
+    for bucket in assign_buckets(firsts, DEFAULT_LIMITS[-1:]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)  # as bytes: backends know few dtypes
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))
+            tensor.copy_(part.view(tensor.shape))
 
 
 def broadcast_buffers(module: nn.Module, source: int, group: dist.ProcessGroup) -> None:
     """Overwrite the module's buffers with those of rank ``source``."""
-    if buffers := list(replicated(module, parameters=False).values()):
+    if buffers := replicated(module, parameters=False).values():
         # An earlier forward pass may have saved a buffer for its backward pass, which would refuse a changed one.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+        with torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
+            tuple(buffer for buffer in buffers if not buffer.is_inference())
+        ):
             broadcast(buffers, source, group)
 
 

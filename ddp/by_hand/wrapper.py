@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ddp.all_reduce.base import AllReduce
-from ddp.by_hand import replicas
+from ddp.by_hand import errors, replicas
 from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.reducer import Reducer
@@ -42,7 +42,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
     :param bucket_cap_mb: MiB of a full bucket; None takes 1 for the first and 25 for all others
     :param broadcast_buffers: send rank 0's buffers (BatchNorm's statistics) to all before each forward pass
     :param find_unused_parameters: for modules that do not use all parameters in every forward pass; the unused ones
-        contribute zeros
+        contribute zeros, or what else is in their ``.grad``
     :param gradient_as_bucket_view: let ``.grad`` be a view into its bucket, which saves a copy. (torch's default is False.)
     :param static_graph: every forward pass uses the same parameters the same number of times, whichever the first does
     :param all_reduce: sums the buckets; the group's own backend when None
@@ -79,7 +79,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
         }
         self.make_replicas_equal(settings)
         if not (trained := replicas.trained_parameters(module)):
-            raise RuntimeError(f"{type(module).__name__} has no parameter to train: there are no gradients to average")
+            raise RuntimeError(
+                f"{type(module).__name__} has no parameter to train: DistributedDataParallel is not needed"
+            )
         self.device, self.device_ids = next(iter(trained.values())).device, list(device_ids or [])
         if self.device_ids and [getattr(i, "index", i) for i in self.device_ids] != [self.device.index]:
             raise ValueError(f"device_ids={device_ids} must name the module's GPU, but it is on {self.device}")
@@ -99,7 +101,9 @@ class HandwrittenDistributedDataParallel(nn.Module):
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
         """Tell the reducer of every gradient that is ready."""
         options = (self.bucket_limits, self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
-        reducer = self.reducer = self.reducer_type(trained, self.process_group, all_reduce, *options)
+        reducer = self.reducer = self.reducer_type(self.module, trained, self.process_group, all_reduce, *options)
+        parameters = replicas.replicated(self.module, buffers=False).values()
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
         self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
@@ -149,6 +153,8 @@ class HandwrittenDistributedDataParallel(nn.Module):
         )
         if not torch.is_grad_enabled():
             return
+        if synchronize and self.process_group.size() > 1 and any(p.requires_grad for p in self._frozen):
+            raise errors.unfrozen()
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():

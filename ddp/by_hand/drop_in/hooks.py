@@ -27,6 +27,7 @@ class HookedDDP(JoinableDDP):
     bucket_type = comm_hook.GradBucket
 
     _buffer_hook: tuple[BufferHook, Any, BufferHookLocation] | None = None
+    _hook_name = ""
     _buffers_follow = False  # whether the hook runs after the running forward pass
 
     def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
@@ -34,11 +35,13 @@ class HookedDDP(JoinableDDP):
         if callable(hook):
             require_annotations(hook)
         comm_hook.register(self.reducer, state, hook, self.bucket_type)
+        self._hook_name = getattr(hook, "__qualname__", repr(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """One of ``torch.distributed.BuiltinCommHookType``."""
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+        self._hook_name = str(comm_hook_type)
 
     def _register_fused_optim(
         self,
@@ -62,7 +65,9 @@ class HookedDDP(JoinableDDP):
         :raises TypeError: if it cannot be called
         """
         if not callable(hook):
-            raise TypeError(f"a buffer hook is a function of (state, buffers), not {type(hook).__name__}")
+            raise TypeError(
+                f"a buffer hook must be callable: a function of (state, buffers), not {type(hook).__name__}"
+            )
         self._buffer_hook = hook, state, comm_hook_location
         self._buffer_futures: list[torch.futures.Future[Any]] = []
 
@@ -109,7 +114,9 @@ def require_annotations(hook: Callable[..., Any]) -> None:
         and isinstance(bucket.annotation, type)
         and bucket.annotation.__name__ not in ("_empty", "GradBucket")
     ):
-        raise ValueError(f"a communication hook's bucket is a dist.GradBucket, not {bucket.annotation}")
+        raise ValueError(f"a communication hook's bucket annotation should be dist.GradBucket, not {bucket.annotation}")
     result = signature.return_annotation
     if isinstance(result, type) and result.__name__ not in ("_empty", "Future"):
-        raise ValueError(f"a communication hook returns a torch.futures.Future[torch.Tensor], not {result}")
+        raise ValueError(
+            f"a communication hook's return annotation should be torch.futures.Future[torch.Tensor], not {result}"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ddp.by_hand.drop_in.hooks import HookedDDP
-from ddp.by_hand.drop_in.reducer import DropInReducer
+from ddp.by_hand.drop_in.reducer import DropInReducer, Skipped
 from ddp.by_hand.replicas import trained_parameters
 
 
@@ -21,8 +21,11 @@ class LoggingDDP(HookedDDP):
     output_device: int | torch.device | None
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Settings, sizes in bytes, and the parameters' numbers in the order in which their gradients are sent."""
-        trained, buckets = trained_parameters(self.module), self.reducer.buckets
+        """Settings, sizes in bytes, and the parameters' numbers in the order in which their gradients are sent.
+
+        ``iteration`` is the number of the latest backward pass that synchronized, from 0, and ``num_buckets_reduced`` is of that pass.
+        """
+        trained, buckets, sent = trained_parameters(self.module), self.reducer.buckets, self.reducer.sent
         before = "rebuilt_" if self.reducer.rebuilt else ""
         data: dict[str, Any] = {
             "world_size": self.process_group.size(),
@@ -42,9 +45,12 @@ class LoggingDDP(HookedDDP):
                 sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()})
             ),
             "has_rebuilt_buckets": int(self.reducer.rebuilt),
-            "num_buckets_reduced": len(buckets),
+            "iteration": max(self.reducer.passes - 1, 0),
+            "num_buckets_reduced": sum(not isinstance(pending, Skipped) for pending in sent),
             f"{before}bucket_sizes": ", ".join(str(bucket.buffer.nbytes) for bucket in buckets),
         }
+        if self._hook_name:
+            data["comm_hook"] = self._hook_name
         if self.reducer.rebuilt:
             data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, b.parameters)) for b in buckets)
         return data

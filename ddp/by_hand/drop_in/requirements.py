@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ddp.by_hand.errors import first_of
 from ddp.by_hand.replicas import replicated
 
 
 def group_of(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is not None:
-        raise RuntimeError("pass process_group or device_mesh, not both")
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh.ndim != 1:
         raise RuntimeError(f"device_mesh must have one dimension, not {mesh.ndim}: pass the slice of the replicas")
     return mesh.get_group(mesh_dim=0)
@@ -37,7 +34,7 @@ def require_wrappable(
             "the module has DTensor parameters: use torch's DistributedDataParallel for 2-d parallelism"
         )
     if device_ids is not None and len(device_ids) > 1:
-        raise ValueError(f"device_ids={list(device_ids)} must be None or name one device")
+        raise ValueError(f"device_ids={list(device_ids)}: device_ids can only be None or contain a single element")
     kinds = {parameter.device.type for parameter in parameters}
     if len(kinds) > 1:
         raise ValueError(
@@ -62,32 +59,3 @@ def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:
                 f"{name or 'the module'} is wrapped already, and both wrappers would let .grad be a view into their buckets: "
                 "wrap only one of them, or pass gradient_as_bucket_view=False to both"
             )
-
-
-def refuse_compiled_autograd() -> None:
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # torch._dynamo takes seconds to import
-    if compiled is not None and compiled.compiled_autograd_enabled:
-        raise NotImplementedError(
-            "compiled autograd traces backward, where hooks cannot start all-reduces: compile the module, not its backward pass"
-        )
-
-
-def require_same_parameters(wrapped: Mapping[str, Tensor], module: nn.Module) -> None:
-    """:raises RuntimeError: if the module has got other parameters after wrapping, by ``load_state_dict(assign=True)`` for one"""
-    changed = [
-        name for name, parameter in wrapped.items() if (now := _now(module, name)) is not None and now is not parameter
-    ]
-    if changed:
-        raise RuntimeError(
-            f"{len(changed)} parameters were replaced after wrapping: {first_of(changed)}. Their gradients are not averaged any "
-            "more: change values in place (load_state_dict without assign), or wrap the module again"
-        )
-
-
-def _now(module: nn.Module, name: str) -> nn.Parameter | None:
-    """The parameter of that name, if there is one. (Pruning and weight norm make what was a parameter a function of others.)"""
-    try:
-        value = operator.attrgetter(name)(module)
-    except AttributeError:
-        return None
-    return value if isinstance(value, nn.Parameter) else None

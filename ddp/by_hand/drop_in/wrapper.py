@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import comm_hook
-from ddp.by_hand.buckets import MIB
+from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.delayed import DelayedAverage
 from ddp.by_hand.drop_in.logging_data import LoggingDDP
@@ -31,9 +31,7 @@ from ddp.by_hand.drop_in.mixed_precision import MixedPrecision, averaged_in, cal
 from ddp.by_hand.drop_in.reducer import DropInReducer
 from ddp.by_hand.drop_in.requirements import (
     group_of,
-    refuse_compiled_autograd,
     require_copies_when_nested,
-    require_same_parameters,
     require_wrappable,
 )
 from ddp.by_hand.drop_in.sparse import SparseAverage, sparse_parameters
@@ -55,6 +53,7 @@ class DistributedDataParallel(LoggingDDP):
     :raises NotImplementedError: for what is refused
     """
 
+    broadcast_bucket_size = DEFAULT_LIMITS[-1]  # bytes of a message with parameters or buffers
     reducer_type = DropInReducer
     reducer: DropInReducer
 
@@ -99,7 +98,12 @@ class DistributedDataParallel(LoggingDDP):
             process_group = group_of(device_mesh, process_group)
         require_wrappable(module, device_ids, output_device)
         require_copies_when_nested(module, gradient_as_bucket_view)
-        self.dim, self.output_device, self.mixed_precision = dim, output_device, mixed_precision
+        self.dim, self.output_device, self.mixed_precision, self.device_mesh = (
+            dim,
+            output_device,
+            mixed_precision,
+            device_mesh,
+        )
         self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
@@ -120,6 +124,9 @@ class DistributedDataParallel(LoggingDDP):
             static_graph,
             all_reduce,
         )
+        self.device_type, self.is_multi_device_module = self.device.type, False
+        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(self.bucket_limits), self._limits
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
             self._average_in(mixed_precision)
@@ -155,7 +162,6 @@ class DistributedDataParallel(LoggingDDP):
                 weakref.finalize(self.begin_backward, hook.remove)
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
         self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
-        self.reducer.after_none.append(lambda: DistributedDataParallel._after_none(self_or_none()))
 
     def _rebuild_reducer(self) -> None:
         self._remove_autograd_hooks()
@@ -172,10 +178,17 @@ class DistributedDataParallel(LoggingDDP):
             hook.remove()
 
     def _set_static_graph(self) -> None:
-        """As ``static_graph=True``; before the first forward pass."""
+        """As ``static_graph=True``; before the first backward pass.
+
+        :raises RuntimeError: after it
+        """
         if self.static_graph:
             warnings.warn("static_graph is True already", stacklevel=2)
             return
+        if self.reducer.passes:
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts: pass static_graph=True"
+            )
         self.static_graph = True
         self._rebuild_reducer()
 
@@ -200,7 +213,6 @@ class DistributedDataParallel(LoggingDDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward; a backward pass from what it returns averages the gradients."""
-        refuse_compiled_autograd()
         if self._fused is None:
             self._fused = in_backward.take_over(trained_parameters(self.module).values())
         output = super().forward(*inputs, **kwargs)
@@ -215,14 +227,8 @@ class DistributedDataParallel(LoggingDDP):
     @staticmethod
     def _after_backward(wrapper: DistributedDataParallel | None) -> None:
         if wrapper is not None:
-            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
             wrapper.await_buffers()
             in_backward.step(wrapper._fused or ())
-
-    @staticmethod
-    def _after_none(wrapper: DistributedDataParallel | None) -> None:
-        if wrapper is not None:
-            require_same_parameters(wrapper.reducer.unused(), wrapper.module)
 
     def _check_reducer_finalized(self) -> None:
         """:raises RuntimeError: if the latest backward pass was not completed"""
@@ -281,7 +287,17 @@ class DistributedDataParallel(LoggingDDP):
             raise RuntimeError(
                 "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
             )
-        parts = {"process_group", "reducer", "begin_backward", "_all_reduce", "_hooks", "_sparse", "_delayed", "_fused"}
+        parts = {
+            "process_group",
+            "reducer",
+            "begin_backward",
+            "_all_reduce",
+            "_hooks",
+            "_frozen",
+            "_sparse",
+            "_delayed",
+            "_fused",
+        }
         return {name: value for name, value in self.__dict__.items() if name not in parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

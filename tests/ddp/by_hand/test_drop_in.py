@@ -12,12 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.utils import prune
 
 from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel
 from ddp.by_hand.drop_in.mixed_precision import MixedPrecision
+from ddp.conformance import differences
 from ddp.conformance.networks import Branches
 from ddp.conformance.recorder import Recorder
 from ddp.conformance.tools import (
@@ -211,6 +214,25 @@ def pruned_parameters_were_not_replaced() -> None:
     expect_same(gradients(network), average(gradients(network)))
 
 
+def numbers_and_names_are_torch_s_or_on_the_page_of_differences() -> None:
+    page = " ".join((differences.__doc__ or "").split())
+    network, ours = (
+        Branches(2),
+        DistributedDataParallel(Branches(2), find_unused_parameters=True, bucket_cap_mb=EACH_ALONE),
+    )
+    names = set(dir(TorchDDP(network))) - set(dir(ours)) - set(dir(network))
+    missing = {name for name in names if not name.startswith("_")}
+    assert all(f"`{name}`" in page for name in missing), missing
+    ours.register_comm_hook(None, default_hooks.allreduce_hook)
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            one_pass(0, 0)(ours)
+    assert sum("search_unused_parameters" in event.name for event in profile.events()) == 3
+    data = ours._get_ddp_logging_data()
+    assert (data["iteration"], data["num_buckets_reduced"], data["comm_hook"]) == (2, 4, "allreduce_hook")
+    assert "should be called before training loop starts" in message_of(error_of(ours._set_static_graph))
+
+
 # What is refused
 
 
@@ -220,11 +242,11 @@ def replaced_parameters_are_named_though_unused_ones_are_allowed() -> None:
     backward(model)
     network.load_state_dict({name: p.clone() for name, p in network.state_dict().items()}, assign=True)
     error = error_of(lambda: backward(model))
-    assert "4 parameters were replaced after wrapping: 0.weight" in message_of(error)
+    assert "4 parameters were converted or replaced after they were wrapped: 0.weight" in message_of(error)
     model = DistributedDataParallel(network, find_unused_parameters=True)
     network[2] = nn.Linear(5, 2)
     error = error_of(lambda: backward(model))
-    assert "2 parameters were replaced after wrapping: 2.weight, 2.bias" in message_of(error)
+    assert "2 parameters were converted or replaced after they were wrapped: 2.weight, 2.bias" in message_of(error)
 
 
 def a_block_of_join_says_what_it_cannot_do_and_ends_after_errors() -> None:
@@ -304,6 +326,7 @@ failed, test_program = as_tests(
         parameters_of_every_kind_may_be_the_only_ones,
         tied_weights_are_cast_together_in_mixed_precision,
         a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
+        numbers_and_names_are_torch_s_or_on_the_page_of_differences,
         replaced_parameters_are_named_though_unused_ones_are_allowed,
         a_block_of_join_says_what_it_cannot_do_and_ends_after_errors,
         nothing_outlives_its_use,

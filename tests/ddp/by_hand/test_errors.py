@@ -66,7 +66,7 @@ def settings_that_differ_or_cannot_be() -> None:
     for option in ("find_unused_parameters", "static_graph"):
         text = f"{option} is True on rank 0, but False on ranks 1 and 2"
         expect_error(RuntimeError, text, lambda: Wrap(same, **{option: rank == 0}))  # type: ignore[arg-type] # noqa: B023
-    nothing = "Sequential has no parameter to train: there are no gradients to average"
+    nothing = "Sequential has no parameter to train: DistributedDataParallel is not needed"
     expect_error(RuntimeError, nothing, lambda: Wrap(nn.Sequential(nn.ReLU())))
     expect_error(RuntimeError, nothing, lambda: Wrap(layers(3, 2).requires_grad_(False)))
     expect_error(ValueError, "bucket_cap_mb=-1.5 must not be below 0", lambda: Wrap(same, bucket_cap_mb=-1.5))
@@ -141,10 +141,12 @@ def hooks_that_do_not_give_what_they_should() -> None:
         for _ in range(2):  # also when one pass has ended in it
             expect_error(kind, text, lambda: backward(model))  # noqa: B023
     model = Wrap(layers(3, 2))
-    text = "a communication hook is a function of (state, bucket), not int"
+    text = "a communication hook must be callable: a function of (state, bucket), not int"
     expect_error(TypeError, text, lambda: model.register_comm_hook(None, 3))  # type: ignore[arg-type]
     model.register_comm_hook(None, raising)
-    text = "there is a communication hook already: register one, before the first backward pass"
+    text = (
+        "there is a communication hook already: register_comm_hook can only be called once, before the first backward"
+    )
     expect_error(RuntimeError, text, lambda: model.register_comm_hook(None, raising))
 
 

@@ -31,7 +31,6 @@ from ddp.conformance.tools import (
     inputs,
     layers,
     loss_of,
-    of_all_ranks,
     one_pass,
 )
 from tests.ddp.by_hand.on_ranks import as_tests, failures
@@ -118,7 +117,7 @@ def parameters_that_were_converted_are_named_also_if_they_were_converted_back() 
         network.get_submodule(part).double().float()
         error = error_of(lambda: backward(model))  # noqa: B023
         number = 4 if part == "" else 2
-        assert f"{number} parameters were converted after they were wrapped" in str(error), error
+        assert f"{number} parameters were converted or replaced after they were wrapped" in str(error), error
 
 
 def gradients_that_were_moved_are_averaged_where_they_are() -> None:
@@ -198,14 +197,6 @@ def trained_tensors_need_not_be_parameters() -> None:
         backward(model)
         assert len(gradients(model)) == 4
         expect_same(gradients(model), average(gradients(model)))
-
-
-def tensors_that_cannot_be_written_to_are_refused_by_all_ranks() -> None:
-    for engine in ENGINES:
-        network = layers(3, 2)
-        network.register_buffer("shared", torch.zeros(1).expand(4))
-        errors = of_all_ranks(str(error_of(lambda: engine(network))))  # noqa: B023
-        assert all("single memory location" in error for error in errors), errors
 
 
 def passes_are_averaged_or_not_as_their_forward_passes_were() -> None:
@@ -310,7 +301,6 @@ failed, test_program = as_tests(
         gradients_that_are_zeroed_after_an_error_stay_zero,
         outputs_may_be_dataclasses_of_every_kind,
         trained_tensors_need_not_be_parameters,
-        tensors_that_cannot_be_written_to_are_refused_by_all_ranks,
         passes_are_averaged_or_not_as_their_forward_passes_were,
         two_outputs_may_have_a_backward_pass_each,
         gradients_may_have_a_graph,

@@ -1,0 +1,216 @@
+"""ddp/by_hand: tensors of every layout, and what a program may do to parameters and gradients beside the wrapper."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+
+from ddp.by_hand import (
+    DistributedDataParallel,
+    HandwrittenDistributedDataParallel,
+    NaiveDistributedDataParallel,
+)
+from ddp.conformance.networks import Branches
+from ddp.conformance.tools import (
+    alone,
+    average,
+    backward,
+    error_of,
+    expect_same,
+    gradients,
+    inputs,
+    layers,
+    loss_of,
+    one_pass,
+)
+from tests.ddp.by_hand.on_ranks import as_tests
+
+BUCKETED = (HandwrittenDistributedDataParallel, DistributedDataParallel)
+ENGINES: tuple[Callable[..., Any], ...] = (NaiveDistributedDataParallel, *BUCKETED)
+
+
+class OfEveryLayout(nn.Module):
+    """Parameters and buffers with gaps, with repeated elements, in dtypes that gloo does not send, and with lazy signs."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype)
+
+        self.strided = nn.Parameter(draw(4, 6)[:, ::2])
+        self.conjugated = nn.Parameter(draw(3, 2, dtype=torch.complex64).conj())
+        self.negated = nn.Parameter(draw(2, dtype=torch.complex64).conj().imag)
+        self.frozen = nn.Parameter(draw(4, 6)[1:3, 1::3], requires_grad=False)
+        self.empty = nn.Parameter(draw(0, 3))
+        for name, buffer in {
+            "gaps": draw(6, 8)[::2, ::3],
+            "turned": draw(3, 5).t(),
+            "expanded": draw(4, 1).expand(4, 3),
+            "short": draw(5).mul(9).to(torch.int16),
+            "eight_bits": draw(5).to(torch.float8_e4m3fn),
+            "a_scalar": draw().conj(),
+        }.items():
+            self.register_buffer(name, buffer)
+        with torch.inference_mode():
+            self.register_buffer("inferred", draw(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (x @ self.strided.t()[:, :3]).cfloat() @ self.conjugated
+        return hidden.abs() * self.negated + self.empty.sum()
+
+
+def tensors_of_every_layout_are_those_of_rank_0_and_their_gradients_averages() -> None:
+    for engine in ENGINES:
+        network, first = OfEveryLayout(dist.get_rank()), OfEveryLayout(0)
+        strides = [tensor.stride() for tensor in network.state_dict().values()]
+        model = engine(network)
+        for (name, mine), expected in zip(network.state_dict().items(), first.state_dict().values(), strict=True):
+            assert torch.equal(mine, expected), f"{engine}: {name}"
+        assert strides == [tensor.stride() for tensor in network.state_dict().values()]
+        for number in range(2):
+            network.zero_grad()
+            backward(model, number)
+            expect_same(gradients(network), average(alone(first, one_pass(number))))
+
+
+def tensors_that_cannot_be_sent_are_named() -> None:
+    for engine in ENGINES:
+        for layout, tensor in {
+            "sparse_coo": torch.eye(3).to_sparse(),
+            "sparse_csr": torch.eye(3).to_sparse_csr(),
+            "qint8": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        }.items():
+            network = layers(3, 2)
+            network.register_buffer("odd", tensor)
+            text = str(error_of(lambda: engine(network)))  # noqa: B023
+            assert text.startswith(f"odd is {layout} and cannot be sent to other ranks: turn it into a dense"), text
+    network = layers(3, 2).bfloat16()
+    network[0].weight.grad_dtype = torch.float32
+    for engine in BUCKETED:
+        text = str(error_of(lambda: engine(network)))  # noqa: B023
+        assert "0.weight is torch.bfloat16 and its grad_dtype is torch.float32" in text, text
+
+
+def gradients_with_gaps_are_averaged_by_the_naive_wrapper() -> None:
+    network = layers(3, 2)
+    expected = average(alone(network))
+    network[0].weight.grad = torch.zeros(2, 6)[:, ::2] if dist.get_rank() else torch.zeros(3, 2).t()
+    backward(NaiveDistributedDataParallel(network))
+    expect_same(gradients(network), expected)
+
+
+def parameters_that_were_loaded_in_place_of_others_are_named() -> None:
+    for engine in BUCKETED:
+        for names in (["0.weight", "0.bias", "2.weight", "2.bias"], ["2.bias"]):
+            network = layers(3, 5, 2)
+            model = engine(network, find_unused_parameters=len(names) == 1)
+            state = network.state_dict()
+            network.load_state_dict({name: state[name].clone() for name in names}, strict=False, assign=True)
+            text = str(error_of(lambda: backward(model)))  # noqa: B023
+            assert (
+                f"{len(names)} parameters were converted or replaced after they were wrapped: {', '.join(names)}."
+                in text
+            )
+
+
+def parameters_that_are_unfrozen_later_are_averaged_or_refused() -> None:
+    for engine in ENGINES:
+        network = layers(3, 5, 2)
+        network[2].requires_grad_(False)
+        model = engine(network)
+        network[2].requires_grad_(True)
+        if engine in BUCKETED:
+            assert "frozen when they were wrapped now require gradients" in str(error_of(lambda: backward(model)))  # noqa: B023
+        else:
+            expected = average(alone(network))
+            backward(model)
+            expect_same(gradients(network), expected)
+
+
+def a_backward_pass_that_is_compiled_alone_is_refused() -> None:
+    for engine in ENGINES:
+        loss = engine(layers(3, 2))(torch.ones(1, 3)).sum()
+        with compiled_autograd._enable(lambda graph: graph):
+            assert "compiled autograd traces backward" in str(error_of(loss.backward))
+
+
+def forward_around_the_wrapper_is_said_once() -> None:
+    for engine in ENGINES:
+        network = layers(3, 2)
+        model = engine(network)
+        backward(model)
+        with model.no_sync():
+            backward(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            backward(model)
+            assert not caught
+            for _ in range(3):
+                backward(model.module)
+        assert len(caught) == 1
+        assert "call the wrapper, model(x), and not model.module(x)" in str(caught[0].message)
+        del model, caught
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            backward(network)  # without the wrapper
+
+
+class HidesItsOutput(nn.Module):
+    """Its output is the attribute of an object, where no wrapper looks for tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(value=self.layer(x))
+
+
+def hidden_outputs_are_averaged() -> None:
+    for engine in ENGINES:
+        network = HidesItsOutput()
+        model = engine(network)
+        for number in range(2):
+            network.zero_grad()
+            expected = average(alone(network.layer, one_pass(number)))
+            loss_of(model(inputs(number)).value).backward()
+            expect_same(gradients(network), expected)
+
+
+def gradients_set_by_hand_stay_where_no_rank_uses_the_parameter() -> None:
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        for as_view in (True, False):
+            network = Branches(2)
+            model = DistributedDataParallel(network, gradient_as_bucket_view=as_view, **options)
+            for number in range(3):
+                expected = average(alone(network, one_pass(number, 0)))[:2]
+                network.zero_grad()
+                own = [torch.full_like(p, dist.get_rank() + 1) for p in network.branches[1].parameters()]
+                for parameter, gradient in zip(network.branches[1].parameters(), own, strict=True):
+                    parameter.grad = gradient.clone()
+                one_pass(number, 0)(model)
+                expect_same(gradients(network), [*expected, *own])
+
+
+failed, test_program = as_tests(
+    [
+        tensors_of_every_layout_are_those_of_rank_0_and_their_gradients_averages,
+        tensors_that_cannot_be_sent_are_named,
+        gradients_with_gaps_are_averaged_by_the_naive_wrapper,
+        parameters_that_were_loaded_in_place_of_others_are_named,
+        parameters_that_are_unfrozen_later_are_averaged_or_refused,
+        a_backward_pass_that_is_compiled_alone_is_refused,
+        forward_around_the_wrapper_is_said_once,
+        hidden_outputs_are_averaged,
+        gradients_set_by_hand_stay_where_no_rank_uses_the_parameter,
+    ]
+)
