@@ -107,8 +107,6 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
             fill(part.parameter, saved, f"{WEIGHT}:{name}", part.region)
     except LookupError as error:
         raise Damaged(path, str(error.args[0])) from error
-    if isinstance(network, ZeRO1):
-        network.shards_changed()
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

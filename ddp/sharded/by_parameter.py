@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.by_hand.replicas import broadcast
+
 
 def assign(sizes: Sequence[int], ranks: int) -> list[int]:
     """The rank of each parameter: from the largest on, each goes to the rank that has the least so far.
@@ -40,12 +42,19 @@ class ShardedByParameter:
     :param parameters: the same on every rank, with the same averaged gradients when :meth:`step` is called
     :param optimizer: its class
     :param settings: what the class takes beside parameters
+    :raises ValueError: on every rank, for a fused optimizer of parameters with gaps in memory
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], optimizer: type[torch.optim.Optimizer], **settings: Any
     ) -> None:
         self._parameters = list(parameters)
+        for number, p in enumerate(self._parameters):
+            if settings.get("fused") and not torch.ops.aten.is_non_overlapping_and_dense(p):
+                raise ValueError(
+                    f"fused=True walks over memory, and parameter {number} of shape {list(p.shape)} has gaps there: make it "
+                    "contiguous, or leave out fused"
+                )
         self._rank_of = assign([parameter.numel() for parameter in self._parameters], dist.get_world_size())
         own = [p for p, rank in zip(self._parameters, self._rank_of, strict=True) if rank == dist.get_rank()]
         self.optimizer = optimizer(own, **settings) if own else None  # no optimizer takes an empty list
@@ -55,8 +64,9 @@ class ShardedByParameter:
         """Optimize this rank's parameters, and get the others'. A collective."""
         if self.optimizer is not None:
             self.optimizer.step()
-        for parameter, rank in zip(self._parameters, self._rank_of, strict=True):
-            dist.broadcast(parameter.detach(), src=rank)
+        for rank in range(dist.get_world_size()):
+            of_rank = [p for p, owner in zip(self._parameters, self._rank_of, strict=True) if owner == rank]
+            broadcast(of_rank, rank, dist.distributed_c10d._get_default_group())
 
     def zero_grad(self) -> None:
         """Drop the gradients of all parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -19,11 +20,13 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
     :param parameters: the ``parameters()`` of what :func:`ddp.sharded.stages.shard` returned, or of a model by ``fully_shard``
     :param max_norm: of all ranks' gradients together, after this
-    :returns: the norm before, 0-d; the same on every rank
+    :returns: the norm before, 0-d, in fp32 or a wider dtype; the same on every rank
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    # Squares overflow in fp16. A rank may have shards of some dtypes only, but the empty ones tell it of the others.
+    dtype = functools.reduce(torch.promote_types, [gradient.dtype for gradient in gradients], torch.float32)
     gradients = [gradient for gradient in gradients if gradient.numel()]
-    square = torch.nn.utils.get_total_norm(gradients) ** 2
+    square = torch.nn.utils.get_total_norm(gradients).to(dtype) ** 2
     dist.all_reduce(square)
     norm = square**0.5
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_

@@ -32,6 +32,13 @@ class Precision(NamedTuple):
     reduce: torch.dtype | None = None
 
 
+class WatchedParameter(nn.Parameter):
+    """A parameter whose ``_version`` counts every write: those through ``.data``, which plain ones do not count, and the steps of
+    fused optimizers (ddp/sharded/stages.py)."""
+
+    data = property(Tensor.detach, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
 class FlatParameters(FlatLayout):
     """Parameters of one dtype and device: whole ones to compute with, and sharded ones to optimize. A collective.
 
@@ -59,7 +66,8 @@ class FlatParameters(FlatLayout):
         self._size, self._stage = group.size(), stage
         originals = [module.get_parameter(name) for (module, name), *_ in owners.values()]
         first = originals[0]
-        self.dtype, self.device, self.trained = first.dtype, first.device, first.requires_grad
+        self.dtype, self.device = first.dtype, first.device
+        self._trains = [first.requires_grad] * len(originals)  # it may be frozen later
         # Only shapes and strides are kept: the parameters' memory is freed when their owners hold the new ones.
         like = [torch.empty_like(original, device="meta") for original in originals]
         if not self.dtype.is_floating_point:  # a quantized parameter, which is frozen
@@ -75,11 +83,13 @@ class FlatParameters(FlatLayout):
         self.full = values if self.compute_dtype == self.dtype else values.to(self.compute_dtype)
         self.shard_in_full = stage < 3 and self.full is values
         self.shard = self.own(values) if self.shard_in_full else self.own(values).clone()
-        self.whole = [_parameter(view, self.trained) for view in self.views(self.full)]
-        self.sharded = [_parameter(part, self.trained) for part in self.parts(self.shard)]
-        self._install(self.whole)
-        self.gathered = self._installed = True  # whole in memory, or being gathered; and held by the modules
+        self.whole = [_parameter(nn.Parameter, view, self.trained) for view in self.views(self.full)]
+        self.sharded = [_parameter(WatchedParameter, part, self.trained) for part in self.parts(self.shard)]
+        self.outside, self._outside_memory = self.sharded, self.shard  # in `with model.gathered():`, whole copies
+        self.install(self.whole)
+        self.gathered = True  # whole in memory, or being gathered
         self._gathering: Pending | None = None
+        self._gathered_writes = _writes(self.sharded)  # when they were gathered
 
         # The gradients of the running step. ``gradient`` is flat, as long as ``full``; some parameters may not have theirs yet.
         self.gradient: Tensor | None = None
@@ -94,22 +104,92 @@ class FlatParameters(FlatLayout):
         self._grad_shard: Tensor | None = None
         self._earlier: Tensor | None = None  # this rank's shard of gradients that were reduced before
 
-    def _install(self, parameters: Sequence[nn.Parameter]) -> None:
+    def install(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let the modules hold these parameters."""
+        self._held = parameters
         for owners, parameter in zip(self.owners.values(), parameters, strict=True):
             for module, name in owners:
                 setattr(module, name, parameter)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any of the parameters gets a gradient; they may have been frozen since :func:`ddp.sharded.stages.shard`."""
+        return any(self._trains)
+
+    # Between passes, users write to parameters, freeze them, replace them
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the sharded parameters have been written to since they were gathered."""
+        return _writes(self.sharded) != self._gathered_writes
+
+    def follow_user(self) -> None:
+        """Freeze and unfreeze the parameters as the user has, whichever of them.
+
+        :raises RuntimeError: for a parameter that was replaced or moved
+        """
+        places = [memory.untyped_storage()._cdata for memory in (self.full, self.shard, self._outside_memory)]
+        for index, (name, owners) in enumerate(self.owners.items()):
+            same = self.whole[index], self.sharded[index], self.outside[index]
+            held = all(module._parameters.get(attribute) is self._held[index] for module, attribute in owners)
+            if not held or [one.untyped_storage()._cdata for one in same] != places:
+                raise RuntimeError(
+                    f"{name} was replaced or moved after shard() (by .to(), .half(), `.data = ...`, a parametrization?), and would "
+                    "not be trained any more: do that before shard(), and write values in place"
+                )
+            if any(one.requires_grad != self._trains[index] for one in same):
+                self._trains[index] = not self._trains[index]
+                for one in same:
+                    one.requires_grad_(self._trains[index])
+
+    @torch.no_grad()
+    def end_forward(self) -> None:
+        """Keep what forward has written to the whole parameters (a mask, say), on all ranks alike."""
+        if self.gathered and not self.shard_in_full:
+            own = self.own(self.full)
+            same = own == self.shard.to(own.dtype)  # then the shard has more digits
+            self.shard.copy_(torch.where(same, self.shard, own.to(self.dtype)))
+        if self.outside is not self.sharded:
+            self.install(self.outside)
+
+    @torch.no_grad()
+    def copy_whole(self) -> None:
+        """Let the modules hold a copy of the whole parameters, in the dtype in which they are optimized. A collective."""
+        self.finish_gather()
+        self.follow_user()
+        values = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self.own(values).copy_(self.shard)
+        if self.shard_numel:
+            self._gather.start_all_gather(values).wait()
+        if self.gathered:
+            self._gathered_writes = _writes(self.sharded)
+            self.full.copy_(values)
+        views = zip(self.views(values), self._trains, strict=True)
+        self.outside, self._outside_memory = [_parameter(WatchedParameter, *view) for view in views], values
+        self.install(self.outside)
+
+    @torch.no_grad()
+    def end_copy(self) -> None:
+        """Take back what was written to the copy, and let it go."""
+        self.follow_user()
+        if any(_writes(self.outside)):
+            self.shard.copy_(self.own(self._outside_memory))
+            torch.autograd.graph.increment_version(self.sharded)
+        self.outside, self._outside_memory = self.sharded, self.shard
+        self.install(self.whole if self.gathered else self.sharded)
 
     # Parameters: gathered from the shards, and freed
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
+        self.finish_gather()
+        self._gathered_writes = _writes(self.sharded)
         if not self.gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathered = True
-        elif self._installed:
+        elif self._held is self.whole:
             # Until they are whole again: code that does not wait gets an error, not old values.
-            self._install(self.sharded)
-            self._installed = False
+            self.install(self.outside)
         if not self.shard_in_full:
             self.own(self.full).copy_(self.shard)
         if self.shard_numel:
@@ -120,9 +200,8 @@ class FlatParameters(FlatLayout):
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        if self.gathered and not self._installed:
-            self._install(self.whole)
-            self._installed = True
+        if self.gathered and self._held is not self.whole:
+            self.install(self.whole)
 
     def free(self) -> None:
         """Free the whole parameters. In between, the modules hold the sharded parameters: to compute with them is an error, not a crash.
@@ -132,8 +211,7 @@ class FlatParameters(FlatLayout):
         """
         if self.gathered:
             self.finish_gather()
-            self._install(self.sharded)
-            self._installed = False
+            self.install(self.outside)
             self.full.untyped_storage().resize_(0)
             self.gathered = False
 
@@ -170,7 +248,7 @@ class FlatParameters(FlatLayout):
                 view.mul_(scale)
         self._filled.add(index)
         self._ready.add(index)
-        return len(self._ready) == len(self.whole)
+        return len(self._ready) == sum(self._trains)
 
     def _begin_gradient(self) -> None:
         if self.gradient is None:
@@ -274,8 +352,13 @@ class FlatParameters(FlatLayout):
         return self._grad_shard
 
 
-def _parameter(memory: Tensor, trained: bool) -> nn.Parameter:
+def _writes(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """How often each of them has been written to."""
+    return [one._version for one in parameters]
+
+
+def _parameter(kind: type[nn.Parameter], memory: Tensor, trained: bool) -> nn.Parameter:
     """A parameter in this memory. It counts its own versions: autograd does not see when other views are written."""
-    parameter = nn.Parameter(memory.new_empty(0), requires_grad=trained)
+    parameter = kind(memory.new_empty(0), requires_grad=trained)
     parameter.data = memory
     return parameter

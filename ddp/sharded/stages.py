@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddp.all_reduce.backend import another_group
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.all_reduce.sharded import ShardedAllReduce
-from ddp.sharded.flat import Precision
+from ddp.sharded.flat import Precision, WatchedParameter
 from ddp.sharded.zero1 import DEFAULT_PRECISION, ZeRO1
 from ddp.sharded.zero2 import ZeRO2
 from ddp.sharded.zero3 import ZeRO3
@@ -36,14 +36,21 @@ def shard(
     :param precision: the dtypes of computation and communication
     :param all_reduce: whose all-gather and reduce-scatter are used: ``"backend"``, ``"ring"`` or ``"shared-memory"``
     :param device: where to put what is on the meta device
-    :raises ValueError: on every rank, for another stage or all-reduce, and as :class:`ddp.sharded.zero1.ZeRO1`
+    :raises ValueError: on every rank, for another stage or all-reduce, an embedding with ``max_norm``, and as
+        :class:`ddp.sharded.zero1.ZeRO1`
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage}: there are 1 (optimizer state), 2 (gradients too) and 3 (parameters too)")
-    originals = dict(module.named_parameters())
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{name}: with max_norm, each rank would change the rows of its own batch, and a shard is one rank's: build it without "
+                "max_norm, and normalize what it returns"
+            )
+    originals = list(module.named_parameters())
     model = STAGES[stage](module, units, (_collectives(all_reduce), _collectives(all_reduce)), precision, device)
-    kept = set(module.parameters())
-    for name, parameter in originals.items():
+    kept = {*model.parameters(), *model._frozen.values()}
+    for name, parameter in (*originals, *module.named_parameters()):
         if parameter not in kept:
             parameter._sharded_as = name  # type: ignore[attr-defined]
     return model
@@ -63,13 +70,18 @@ def _collectives(name: str) -> ShardedAllReduce:
 
 
 def _require_shards(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """:raises RuntimeError: for an optimizer of parameters that have been sharded since: its steps would change nothing"""
+    """Count the step as a write to the shards, which fused optimizers do not.
+
+    :raises RuntimeError: for an optimizer of parameters that have been sharded since: its steps would change nothing
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if isinstance(parameter, WatchedParameter):
+                torch.autograd.graph.increment_version(parameter)
             if name := getattr(parameter, "_sharded_as", None):
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, which "
-                    "nothing uses any more. Build it afterwards, from the parameters() of what shard() returns"
+                    f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, or whole, "
+                    "which nothing trains any more. Build it afterwards, from the parameters() of what shard() returns"
                 )
 
 

@@ -41,8 +41,8 @@ def shard_network(
     :param strategy: one of :data:`ddp.strategies.SHARDED`
     :param all_reduce: whose reduce-scatter and all-gather the hand-written stages use; ``"backend"`` when None
     :param precision: one of :data:`common.training.precision.PRECISIONS`
-    :raises UsageError: on every rank, for a model with fewer parameters than ranks, and for ``fsdp2`` one with a parameter
-        that several units share
+    :raises UsageError: on every rank, for a model that shards cannot train, see :func:`ddp.sharded.stages.shard`, and for
+        ``fsdp2`` one with a parameter that several units share
     """
     has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
     low = None if has_batchnorm else LOW_DTYPES.get(precision)

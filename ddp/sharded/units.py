@@ -42,7 +42,7 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
     chosen = dict(_repeated_blocks(module)) if units is None else _checked(module, list(units))
     at: dict[nn.Parameter, set[str]] = {}
     owners: dict[nn.Parameter, list[Owner]] = {}
-    names: dict[nn.Parameter, str] = {}
+    names = {parameter: name for name, parameter in module.named_parameters()}  # some wrappers leave their own part out
     for path, part in module.named_modules(remove_duplicate=False):  # a module may lie in two units
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -50,7 +50,6 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
                 at.setdefault(parameter, set()).add(unit)
                 if (part, name) not in owners.setdefault(parameter, []):
                     owners[parameter].append((part, name))
-                names.setdefault(parameter, f"{path}.{name}" if path else name)
     parts = {name: Unit(name, part, {}) for name, part in {"": module, **chosen}.items()}
     for parameter, places in at.items():
         home = places.pop() if len(places) == 1 else ""

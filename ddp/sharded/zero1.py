@@ -45,7 +45,7 @@ class ZeRO1(nn.Module):
     :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
         its own
     :param device: where to put what is on the meta device
-    :raises ValueError: on every rank, if the modules differ, for units that do not fit, for fewer parameters than ranks
+    :raises ValueError: on every rank, if the modules differ, for units that do not fit, and if nothing is trained
     """
 
     stage = 1
@@ -83,17 +83,22 @@ class ZeRO1(nn.Module):
                 for index, parameter in enumerate(flat.whole if flat.trained else ()):
                     ready = functools.partial(self._ready, unit, flat, index)
                     parameter.register_post_accumulate_grad_hook(ready)
-            unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit))
-        self._trained = [flat for flat in self.flats if flat.trained]
-        for rank in range(group.size()):
-            if all(begin == end for flat in self._trained for begin, end in flat.bounds(rank)):
-                raise ValueError(f"{type(module).__name__} has too few parameters to train for {group.size()} ranks")
-        frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        broadcast([*(frozen if self.stage < 3 else ()), *module.buffers()], 0, group)  # at stage 3 they have been sent
-        self._stale = False  # the shards have changed since the parameters were gathered, or will change
-        self._in_gathered = False
-        module.register_state_dict_pre_hook(self._require_whole)
+            # Any layer may be called by itself. At stage 3, only units gather.
+            layers = {part for owners in unit.owners.values() for part, _ in owners if self.stage < 3}
+            for part in {unit.module, *layers}:
+                part.register_forward_pre_hook(functools.partial(self._before_forward, unit, part is module))
+        self._trained: list[FlatParameters] = []
+        if not any(flat.trained and flat.shard_numel for flat in self.flats):
+            raise ValueError(f"{type(module).__name__} has no parameters to train")
+        self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+        replicated = self._frozen.values() if self.stage < 3 else ()  # at stage 3 they are sharded, too
+        broadcast([*replicated, *module.buffers()], 0, group)
+        self._stale = False  # a backward pass is over, so the shards will change
+        self._in_forward = self._in_gathered = False
+        module.register_forward_hook(self._end_forward, always_call=True)
         module.register_load_state_dict_pre_hook(self._refuse_to_load)
+        for part in module.modules():
+            part.register_state_dict_pre_hook(self._require_whole)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward."""
@@ -112,8 +117,17 @@ class ZeRO1(nn.Module):
             )
 
     def _refuse_to_load(self, *_: object) -> None:
-        """:raises RuntimeError: since what is loaded would not reach the shards that are optimized"""
-        raise RuntimeError("load_state_dict() does not reach the shards: load the weights before shard()")
+        """:raises RuntimeError: where what is loaded would not reach the shards that are optimized"""
+        if not self._in_gathered:
+            raise RuntimeError(
+                "load_state_dict() does not reach the shards: load the weights before shard(), or in `with model.gathered():`"
+            )
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """:raises TypeError: since a copy would have no shards and no connections of its own"""
+        raise TypeError(
+            "a sharded model cannot be copied or pickled: in `with model.gathered() as module:`, take module.state_dict()"
+        )
 
     def close(self) -> None:
         """Free the threads and connections of the collectives; the model cannot be trained further."""
@@ -159,24 +173,17 @@ class ZeRO1(nn.Module):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """A block in which ``module`` has its parameters whole, as the last step left them, to be read. A collective."""
+        """A block in which ``module`` holds copies of its parameters, whole, as the last step left them, and in the dtype in which
+        they are optimized. What is read may be kept; what all ranks write alike is taken back. A collective."""
         for flat in self.flats:
-            flat.start_gather()
-        for flat in self.flats:
-            flat.finish_gather()
+            flat.copy_whole()
         self._in_gathered = True
         try:
             yield self.module
         finally:
             self._in_gathered = False
-            self._free_all()
-
-    def shards_changed(self) -> None:
-        """Gather in the next forward pass, since something else than an optimizer after backward has written to the shards."""
-        self._stale = True
-
-    def _free_all(self) -> None:
-        """Free whole parameters, at stage 3."""
+            for flat in self.flats:
+                flat.end_copy()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the shards, and those that ``no_sync`` has kept. (An optimizer's ``zero_grad`` knows the shards.)"""
@@ -192,20 +199,43 @@ class ZeRO1(nn.Module):
     def _free(self, unit: Unit) -> None:
         """Free a unit's whole parameters, at stage 3."""
 
-    def _before_forward(self, unit: Unit, *_: object) -> None:
-        """A unit is about to run: its parameters must be those of the last step."""
+    def _before_forward(self, unit: Unit, is_model: bool = False, *_: object) -> None:
+        """A unit, or a layer of it, is about to run: its parameters must be those of the last step.
+
+        :param is_model: whether it is the whole model
+        """
         if self._running and not in_backward():  # an exception ended that pass, so that autograd did not call _finish
             self._running = False
             self._drop_gradients()
             self._end_pass()
-        if unit.module is self.module and self._stale:
-            # With gradients that are not dropped yet, a step may follow this forward pass: then gather again in the next.
-            self._stale = any(one.grad is not None for flat in self.flats for one in flat.sharded)
-            for other in self.units:  # in the background: the last units are gathered while the first run
-                for flat in self._flats_of[other.name]:
-                    flat.start_gather()
+        if not in_backward() and (is_model or not self._in_forward):
+            self._follow_user()
+        self._in_forward |= is_model
         for flat in self._flats_of[unit.name]:
             flat.finish_gather()
+
+    def _follow_user(self) -> None:
+        """Compute with what was stepped, written, frozen or unfrozen since the last pass."""
+        for flat in self.flats:
+            flat.follow_user()
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen at shard(), so no rank trains it: shard it unfrozen, then call requires_grad_(False), "
+                    "which requires_grad_(True) undoes"
+                )
+        self._trained = [flat for flat in self.flats if flat.trained]
+        if self.stage < 3 and (self._stale or any(flat.outdated for flat in self.flats)):
+            self._stale = False
+            for flat in self.flats:  # in the background: the last units are gathered while the first run
+                flat.start_gather()
+
+    def _end_forward(self, *_: object) -> None:
+        """The model has run, or failed."""
+        self._in_forward = False
+        if self.stage < 3 and not in_backward():
+            for flat in self.flats:
+                flat.end_forward()
 
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, kwargs: object, output: object) -> None:
         """A unit has run."""
@@ -228,7 +258,8 @@ class ZeRO1(nn.Module):
         self._running = False
         try:
             if self.require_backward_grad_sync:
-                self._reduce()
+                if self._trained:
+                    self._reduce()
                 self._stale = True  # the optimizer is going to change the shards
         finally:
             self._end_pass()
@@ -255,7 +286,9 @@ class ZeRO1(nn.Module):
         :raises RuntimeError: on every rank, if they have not
         """
         # A sum is not finite if one of its terms is not. (A norm would overflow: it squares, and 1e20 squared is inf.)
-        total = torch.stack([flat.grad_shard.sum(dtype=torch.float32) for flat in self._trained]).sum()
+        shards = [flat.grad_shard for flat in self._trained]
+        real = [torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards]
+        total = torch.stack([shard.sum(dtype=torch.float32) for shard in real]).sum()
         not_finite = torch.where(total.isfinite(), 0.0, 1.0).view(1)
         used = torch.cat([flat.used() for flat in self._trained]).float()
         digits = self._digits_of_gathers()
@@ -265,6 +298,8 @@ class ZeRO1(nn.Module):
         not_finite, used, sums = message.split([1, len(used), 2 * len(digits)])
         for flat, users in zip(self._trained, used.split([len(flat.sharded) for flat in self._trained]), strict=True):
             flat.finalize(not_finite, users)
+        if not any(one.numel() for flat in self._trained for one in flat.sharded) and not_finite[0] > 0:
+            raise RuntimeError("gradients are not finite, and this rank has no shard to see it in: use fewer ranks")
         # The mean of squares is the square of the mean only if all are the same.
         size = self.process_group.size()
         if sums.tolist() != [size * value for value in (*digits, *squares)]:

@@ -54,9 +54,8 @@ class ZeRO3(ZeRO2):
         for unit in self.units:
             unit.module.register_forward_hook(functools.partial(self._after_forward, unit), with_kwargs=True)
 
-    def _before_forward(self, unit: Unit, *_: object) -> None:
-        self._stale = False  # parameters are gathered in each pass anyway
-        super()._before_forward(unit)
+    def _before_forward(self, unit: Unit, is_model: bool = False, *_: object) -> None:
+        super()._before_forward(unit, is_model)
         if in_backward():
             self._gather(unit, -1)
             return
@@ -69,6 +68,8 @@ class ZeRO3(ZeRO2):
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, kwargs: object, output: object) -> None:
         if in_backward():  # activation checkpointing: its backward pass comes next
             return
+        for flat in self._flats_of[unit.name]:
+            flat.end_forward()
         is_root = unit.module is self.module
         self._order_is_known |= is_root
         if not torch.is_grad_enabled():
@@ -119,7 +120,7 @@ class ZeRO3(ZeRO2):
             # Before the root, which begins, comes the unit that ran last.
             following = self._order[self._order.index(unit) + direction :][:1]
         for one in (unit, *following):
-            flats = [flat for flat in self._flats_of[one.name] if not flat.gathered]
+            flats = [flat for flat in self._flats_of[one.name] if not flat.gathered or flat.outdated]
             for flat in flats:
                 with memory_for(one.name, flat.full.nbytes):
                     flat.start_gather()

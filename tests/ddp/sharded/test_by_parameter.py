@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -55,6 +56,24 @@ def test_it_takes_the_steps_of_torchs_and_of_replicas() -> None:
     for kind in ("torch's", "replicas"):
         for ours, theirs in zip(results["ours"], results[kind], strict=True):
             assert all(map(torch.equal, ours, theirs)), kind
+
+
+def strided() -> None:
+    with process_group(timeout_s=60):
+        torch.manual_seed(0)
+        memory, gradient = torch.randn(36, 8), torch.randn(36, 4)
+        ours, theirs = (nn.Parameter(memory.clone()[:, ::2]) for _ in range(2))
+        ours.grad = theirs.grad = gradient
+        ShardedByParameter([ours], torch.optim.AdamW, lr=0.1).step()
+        torch.optim.AdamW([theirs], lr=0.1).step()
+        assert torch.equal(ours, theirs)
+        with pytest.raises(ValueError, match=r"parameter 0 of shape \[36, 4\] has gaps there"):
+            ShardedByParameter([ours], torch.optim.AdamW, fused=True)
+
+
+def test_a_parameter_with_gaps_in_memory() -> None:
+    """A parameter with gaps in memory is optimized and sent element by element, or refused."""
+    run_ranks(strided, 2)
 
 
 def alone() -> int:

@@ -295,21 +295,6 @@ def test_a_forward_pass_between_backward_and_step(stage: int) -> None:
     run_ranks(looked_at_in_between, 2, stage)
 
 
-def frozen_afterwards(stage: int) -> None:
-    with process_group(timeout_s=60):
-        net = network()
-        model = shard(net, stage)
-        dict(model.named_parameters())["head.weight"].requires_grad_(False)
-        loss_of(model, tokens(0)).backward()
-        missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-        assert missing == ["head.weight"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_that_is_frozen_afterwards_gets_no_gradient(stage: int) -> None:
-    run_ranks(frozen_afterwards, 2, stage)
-
-
 def quantized() -> None:
     """Integers are not computed with in bfloat16."""
     with process_group(timeout_s=60):
@@ -319,7 +304,7 @@ def quantized() -> None:
         model = shard(net, 3, precision=Precision(torch.bfloat16))
         with model.gathered():
             assert torch.equal(net.codes, codes)
-            assert net.weight.dtype == torch.bfloat16
+            assert net.weight.dtype == torch.float32
 
 
 def test_frozen_integers_keep_their_dtype() -> None:
@@ -546,8 +531,8 @@ def mistakes() -> None:
             ValueError, match="'tree' has no reduce-scatter and all-gather: choose backend, ring or shared-memory"
         ):
             shard(network(), 1, all_reduce="tree")
-        with pytest.raises(ValueError, match="Linear has too few parameters to train for 2 ranks"):
-            shard(nn.Linear(1, 1, bias=False), 1)
+        with pytest.raises(ValueError, match="Linear has no parameters to train"):
+            shard(nn.Linear(1, 1).requires_grad_(False), 1)
         embedding = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
         sharded = shard(embedding, 1)
         with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight is sparse"):

@@ -1,0 +1,330 @@
+"""ddp/sharded/: what users' programs do to a model's parameters, before and after ``shard()``, against one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from common.distributed.process_group import process_group
+from ddp.sharded import Precision, clip_grad_norm_, shard
+from tests.support.launch import run_ranks
+
+STAGES = (1, 2, 3)
+Model = Any
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 3))
+
+
+def inputs(number: int, ranks: Iterable[int] | None = None) -> Tensor:
+    """The samples of these ranks, or of this one, in a step: ``[4 * ranks, 5]``."""
+    parts = [dist.get_rank()] if ranks is None else ranks
+    return torch.cat([torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + rank)) for rank in parts])
+
+
+class Pair:
+    """The same model twice: sharded, and plain on the samples of all ranks, which is one process's."""
+
+    def __init__(
+        self,
+        stage: int,
+        build: Callable[[], nn.Module] = network,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        **settings: Any,
+    ) -> None:
+        self.net: Any = build()
+        self.plain: Any = build()
+        units = [part for part in self.net.children() if isinstance(part, nn.Sequential)]
+        self.model: Model = shard(self.net, stage, units=units, **settings)
+        self.all_ranks = range(dist.get_world_size())
+        self.optimizers = [optimizer(one.parameters(), lr=0.05) for one in (self.model, self.plain)]
+
+    @property
+    def both(self) -> list[tuple[Model, Iterable[int] | None]]:
+        return [(self.model, None), (self.plain, self.all_ranks)]
+
+    def step(self, number: int) -> None:
+        for (model, ranks), optimizer in zip(self.both, self.optimizers, strict=True):
+            model(inputs(number, ranks)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        """The outputs of both are the same, and the parameters."""
+        with torch.no_grad():
+            outputs, expected = self.model(inputs(99)), self.plain(inputs(99))
+        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
+        with self.model.gathered() as module:
+            torch.testing.assert_close(module.state_dict(), self.plain.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def inside(function: Callable[[int], None], stage: int) -> None:
+    with process_group(timeout_s=60):
+        function(stage)
+
+
+# Writes between passes
+
+
+def written_shards(stage: int) -> None:
+    """Evaluation with averaged weights, and training goes on with those from before; written in place, or through ``.data``."""
+    pair = Pair(stage)
+    writes: list[Callable[[Tensor, Tensor], Tensor]] = [lambda p, v: p.copy_(v), lambda p, v: p.data.copy_(v)]
+    for write in writes:
+        pair.step(0)
+        averages = [[0.5 * p.detach() for p in model.parameters()] for model, _ in pair.both]
+        kept = [[p.data.clone() for p in model.parameters()] for model, _ in pair.both]
+        with torch.no_grad():
+            pair.model(inputs(1))
+            for values in (averages, kept):
+                for (model, _), ours in zip(pair.both, values, strict=True):
+                    for parameter, value in zip(model.parameters(), ours, strict=True):
+                        write(parameter, value)
+                pair.check()
+
+
+def written_whole(stage: int) -> None:
+    """All ranks write to whole parameters: between passes (up to stage 2, where they are whole), and in ``gathered()``."""
+    for precision in (Precision(), Precision(torch.float64)):
+        pair = Pair(stage, precision=precision)
+        pair.net.register_forward_pre_hook(lambda net, x: (x[0].to(net[0].weight.dtype),))
+        pair.net.register_forward_hook(lambda *args: args[-1].float())
+        pair.step(0)
+        with torch.no_grad():
+            with pair.model.gathered() as module:
+                for one in (module, pair.plain):
+                    one[0].weight.data.clamp_(-0.1, 0.1)
+                    one[1][1].bias.fill_(0.5)
+            pair.check()
+            if stage < 3:
+                for one in (pair.net, pair.plain):
+                    one[2].weight.data.mul_(0.5)
+        pair.check()
+        with pair.model.gathered() as module:
+            module.load_state_dict(network().state_dict())
+        pair.plain.load_state_dict(network().state_dict())
+        pair.step(1)
+        pair.check()
+
+
+def alone(stage: int) -> None:
+    """Units and layers that are called by themselves, between steps of any optimizer."""
+    for optimizer in (torch.optim.Adam, functools.partial(torch.optim.Adam, fused=True)):
+        pair = Pair(stage, optimizer=optimizer)
+        for number in range(3):
+            pair.step(number)
+            hidden = torch.ones(2, 8)
+            torch.testing.assert_close(pair.net[1](hidden), pair.plain[1](hidden))
+            if stage < 3:
+                torch.testing.assert_close(pair.net[2](hidden), pair.plain[2](hidden))
+        pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("function", [written_shards, written_whole, alone])
+def test_parameters_that_are_written_between_passes(function: Callable[[int], None], stage: int) -> None:
+    """Weights that are written between passes, and layers called by themselves, compute as in one process.
+
+    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
+    process, or are refused by name.
+    """
+    run_ranks(inside, 2, function, stage)
+
+
+# Writes in forward
+
+
+class Masked(nn.Linear):
+    """As PixelCNN's convolution, which sets weights to zero in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_features == 8:
+            self.weight.data.mul_(torch.ones_like(self.weight).tril())
+        else:
+            with torch.no_grad():
+                self.weight.mul_(torch.ones_like(self.weight).tril())
+        return super().forward(x)
+
+
+def masked() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Masked(5, 8), nn.Sequential(nn.Tanh(), Masked(8, 8)), Masked(8, 3))
+
+
+def written_in_forward(stage: int) -> None:
+    pair = Pair(stage, masked)
+    for number in range(3):
+        pair.step(number)
+    pair.check()
+    with pytest.raises(ValueError, match=r"^0: with max_norm, each rank would change the rows of its own batch"):
+        shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_forward_writes(stage: int) -> None:
+    """Writes that forward makes to parameters are kept, and those that differ by rank are refused.
+
+    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
+    process, or are refused by name.
+    """
+    run_ranks(inside, 2, written_in_forward, stage)
+
+
+# Conversions, freezing, copies
+
+
+def converted(stage: int) -> None:
+    conversions: list[Callable[[Any, Any], Any]] = [
+        lambda net, _: net.to(torch.bfloat16),
+        lambda net, _: net[1].double(),
+        lambda net, model: setattr(next(iter(model.parameters())), "data", torch.ones(3)),
+        lambda net, _: setattr(net[2], "weight", nn.Parameter(torch.ones(3, 8))),
+    ]
+    if stage < 3:
+        conversions.append(lambda net, _: net.to(memory_format=torch.channels_last))
+        conversions.append(lambda net, _: nn.utils.parametrizations.weight_norm(net[2]))
+    for convert in conversions:
+        net = nn.Sequential(*network(), nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 2, 3, padding=1))
+        model: Model = shard(net, stage, units=[net[1]])
+        model.to("cpu").float()  # changes nothing
+        model(inputs(0)).mean().backward()
+        convert(net, model)
+        with pytest.raises(RuntimeError, match=r"was replaced or moved after shard\(\)"):
+            model(inputs(0))
+
+
+def frozen_and_unfrozen(stage: int) -> None:
+    """Freezing and unfreezing later, of sharded or whole parameters; what was frozen from the beginning stays so."""
+    pair = Pair(stage)
+    shards = dict(pair.model.named_parameters())
+    pair.step(0)
+    for trains in (False, True, False, True):
+        for name, parameter in pair.plain.named_parameters():
+            if name[0] in "12":
+                parameter.requires_grad_(trains)
+                shards[name].requires_grad_(trains)
+        pair.step(1)
+        assert len(pair.model._trained) == (2 if trains else 1)  # the others are not reduced
+        pair.check()
+    for trains in (False, True):
+        for one in (pair.net, pair.plain):
+            one[0].requires_grad_(trains)
+        pair.step(2)
+        pair.check()
+    net = network()
+    net[2].requires_grad_(False)
+    model = shard(net, stage)
+    net[2].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"2\.weight was frozen at shard\(\), so no rank trains it"):
+        model(inputs(0))
+
+
+def kept_state(stage: int) -> None:
+    """State that is taken in ``gathered()`` is fp32, and is still there afterwards; a forward pass within changes nothing."""
+    net = network()
+    expected = copy.deepcopy(net.state_dict())
+    model: Model = shard(net, stage, units=[net[1]], precision=Precision(torch.bfloat16))
+    with model.gathered() as module:
+        state = module.state_dict()
+        model(inputs(0).bfloat16())
+        again = module.state_dict()
+        part = module[1].state_dict()
+    for one in (state, again):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0)
+    assert torch.equal(part["1.bias"], expected["1.1.bias"])
+    for refuse in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy(one.module)):
+        with pytest.raises(TypeError, match="a sharded model cannot be copied or pickled"):
+            refuse(model)
+    with pytest.raises(RuntimeError, match="the parameters may not be whole"):
+        net[1].state_dict()
+    whole = torch.optim.SGD(net.parameters(), lr=0.1) if stage < 3 else None
+    model(inputs(0).bfloat16()).sum().backward()
+    if whole is not None:
+        with pytest.raises(RuntimeError, match=r"has the parameter '0\.weight' from before, or whole"):
+            whole.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("function", [converted, frozen_and_unfrozen, kept_state])
+def test_conversions_freezing_and_copies(function: Callable[[int], None], stage: int) -> None:
+    """A model that is converted, copied, frozen or unfrozen after ``shard()`` trains right, or is refused by name.
+
+    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
+    process, or are refused by name.
+    """
+    run_ranks(inside, 2, function, stage)
+
+
+# Small and wrapped models
+
+
+def small(stage: int) -> None:
+    for size, bias in ((3, False), (3, True), (1, False)):  # 9 elements, 12, 1
+        torch.manual_seed(0)
+        plain = nn.Linear(size, size, bias=bias)
+        model: Model = shard(copy.deepcopy(plain), stage)
+        for one, ranks in ((model, None), (plain, range(4))):
+            optimizer = torch.optim.Adam(one.parameters(), lr=0.1)
+            for number in range(3):
+                one(inputs(number, ranks)[:, :size]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with model.gathered() as module:
+            torch.testing.assert_close(module.state_dict(), plain.state_dict())
+        empty = not any(shard.numel() for shard in model.parameters())
+        with pytest.raises(RuntimeError, match="this rank has no shard") if empty else contextlib.nullcontext():
+            (model(torch.ones(2, size)) * torch.inf).sum().backward()
+
+
+def checkpointed(stage: int) -> None:
+    pair = Pair(stage, lambda: checkpoint_wrapper(network()))
+    for number in range(3):
+        pair.step(number)
+    assert len(dict(pair.model.named_parameters())) == 6
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_small_and_wrapped_models(stage: int) -> None:
+    """Models with fewer elements than fill all shards, and checkpointed ones, train as in one process."""
+    run_ranks(inside, 4, small, stage)
+    run_ranks(inside, 2, checkpointed, stage)
+
+
+class Kinds(nn.Module):
+    """Parameters of three dtypes, of which a rank may have shards of one only; the gradient is each value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.full((9,), 400.0).half(), torch.tensor(400.0).double(), torch.full((7,), 200.0)
+        self.kinds = nn.ParameterList(values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.stack([one.float().square().sum() / 2 for one in self.parameters()]).sum()
+
+
+def clipped(stage: int) -> None:
+    model: Model = shard(Kinds(), stage)
+    model(torch.ones(())).backward()
+    norm = (9 * 400**2 + 400**2 + 7 * 200**2) ** 0.5  # above 256, whose square is no fp16
+    assert clip_grad_norm_(model.parameters(), 10.0).item() == pytest.approx(norm, rel=1e-3)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad.float(), parameter.detach().float() * 10 / norm, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_of_gradients_of_several_dtypes(stage: int) -> None:
+    """The norm of fp16, fp32 and fp64 gradients is that of one process, and they are clipped by it."""
+    run_ranks(inside, 2, clipped, stage)
