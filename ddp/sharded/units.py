@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from common.training.models import shared_memory
 from ddp.sharded.flat import Owner
 
 SMALL = 32_768  # parameters; a smaller block stays with the root, unless it is named
@@ -39,7 +40,10 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
         parameters or more, but none within another
     :raises ValueError: if a unit is no submodule, or lies within another; if two parameters lie in the same memory
     """
-    _require_own_memory(module)
+    for one, other in shared_memory(module):
+        raise ValueError(
+            f"{one} and {other} share memory, but are two parameters, whose shards would differ: let both modules have the same one"
+        )
     chosen = dict(_repeated_blocks(module)) if units is None else _checked(module, list(units))
     at: dict[nn.Parameter, set[str]] = {}
     owners: dict[nn.Parameter, list[Owner]] = {}
@@ -56,19 +60,6 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
         home = places.pop() if len(places) == 1 else ""
         parts[home].owners[names[parameter]] = owners[parameter]
     return [unit for name, unit in parts.items() if unit.owners or not name]
-
-
-def _require_own_memory(module: nn.Module) -> None:
-    """Each parameter gets its own shards, so ``nn.Parameter(other.data)`` would no longer be tied to the other."""
-    at: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        if parameter.numel() and not parameter.is_meta:
-            other = at.setdefault(parameter.data_ptr(), name)
-            if other != name:
-                raise ValueError(
-                    f"{name} and {other} share memory, but are two parameters, whose shards would differ: let both modules have the "
-                    "same one"
-                )
 
 
 def by_dtype(unit: Unit, trained_only: bool) -> Iterator[dict[str, list[Owner]]]:
