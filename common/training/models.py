@@ -141,7 +141,7 @@ def to_device(network: nn.Module, device: torch.device, memory_format: torch.mem
     shared = shared_memory(network)
     if not any(parameter.is_meta for parameter in network.parameters()):
         network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]
-    for one, other in shared - shared_memory(network):
+    for one, other in sorted(shared - shared_memory(network)):
         raise UsageError(
             f"{one} and {other} share memory, but are two parameters, which another device or memory format separates: let both "
             "modules have the same one"
