@@ -40,7 +40,7 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
         parameters or more, but none within another
     :raises ValueError: if a unit is no submodule, or lies within another; if two parameters lie in the same memory
     """
-    for one, other in shared_memory(module):
+    for one, other in sorted(shared_memory(module)):
         raise ValueError(
             f"{one} and {other} share memory, but are two parameters, whose shards would differ: let both modules have the same one"
         )

@@ -499,6 +499,11 @@ FOUND: list[tuple[Job | Program, str]] = [
     (Job(only("lookup", 5)), "rows: with max_norm"),
     (Job(only("aliased", 0, Part("conv")), channels_last=True), "share memory"),
     (Job(only("aliased", 0, Part("conv", layout="gaps"))), ""),
+    (Job(only("aliased", 0, Part("conv")), "zero1"), "share memory"),
+    (Job(only("scale", 2), "fsdp2"), "none is torch.float32 of [0, 3]"),
+    (Job(only("fourier"), "fsdp2"), "filter is torch.complex64"),
+    (Job(only("conv", layout="transposed"), "fsdp2"), ""),
+    (Job(only("fourier"), "zero2", clip=True), ""),
 ]
 
 
