@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,14 +137,14 @@ def to_device(network: nn.Module, device: torch.device, memory_format: torch.mem
 
     :raises UsageError: as :func:`make_dense`, and for two parameters in the same memory of which each would get its own
     """
-    make_dense(network)
     shared = shared_memory(network)
+    make_dense(network)
     if not any(parameter.is_meta for parameter in network.parameters()):
         network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]
     for one, other in sorted(shared - shared_memory(network)):
         raise UsageError(
-            f"{one} and {other} share memory, but are two parameters, which another device or memory format separates: let both "
-            "modules have the same one"
+            f"{one} and {other} share memory, but are two parameters, which another layout or device separates: let both modules have "
+            "the same one"
         )
     return network
 
@@ -173,13 +173,12 @@ def make_dense(network: nn.Module) -> None:
                 f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
                 "what it returns"
             )
-    copies: dict[tuple[Any, ...], Tensor] = {}  # one for all tensors that are the same memory
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             continue
         if isinstance(tensor, nn.Parameter) and 0 in tensor.stride():
             raise UsageError(f"parameter {name} was expanded, so its elements share memory: use .clone() on it")
-        tensor.data = copies.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor.data.contiguous())
+        tensor.data = tensor.data.contiguous()
 
 
 def persistent_buffers(module: nn.Module) -> set[str]:

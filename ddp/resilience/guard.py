@@ -58,8 +58,8 @@ class ResilientGuard(StepGuard):
         self._buffers = SavedBuffers(job.network)
         self._one = torch.ones((), device=self._env.device)
         # torch's DDP and fully_shard look at requires_grad once. What is unfrozen later has each rank's own gradients, or none.
-        self._fixed = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and self._env.world_size > 1)
-        self._trained = self._requires_grad()
+        looks_once = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and self._env.world_size > 1)
+        self._trained = self._requires_grad() if looks_once else None
         self._warm_up()
 
     def _requires_grad(self) -> dict[str, bool]:
@@ -67,15 +67,14 @@ class ResilientGuard(StepGuard):
 
     def _require_same_trained(self) -> None:
         """:raises UsageError: on every rank, if a parameter was frozen or unfrozen since the network was wrapped"""
-        if not self._fixed or (now := self._requires_grad()) == self._trained:
-            return
-        name = next(name for name, trained in now.items() if trained != self._trained[name])
-        error = UsageError(
-            f"{name} was {'unfrozen' if now[name] else 'frozen'} during training, which --strategy {self._job.config.strategy} does "
-            "not see: do it when the model is built, or use --strategy naive"
-        )
-        error.seen_by_all = True
-        raise error
+        for name, trained in self._requires_grad().items() if self._trained is not None else ():
+            if trained != self._trained[name]:
+                error = UsageError(
+                    f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
+                    "model is built, or use --strategy naive"
+                )
+                error.seen_by_all = True
+                raise error
 
     def wait_for_device(self) -> None:
         """Return when the host knows what became of all steps until now. A collective. On a CPU it always knows."""
@@ -106,7 +105,6 @@ class ResilientGuard(StepGuard):
         source = self._loaded(loader)
         for micro_step in itertools.cycle(range(job.config.grad_accumulation_steps)):
             if micro_step == 0:
-                self._require_same_trained()  # it may have changed between epochs
                 self.save()
             job.watchdog.at(job.step + 1, "data")
             batch = next(source, None)
