@@ -59,7 +59,7 @@ class ResilientGuard(StepGuard):
         self._one = torch.ones((), device=self._env.device)
         # torch's DDP and fully_shard look at requires_grad once. What is unfrozen later has each rank's own gradients, or none.
         looks_once = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and self._env.world_size > 1)
-        self._trained = self._requires_grad() if looks_once else None
+        self._trained = self._requires_grad() if looks_once else {}  # empty: nothing to compare with
         self._warm_up()
 
     def _requires_grad(self) -> dict[str, bool]:
@@ -67,7 +67,7 @@ class ResilientGuard(StepGuard):
 
     def _require_same_trained(self) -> None:
         """:raises UsageError: on every rank, if a parameter was frozen or unfrozen since the network was wrapped"""
-        for name, trained in self._requires_grad().items() if self._trained is not None else ():
+        for name, trained in self._requires_grad().items() if self._trained else ():
             if trained != self._trained[name]:
                 error = UsageError(
                     f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
