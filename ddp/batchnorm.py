@@ -30,21 +30,17 @@ logger = logging.getLogger("ddp.train")
 
 @torch.no_grad()
 def make_buffers_equal(model: nn.Module) -> None:
-    """Give all ranks the same floating-point buffers, before they are evaluated or saved. A collective.
+    """Give all ranks the same buffers, before they are evaluated or saved. A collective.
 
     BatchNorm's running mean and variance become their average over the ranks, by one all-reduce for all. Each rank's are an
     average over its own samples, so their average covers all samples, where rank 0's covers 1/W. Other buffers (the statistics
-    of InstanceNorm, the codebook of a quantizer) have no rule of that kind, so they become rank 0's, and the log names those
-    in which the ranks differed. Integers count steps: they are the same everywhere.
+    of InstanceNorm, the codebook of a quantizer and how often each of its entries was used) have no rule of that kind, so they become
+    rank 0's, and the log names those in which the ranks differed. They may be of any dtype.
     """
     batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     averaged = [b for module in batchnorms for b in (module.running_mean, module.running_var) if b is not None]
     of_batchnorm = set(map(id, averaged))
-    others = {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if buffer.is_floating_point() and id(buffer) not in of_batchnorm
-    }
+    others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in of_batchnorm}
     if dist.get_world_size() == 1:
         return
     if averaged:

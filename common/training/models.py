@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.cli import is_function_name
@@ -132,11 +133,27 @@ def require_heads(width: int) -> None:
 
 
 def to_device(network: nn.Module, device: torch.device, memory_format: torch.memory_format) -> nn.Module:
-    """The network there, in this memory format, and dense. One on the meta device stays, until it is sharded."""
+    """The network there, in this memory format, and dense. One on the meta device stays, until it is sharded.
+
+    :raises UsageError: as :func:`make_dense`, and for two parameters in the same memory of which each would get its own
+    """
+    shared = shared_memory(network)
     make_dense(network)
     if not any(parameter.is_meta for parameter in network.parameters()):
         network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]
+    for one, other in sorted(shared - shared_memory(network)):
+        raise UsageError(
+            f"{one} and {other} share memory, but are two parameters, which another layout or device separates: let both modules have "
+            "the same one"
+        )
     return network
+
+
+def shared_memory(network: nn.Module) -> set[tuple[str, str]]:
+    """The names of two parameters that begin in the same memory, as after ``nn.Parameter(other.data)``."""
+    at: dict[int, str] = {}
+    named = [(name, one.data_ptr()) for name, one in network.named_parameters() if one.numel() and not one.is_meta]
+    return {(other, name) for name, place in named if (other := at.setdefault(place, name)) != name}
 
 
 def make_dense(network: nn.Module) -> None:
@@ -145,12 +162,17 @@ def make_dense(network: nn.Module) -> None:
     All that follows walks memory, not elements: what gloo sends (pytorch#192920), fused optimizers, buckets, shards, checkpoints.
     With ``nn.Parameter(torch.randn(36, 8)[:, ::2])``, all of them would be wrong without an error.
 
-    :raises UsageError: for a parameter whose elements share memory, which no optimizer can update, and for a layer whose
-        gradients are sparse
+    :raises UsageError: for a parameter whose elements share memory, which no optimizer can update, and for an embedding whose
+        gradients are sparse, or that changes its weights in forward, on several ranks
     """
     for name, module in network.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(f"{name} has sparse gradients, which are not averaged here: give it sparse=False")
+        if getattr(module, "max_norm", None) is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
+                "what it returns"
+            )
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             continue

@@ -57,7 +57,24 @@ class ResilientGuard(StepGuard):
         self._job: Job = weakref.proxy(job)
         self._buffers = SavedBuffers(job.network)
         self._one = torch.ones((), device=self._env.device)
+        # torch's DDP and fully_shard look at requires_grad once. What is unfrozen later has each rank's own gradients, or none.
+        looks_once = job.config.strategy == "fsdp2" or (job.config.strategy == "torch" and self._env.world_size > 1)
+        self._trained = self._requires_grad() if looks_once else {}  # empty: nothing to compare with
         self._warm_up()
+
+    def _requires_grad(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._job.named_module.named_parameters()}
+
+    def _require_same_trained(self) -> None:
+        """:raises UsageError: on every rank, if a parameter was frozen or unfrozen since the network was wrapped"""
+        for name, trained in self._requires_grad().items() if self._trained else ():
+            if trained != self._trained[name]:
+                error = UsageError(
+                    f"{name} was frozen or unfrozen during training, which --strategy torch and fsdp2 do not see: do it when the "
+                    "model is built, or use --strategy naive"
+                )
+                error.seen_by_all = True
+                raise error
 
     def wait_for_device(self) -> None:
         """Return when the host knows what became of all steps until now. A collective. On a CPU it always knows."""
@@ -116,6 +133,7 @@ class ResilientGuard(StepGuard):
         self._job.window.rewind()
 
     def attach(self, loss: Tensor) -> Tensor:
+        self._require_same_trained()
         self._losses.append(loss.detach())
         mine = self.requests()._replace(user_error=self._job.user_error is not None)
         return self._with_flags.attach(loss, mine)

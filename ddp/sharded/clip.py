@@ -24,7 +24,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     """
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     # Squares overflow in fp16. A rank may have shards of some dtypes only, but the empty ones tell it of the others.
-    dtype = functools.reduce(torch.promote_types, [gradient.dtype for gradient in gradients], torch.float32)
+    dtype = functools.reduce(torch.promote_types, [one.dtype.to_real() for one in gradients], torch.float32)
     gradients = [gradient for gradient in gradients if gradient.numel()]
     square = torch.nn.utils.get_total_norm(gradients).to(dtype) ** 2
     dist.all_reduce(square)

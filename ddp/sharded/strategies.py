@@ -46,10 +46,10 @@ def shard_network(
     """
     has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
     low = None if has_batchnorm else LOW_DTYPES.get(precision)
-    if strategy == "fsdp2":
-        return FullyShard(network, low, env.device)
     with env.fail_together():
         try:
+            if strategy == "fsdp2":
+                return FullyShard(network, low, env.device)
             mixed = Precision(compute=low, reduce=low and torch.float32)
             return shard(
                 network, STAGES[strategy], precision=mixed, all_reduce=all_reduce or "backend", device=env.device
@@ -71,7 +71,9 @@ class FullyShard(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import
 
-        module = to_device(module, device, torch.contiguous_format)  # it takes no other
+        module = to_device(module, device, torch.contiguous_format)  # it takes no other, of no parameter
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
         require_same_modules(module, {"--strategy": "fsdp2"})
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
         root, *units = divide(module)
@@ -82,6 +84,15 @@ class FullyShard(nn.Module):
                 raise UsageError(
                     f"--strategy fsdp2: {unit.name}.{shared[0]} is used in several units, which fully_shard refuses: use zero3"
                 )
+        for unit in (root, *units):
+            trained = {n: p for n, p in unit.module.named_parameters(unit.name) if n in unit.owners and p.requires_grad}
+            for name, parameter in trained.items():
+                first = next(iter(trained.values())).dtype
+                if parameter.dtype != first or not parameter.numel():
+                    raise UsageError(
+                        f"--strategy fsdp2: {name} is {parameter.dtype} of {list(parameter.shape)}, but fully_shard takes parameters "
+                        f"with elements, of one dtype ({first}) per unit: use zero3"
+                    )
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in (*units, root):
             materialize(unit, device)  # one at a time is whole

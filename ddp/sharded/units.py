@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from common.training.models import shared_memory
 from ddp.sharded.flat import Owner
 
 SMALL = 32_768  # parameters; a smaller block stays with the root, unless it is named
@@ -37,8 +38,12 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
 
     :param units: submodules; None takes the children of every ``ModuleList`` and ``Sequential`` that have :data:`SMALL`
         parameters or more, but none within another
-    :raises ValueError: if a unit is no submodule, or lies within another
+    :raises ValueError: if a unit is no submodule, or lies within another; if two parameters lie in the same memory
     """
+    for one, other in sorted(shared_memory(module)):
+        raise ValueError(
+            f"{one} and {other} share memory, but are two parameters, whose shards would differ: let both modules have the same one"
+        )
     chosen = dict(_repeated_blocks(module)) if units is None else _checked(module, list(units))
     at: dict[nn.Parameter, set[str]] = {}
     owners: dict[nn.Parameter, list[Owner]] = {}

@@ -154,9 +154,9 @@ def counted() -> tuple[int, int, int, list[Any], str]:
 
 
 def test_forward_passes_are_counted_once_and_other_buffers_are_rank_0_s_at_the_end_of_an_epoch() -> None:
-    """After an epoch of five steps, buffers and Python attributes have counted five; floating-point buffers are rank 0's.
+    """After an epoch of five steps, buffers and Python attributes have counted five; other buffers are rank 0's.
 
-    Claim (ddp/README.md, 7): floating-point buffers that are not BatchNorm's are rank 0's at the end of each epoch.
+    Claim (ddp/README.md, 7): buffers that are not BatchNorm's are rank 0's at the end of each epoch.
     """
     first, second = run_ranks(counted, 2)
     assert first[:3] == second[:3] == (5, 5, 5)

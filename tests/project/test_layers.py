@@ -20,7 +20,7 @@ LAYERS = (
     ("common.training", "common.resilience"),
     ("common.reporting",),
     ("dataloading", "dataparallel", "ddp", "ddp.all_reduce", "ddp.launch"),
-    ("ddp.by_hand", "ddp.sharded", "ddp.conformance", "ddp.config", "ddp.data"),
+    ("ddp.by_hand", "ddp.sharded", "ddp.conformance", "ddp.config", "ddp.data", "ddp.batchnorm"),
     ("ddp.job", "ddp.checkpoint"),
     ("ddp.resilience",),
     ("ddp.train", "ddp.evaluate"),
