@@ -102,8 +102,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         """Tell the reducer of every gradient that is ready."""
         options = (self.bucket_limits, self.gradient_as_bucket_view, self.find_unused_parameters, self.static_graph)
         reducer = self.reducer = self.reducer_type(self.module, trained, self.process_group, all_reduce, *options)
-        parameters = replicas.replicated(self.module, buffers=False).values()
-        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._frozen = [p for p in replicas.replicated(self.module, buffers=False).values() if not p.requires_grad]
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
         self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
