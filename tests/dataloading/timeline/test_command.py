@@ -107,7 +107,7 @@ def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: 
         "--start-method=spawn",
     )
     result = run_command("dataloading.timeline", *folders, *sizes, env={"TMPDIR": str(scratch)})
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0, result.stderr  # which may say that the machine is busy
     assert "first batch after" in result.stdout
     assert "taken in the order 0 1 2 3\n" in result.stdout
     names = {"timeline.png", "trace-in-order.json", "trace-out-of-order.json"}
