@@ -125,7 +125,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--latency-ms nan", r"--latency-ms nan"),
         ("--fetch-threads 0", r"--fetch-threads 0"),
         ("--start-method fork", r"--start-method is gone"),
-        ("--pin-memory maybe", r"--pin-memory: invalid choice: 'maybe'"),
+        ("--pin-memory maybe", r"--pin-memory is gone: batches for a GPU are always pinned"),
         ("--pin-memory yes", r"--pin-memory"),
         ("--path-to-folder {here}", r"/here holds no JPEG file, nor do the folders in it"),
         ("--path-to-folder {here}/nowhere", r"/nowhere is not there: give a folder of JPEGs"),
