@@ -73,8 +73,8 @@ class FirstAccumulationOnly(AverageEach):
     accumulated = False
 
     def before_forward(self) -> None:
-        self.local = (self.accumulated and not self._synchronize) or getattr(self, "local", False)
-        self.accumulated = self.accumulated or not self._synchronize
+        self.local = (self.accumulated and not self.require_backward_grad_sync) or getattr(self, "local", False)
+        self.accumulated = self.accumulated or not self.require_backward_grad_sync
 
     def finish(self) -> None:
         if not self.local:
@@ -125,7 +125,7 @@ class DecidesInBackward(AverageEach):
         return output
 
     def finish(self) -> None:
-        if self._synchronize:
+        if self.require_backward_grad_sync:
             super().finish()
 
 
@@ -133,7 +133,7 @@ class BothMustBeOutside(AverageEach):
     """A backward within no_sync is local, too."""
 
     def finish(self) -> None:
-        if self._synchronize:
+        if self.require_backward_grad_sync:
             super().finish()
 
 
