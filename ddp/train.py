@@ -186,9 +186,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     for micro_step in range(config.grad_accumulation_steps):
         images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        seed_torch(
-            device, config.seed, "dropout", job.step, micro_step, job.env.rank
-        )  # each rank drops different units
+        seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)  # each rank drops other units
 
         # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both: around backward alone
         # it has no effect, and every micro-step would all-reduce. Before the last micro-step, .grad adds up on each rank

@@ -45,6 +45,31 @@ def test_a_window_weighs_every_sample_of_every_rank_alike() -> None:
             assert window.images_per_s == pytest.approx(window.samples / window.seconds)
 
 
+def test_what_lies_between_two_epochs_is_in_neither_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation of 100 s after an epoch is not in the next epoch's seconds; those of a window that was saved are."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+
+    def batches() -> Iterator[Batch]:
+        nonlocal now
+        now += 2
+        yield Batch(torch.zeros(1), torch.zeros(1))
+
+    with process_group() as env:
+        window = Window(env.device)
+        list(window.timed(batches()))
+        assert window.reduce(env).seconds == 2
+        now += 100
+        list(window.timed(batches()))
+        saved = window.state()
+        assert saved.seconds == 2
+        now += 100
+        window.restore(saved)
+        now += 100
+        list(window.timed(batches()))
+        assert window.reduce(env).seconds == 4
+
+
 def test_windows_merge_by_their_samples_and_seconds() -> None:
     merged = WindowTotals.merge(
         [
