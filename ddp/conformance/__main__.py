@@ -6,7 +6,8 @@
     python -m ddp.conformance --list                         # the names of all checks, and what each proves
     python -m ddp.conformance --compare runs/torch,runs/ours # a table and a picture of runs with --output runs/torch, ...
 
-The wrapper is called as torch's is: with a module, and with options by their names. A check is `wrong` if a value is, `refused` if
+The wrapper is called as torch's is: with a module, and with options by their names. The checks look at `.grad` of the module's
+parameters. If the first fails, the others are not run, since they build on it. A check is `wrong` if a value is, `refused` if
 the wrapper raises an error, and `hung` if a rank does not answer within the time limit; its ranks are then killed. The exit
 status is 1 unless all pass. The tracebacks are in the JSON, and what the ranks print is in the logs beside it.
 """
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from common.cli import command, option, parse
 from common.distributed.dist_env import require_alone
-from common.errors import UsageError
 from common.files.run_directory import files_line, prepare_output, results_in
 from common.stdout import print_results
 
@@ -75,6 +75,8 @@ def main() -> None:
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000  # a file gets whole messages
     counts = report.summary(report.worst(results).values())
     files = files_line(config.output, (report.RESULTS_FILE, "rank*.log"))
+    if left := len(checks) * len(config.ranks) - len(results):
+        counts += f"; {left} more build on the first, and were not run (--only runs those that you name)"
     print_results(f"{report.table(results, columns)}\n\n{wrapper}: {counts}\n{files}")
     if any(result.status != PASS for result in results):
         sys.exit(1)
@@ -86,7 +88,8 @@ def run(wrapper: str, checks: Sequence[Check], config: ConformanceConfig) -> lis
 
     from common.distributed.process_group import DistEnv
     from common.distributed.rank_logging import Progress, rank_logging
-    from ddp.conformance.runner import Runner
+    from ddp.conformance.check import CHECKS
+    from ddp.conformance.runner import PASS, Runner
 
     env = DistEnv.alone(torch.device("cpu"))
     results = []
@@ -94,16 +97,14 @@ def run(wrapper: str, checks: Sequence[Check], config: ConformanceConfig) -> lis
         prepare_output(config.output)
         for log in config.output.glob("rank*-of-*.log"):  # of an earlier run
             log.unlink()
-        chosen = {ranks: [check for check in checks if check.at_least <= ranks] for ranks in config.ranks}
-        if not any(chosen.values()):
-            least = min(check.at_least for check in checks)
-            raise UsageError(f"--ranks {','.join(map(str, config.ranks))}: these checks need at least {least} ranks")
-        with Progress(env, "checks", sum(map(len, chosen.values()))) as progress:
-            for ranks, some in chosen.items():
+        with Progress(env, "checks", len(checks) * len(config.ranks)) as progress:
+            for ranks in config.ranks:
                 with Runner(ranks, config.time_limit, config.output) as runner:
-                    for check in some:
+                    for check in checks:
                         results.append(runner.run(check, wrapper))
                         progress.advance(1, f"{ranks} ranks, {check.topic}")
+                        if check is CHECKS[0] and results[-1].status != PASS:
+                            break
     order = {check.name: index for index, check in enumerate(checks)}
     return sorted(results, key=lambda result: order[result.check])
 

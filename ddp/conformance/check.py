@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -26,6 +26,9 @@ class Wrap(Protocol):
     """The class under test: ``wrap(module, **options)`` is the wrapped module, with the options of torch's DDP."""
 
     def __call__(self, module: nn.Module, **options: Any) -> Any: ...
+
+
+Run = Callable[[Wrap], None]
 
 
 class Wrong(AssertionError):
@@ -39,13 +42,11 @@ class Check:
     :param name: what it proves, as a sentence
     :param topic: the module it stands in
     :param run: what every rank calls
-    :param at_least: the smallest number of ranks that it can run with
     """
 
     name: str
     topic: str
-    run: Callable[[Wrap], None]
-    at_least: int = 2
+    run: Run
 
     @property
     def proves(self) -> str:
@@ -53,23 +54,10 @@ class Check:
         return inspect.getdoc(self.run) or ""
 
 
-@overload
-def check(run: Callable[[Wrap], None]) -> Callable[[Wrap], None]: ...
-
-
-@overload
-def check(*, at_least: int) -> Callable[[Callable[[Wrap], None]], Callable[[Wrap], None]]: ...
-
-
-def check(run: Callable[[Wrap], None] | None = None, *, at_least: int = 2) -> Any:
+def check(run: Run) -> Run:
     """Make a function a check; its name becomes the check's."""
-
-    def made(function: Callable[[Wrap], None]) -> Callable[[Wrap], None]:
-        name, topic = function.__name__.replace("_", " "), function.__module__.rpartition(".")[2]
-        CHECKS.append(Check(name, topic, function, at_least))
-        return function
-
-    return made if run is None else made(run)
+    CHECKS.append(Check(run.__name__.replace("_", " "), run.__module__.rpartition(".")[2], run))
+    return run
 
 
 # All checks, in the order in which their modules are imported by ddp.conformance.checks.

@@ -130,8 +130,7 @@ def listing(checks: Sequence[Check]) -> str:
     for topic, of_topic in itertools.groupby(checks, lambda check: check.topic):
         lines += ["", topic]
         for check in of_topic:
-            needs = f" (at least {check.at_least} ranks)" if check.at_least > 2 else ""
-            lines += [f"  {check.name}{needs}", *(f"      {line}" for line in check.proves.splitlines())]
+            lines += [f"  {check.name}", *(f"      {line}" for line in check.proves.splitlines())]
     return "\n".join([*lines[1:], "", f"{len(checks)} checks"])
 
 

@@ -92,19 +92,26 @@ class Runner:
         :param wrapper: ``module:Class``
         :raises UsageError: when it cannot be imported on the ranks
         """
+        began = time.monotonic()
+        answers = self._answers(check, wrapper)
+        status, message = verdict(answers, self._ranks, self._time_limit_s)
+        if lacking := re.fullmatch(r"rank 0: no option (\w+)", message):  # the check may be about something else
+            again = verdict(self._answers(check, wrapper, lacking[1]), self._ranks, self._time_limit_s)
+            message += f"; without it: {': '.join(filter(None, again))}"
+        return Result(check.name, check.topic, self._ranks, status, message, time.monotonic() - began, answers)
+
+    def _answers(self, check: Check, wrapper: str, without: str | None = None) -> dict[int, Answer]:
         if self._group is None:
             timeout_s = START_S + 2 * self._time_limit_s
             self._group = WorkerGroup(self._ranks, ChecksOnOneRank, self._logs, threads=1, timeout_s=timeout_s)
-        began = time.monotonic()
-        self._group.start("run", check.name, wrapper)
+        self._group.start("run", check.name, wrapper, without)
         answers = self._finish()
         if self._group is not None:
             self._group.start("settle", check.name)
             settled = self._finish()
             if self._group is None:
                 answers = settled
-        status, message = verdict(answers, self._ranks, self._time_limit_s)
-        return Result(check.name, check.topic, self._ranks, status, message, time.monotonic() - began, answers)
+        return answers
 
     def _finish(self) -> dict[int, Answer]:
         """The answers; without a group afterwards, if its ranks have been killed."""
@@ -146,9 +153,16 @@ class ChecksOnOneRank:
             os.dup2(log, stream)
         os.close(log)
 
-    def run(self, name: str, wrapper: str) -> Answer:
-        """Run one check on this rank, and tell what came of it."""
-        wrap = load(wrapper)
+    def run(self, name: str, wrapper: str, without: str | None) -> Answer:
+        """Run one check on this rank, and tell what came of it.
+
+        :param without: an option that the wrapper is not given
+        """
+        own = load(wrapper)
+
+        def wrap(module: nn.Module, **options: Any) -> Any:
+            return own(module, **{name: value for name, value in options.items() if name != without})
+
         with self._answered() as answer:
             torch.manual_seed(0)
             self._checks[name].run(wrap)
@@ -213,12 +227,16 @@ def named(ranks: Sequence[int]) -> str:
 
 def reason(error: BaseException) -> str:
     """An error in one line. The most frequent one, a wrapper without an option or a method, is brief."""
-    if missing := re.search(r"unexpected keyword argument '(\w+)'", str(error)):
+    text = str(error)
+    if missing := re.search(r"unexpected keyword argument '(\w+)'", text):
         return f"no option {missing[1]}"
-    if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", str(error))):
+    if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", text)):
         return f"no attribute {missing[1]}"
     kind = "not offered" if isinstance(error, NotImplementedError) else type(error).__name__
-    return one_line(f"{kind}: {error}")
+    if not text:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{at.filename}:{at.lineno}: {at.line}"
+    return one_line(f"{kind}: {text}")
 
 
 def one_line(text: str) -> str:

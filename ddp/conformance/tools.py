@@ -93,12 +93,13 @@ def expect_averages(
     :returns: the wrapped network
     :raises Wrong: for another gradient
     """
-    expected = [average(alone(network, step)) for step in steps]
+    own = [alone(network, step) for step in steps]
+    expected = list(map(average, own))
     model = wrap(network, **options)
-    for number, (step, averages) in enumerate(zip(steps, expected, strict=True)):
+    for number, step in enumerate(steps):
         model.zero_grad()
         step(model)
-        expect_same(gradients(network), averages, f"step {number}'s gradient")
+        expect_same(gradients(network), expected[number], f"step {number}'s gradient", own[number])
     return model
 
 
@@ -158,8 +159,17 @@ def expect_refused(action: Callable[[], Any], what: str) -> Exception:
     return error
 
 
-def expect_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], what: str = "gradient") -> None:
-    """:raises Wrong: naming the first tensor that differs by more than rounding, with the largest difference"""
+def expect_same(
+    actual: Sequence[Tensor | None],
+    expected: Sequence[Tensor | None],
+    what: str = "gradient",
+    own: Sequence[Tensor | None] | None = None,
+) -> None:
+    """Compare tensors, but for rounding.
+
+    :param own: what this rank computed alone, where ``expected`` are averages: the message says if a value is that, or the sum
+    :raises Wrong: naming the first tensor that differs, with the largest difference
+    """
     expect(len(actual) == len(expected), f"{len(actual)} {what}s instead of {len(expected)}")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if one is None or other is None:
@@ -170,7 +180,16 @@ def expect_same(actual: Sequence[Tensor | None], expected: Sequence[Tensor | Non
             worst = (one - other).abs().argmax()
             raise Wrong(
                 f"{what} {index} is {one.flatten()[worst].item():.6g} instead of {other.flatten()[worst].item():.6g}"
+                + ("" if own is None else _hint(one, other, own[index]))
             )
+
+
+def _hint(actual: Tensor, expected: Tensor, own: Tensor | None) -> str:
+    if own is not None and torch.allclose(actual, own):
+        return ": this is the rank's own, nothing was averaged"
+    if torch.allclose(actual, expected * dist.get_world_size()):
+        return ": this is the sum over the ranks, not their average"
+    return ""
 
 
 def _shown(tensor: Tensor | None) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,12 +50,17 @@ def within_no_sync_nothing_is_sent(wrap: Wrap) -> None:
 @check
 def local_gradients_are_averaged_by_the_next_synchronized_pass(wrap: Wrap) -> None:
     """Two micro-steps under no_sync and one outside: .grad is the average over the ranks of the sum of all three."""
+    _expect_average_of_the_sum(wrap, (0, 1))
+
+
+def _expect_average_of_the_sum(wrap: Wrap, local: Sequence[int]) -> None:
+    """Passes with these batches under no_sync, and one more outside, must leave the average of the ranks' sums."""
     network = layers(3, 5, 2)
-    expected = average(alone(network, passes(0, 1, 2)))
+    expected = average(alone(network, passes(*local, 9)))
     model = wrap(network)
     with model.no_sync():
-        passes(0, 1)(model)
-    backward(model, 2)
+        passes(*local)(model)
+    backward(model, 9)
     expect_same(gradients(network), expected)
 
 
@@ -129,23 +137,35 @@ def a_forward_pass_within_no_sync_is_local_wherever_its_backward_is(wrap: Wrap) 
 @check
 def a_forward_pass_outside_no_sync_is_synchronized_wherever_its_backward_is(wrap: Wrap) -> None:
     """The other half: no_sync around backward alone does nothing."""
+    _expect_average_after_forward(wrap, lambda model: model.no_sync())
+
+
+def _expect_average_after_forward(wrap: Wrap, within: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """A backward pass within a context that begins after forward must leave the average over the ranks."""
     network = layers(3, 5, 2)
     expected = average(alone(network))
     model = wrap(network)
     loss = loss_of(model(inputs()))
-    with model.no_sync():
+    with within(model):
         loss.backward()
     expect_same(gradients(network), expected)
 
 
 @check
+def the_flag_of_no_sync_counts_when_forward_runs(wrap: Wrap) -> None:
+    """``require_backward_grad_sync``, set between forward and backward, counts from the next forward pass on.
+
+    A loop that sets it there averages the first of its micro-steps, and not the last (build-nanogpt#30).
+    """
+
+    def set_flag(model: Any) -> AbstractContextManager[None]:
+        model.require_backward_grad_sync = False
+        return contextlib.nullcontext()
+
+    _expect_average_after_forward(wrap, set_flag)
+
+
+@check
 def ranks_may_take_different_numbers_of_local_steps(wrap: Wrap) -> None:
     """Rank 1 accumulates one micro-step more under no_sync; the averages come from all of them."""
-    local = range(1 + (dist.get_rank() == 1))
-    network = layers(3, 5, 2)
-    expected = average(alone(network, passes(*local, 9)))
-    model = wrap(network)
-    with model.no_sync():
-        passes(*local)(model)
-    backward(model, 9)
-    expect_same(gradients(network), expected)
+    _expect_average_of_the_sum(wrap, range(1 + (dist.get_rank() == 1)))

@@ -32,11 +32,7 @@ from ddp.conformance.tools import (
 @check
 def gradients_are_the_average_of_the_ranks(wrap: Wrap) -> None:
     """After backward, every .grad is the average of what the ranks computed alone."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    backward(model)
-    expect_same(gradients(network), expected)
+    expect_averages(wrap, layers(3, 5, 2), steps=[backward])
 
 
 @check
@@ -144,6 +140,15 @@ def channels_last_weights_are_averaged(wrap: Wrap) -> None:
     network = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     images = inputs(width=27).view(4, 3, 3, 3).to(memory_format=torch.channels_last)
     expect_averages(wrap, network, steps=[lambda model: loss_of(model(images)).backward()])
+
+
+@check
+def parameters_with_gaps_in_memory_are_averaged(wrap: Wrap) -> None:
+    """Every second column of a larger tensor is a parameter, too: rank 0's values are sent, and gradients averaged, by element."""
+    network = nn.Linear(3, 5)
+    network.weight = nn.Parameter(torch.full((5, 6), float(dist.get_rank()))[:, ::2])
+    expect_averages(wrap, network, steps=[lambda model: model(inputs()).sum().backward()])
+    expect_same([network.weight], [torch.zeros(5, 3)], "weight")
 
 
 @check

@@ -224,7 +224,7 @@ def averages_are_over_the_given_group(wrap: Wrap) -> None:
         expect_same(gradients(network), expected)
 
 
-@check(at_least=3)
+@check
 def weights_are_those_of_the_group_s_first_rank(wrap: Wrap) -> None:
     """In a group that rank 0 is not in, its own first rank is the one that is copied."""
     with rank_group([0, 1]) as group:

@@ -18,7 +18,7 @@ from ddp.conformance.runner import HUNG, PASS, REFUSED, WRONG, Answer, Result, R
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
-WRAPPERS = "tests.ddp.conformance.wrappers"
+WRAPPERS, MUTANTS = "tests.ddp.conformance.wrappers", "tests.ddp.conformance.mutants"
 FIRST = next(check for check in CHECKS if check.name == "gradients are the average of the ranks")
 # Cases in which torch's DDP is wrong, or stricter than it must be.
 TORCH_FAILS = {
@@ -57,6 +57,34 @@ def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Pa
     assert line.split(maxsplit=2) == ["refused", "refused", f"{FIRST.name}: {message}"]
     assert "0 of 1 pass: 1 refused" in done.stdout
     assert "Traceback" in json.loads((tmp_path / "conformance.json").read_text())["results"][0]["answers"]["1"]["trace"]
+
+
+def test_a_wrapper_that_averages_nothing_is_told_so_in_one_line(tmp_path: Path) -> None:
+    done = run_command("ddp.conformance", f"{WRAPPERS}:AveragesNothing", "--output", str(tmp_path))
+    assert "this is the rank's own, nothing was averaged" in done.stdout
+    assert f"0 of 1 pass: 1 wrong; {len(CHECKS) - 1} more build on the first, and were not run" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "check, wrapper, words",
+    [
+        (
+            FIRST.name,
+            "tests.ddp.conformance.mutants:gradients_are_the_average_of_the_ranks",
+            "this is the sum over the ranks, not their average",
+        ),
+        (FIRST.name, f"{WRAPPERS}:Asserts", "wrappers.py:"),
+        (
+            "gradients may be views of the buckets",
+            f"{WRAPPERS}:KnowsNoOption",
+            "as_bucket_view; without it: wrong: rank",
+        ),
+        ("accumulation works with gradients as views", f"{WRAPPERS}:KnowsNoOption", "; without it: pass"),
+    ],
+)
+def test_a_message_says_where_to_look(check: str, wrapper: str, words: str) -> None:
+    with Runner(2) as runner:
+        assert words in runner.run(next(one for one in CHECKS if one.name == check), wrapper).message
 
 
 def test_a_rank_that_hangs_is_killed_and_the_next_check_gets_new_ranks() -> None:

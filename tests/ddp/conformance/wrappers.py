@@ -62,3 +62,27 @@ class Talks(_OnRank1):
     def act(self) -> None:
         warnings.warn("a warning", stacklevel=1)
         print("a line")
+
+
+class AveragesNothing(nn.Module):
+    """Calls the module, and does no more."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.forward = module.forward
+
+
+class Asserts(AveragesNothing):
+    """Ends in an assertion without words."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        assert dist.get_world_size() == 1
+
+
+class KnowsNoOption(DistributedDataParallel):
+    """torch's, without its options."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)

@@ -156,5 +156,6 @@ MUTANTS: dict[str, type[nn.Module]] = {
     "after_no_sync_passes_synchronize_again": ForGood,
     "a_forward_pass_within_no_sync_is_local_wherever_its_backward_is": DecidesInBackward,
     "a_forward_pass_outside_no_sync_is_synchronized_wherever_its_backward_is": BothMustBeOutside,
+    "the_flag_of_no_sync_counts_when_forward_runs": BothMustBeOutside,
     "ranks_may_take_different_numbers_of_local_steps": TogetherWithinNoSync,
 }

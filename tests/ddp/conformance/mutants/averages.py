@@ -105,6 +105,17 @@ class RowsIntoStrides(AverageEach):
         gradient.copy_(flat.as_strided(gradient.shape, gradient.stride()))
 
 
+class SendsACopy(AverageEach):
+    """Sends contiguous copies of parameters with gaps in memory, so that the parameters keep the rank's own values."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        own = [parameter.detach().clone() for parameter in module.parameters()]
+        super().__init__(module)
+        for parameter, before in zip(module.parameters(), own, strict=True):
+            if not parameter.is_contiguous():
+                parameter.data.copy_(before)
+
+
 class InRows(AverageEach):
     """Its gradients lie in rows, whatever the parameter's strides."""
 
@@ -199,6 +210,7 @@ MUTANTS: dict[str, type[nn.Module]] = {
     "parameters_of_several_dtypes_are_all_averaged": OneDtype,
     "scalar_and_empty_parameters_are_averaged_too": NoScalars,
     "channels_last_weights_are_averaged": RowsIntoStrides,
+    "parameters_with_gaps_in_memory_are_averaged": SendsACopy,
     "gradients_have_the_strides_of_their_parameters": InRows,
     "gradients_zeroed_in_place_are_averaged_afresh": OncePerTensor,
     "gradients_add_up_over_synchronized_steps": ForgetsThePast,
