@@ -78,7 +78,7 @@ def run(config: LadderConfig) -> dict[str, list[float]]:
         seconds = interleave(
             runs,
             config.repeats,
-            after_round=lambda done: progress.advance(1, f"{len(runs)} rungs"),
+            after_round=lambda: progress.round_done(f"{len(runs)} rungs"),
         )
         return {name: [runs[name].images / s for s in own] for name, own in seconds.items()}
 

@@ -37,7 +37,7 @@ def interleave(
     variants: Mapping[str, Callable[[], float]],
     rounds: int,
     warmup: int = 1,
-    after_round: Callable[[int], None] | None = None,
+    after_round: Callable[[], bool] | None = None,
 ) -> dict[str, list[float]]:
     """Time variants in turn, ``rounds`` times, so that slow phases of the machine affect all of them.
 
@@ -46,7 +46,7 @@ def interleave(
     :param variants: functions that do their work once and return its seconds
     :param rounds: measured rounds
     :param warmup: rounds before them that do not count
-    :param after_round: called with the number of finished rounds, for a progress bar
+    :param after_round: called after each round; if it returns True, the rounds end as soon as two have been measured
     :returns: for each variant its seconds, one entry per round
     """
     names = list(variants)
@@ -57,8 +57,8 @@ def interleave(
             measured = variants[name]()
             if number >= warmup:
                 seconds[name].append(measured)
-        if after_round is not None:
-            after_round(number + 1)
+        if after_round is not None and after_round() and number > warmup:
+            break
     return seconds
 
 

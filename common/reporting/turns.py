@@ -8,8 +8,11 @@ their quartiles, one row per variant in a :func:`table`.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +31,10 @@ from common.reporting.clock import clock_of
 from common.reporting.other_work import OtherWork
 from common.reporting.timing import Spread, interleave, paired_ratios
 
+logger = logging.getLogger(__name__)
+
 Measured = TypeVar("Measured")
+Subject = TypeVar("Subject")
 CPU = torch.device("cpu")
 WARMUP = 1  # rounds of each build that do not count
 Step: TypeAlias = Callable[[], object]
@@ -88,11 +94,37 @@ def write_report(
 
 
 class Rounds(Progress):
-    """A progress bar over rounds; its lines, where the output is no terminal, say how long the rest will take."""
+    """A progress bar over rounds; its lines, where the output is no terminal, say how long the rest will take.
+
+    Ctrl-C ends the measurement after the running round, so that what was measured is kept; a second one ends it at once.
+    """
 
     def __init__(self, rounds: int, env: DistEnv | None = None) -> None:
         super().__init__(env or DistEnv.alone(CPU), "bench", rounds)
         self._began = time.monotonic()
+        self.stopped = False
+
+    def __enter__(self) -> Rounds:
+        self._before = signal.signal(signal.SIGINT, self._stop)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+        super().__exit__(*exception)
+
+    def _stop(self, *_: object) -> None:
+        self.stopped = True
+        signal.signal(signal.SIGINT, self._before)
+        logger.warning("stops after this round: the results will be of fewer rounds than are named")
+
+    def until_stopped(self, subjects: Iterable[Subject]) -> Iterator[Subject]:
+        """What is measured one after another, until the user stops the benchmark."""
+        return itertools.takewhile(lambda _: not self.stopped, subjects)
+
+    def round_done(self, facts: str) -> bool:
+        """One round more is done; returns whether the user wants no further."""
+        self.advance(1, facts)
+        return self.stopped
 
     def advance(self, steps: int, facts: str) -> None:
         left = (time.monotonic() - self._began) * (self._total / (self._done + steps) - 1)
@@ -108,7 +140,7 @@ def take_turns(
     config: Any,
     names: Collection[str],
     build: Callable[[list[str]], AbstractContextManager[Mapping[str, Callable[[], Measured]]]],
-    progress: Progress,
+    progress: Rounds,
     subject: str,
 ) -> dict[str, list[Measured]]:
     """Measure variants in rounds, in each of which every variant takes one turn.
@@ -123,10 +155,10 @@ def take_turns(
     :returns: for each variant, ``builds * rounds`` results of its turns
     """
     results: dict[str, list[Measured]] = {name: [] for name in names}
-    for number in range(config.builds):
+    for number in progress.until_stopped(range(config.builds)):
         with build(list(names)[:: -1 if number % 2 else 1]) as built:
             turns: Any = built
-            measured: Any = interleave(turns, config.rounds, WARMUP, lambda _: progress.advance(1, subject))
+            measured: Any = interleave(turns, config.rounds, WARMUP, lambda: progress.round_done(subject))
         for name in names:
             results[name] += measured[name]
     return results

@@ -150,12 +150,16 @@ def run(config: LoadingBenchConfig) -> tuple[list[LoadingMeasurement], list[Load
                 settings,
                 batches=config.batches,
                 repeats=config.repeats,
-                after_round=lambda _: progress.advance(1, f"{len(settings)} settings each"),
+                after_round=lambda: progress.round_done(f"{len(settings)} settings each"),
             )
 
         others = OtherWork()
         sweep = measure_all(settings)
-        verdicts = [] if others.doubt() else [judge(config, library, task, measure_all) for task in tasks(sweep)]
+        verdicts = (
+            []
+            if others.doubt()
+            else [judge(config, library, task, measure_all) for task in progress.until_stopped(tasks(sweep))]
+        )
         return sweep, [] if others.doubt() else verdicts
 
 

@@ -53,22 +53,23 @@ def measure(
     *,
     batches: int,
     repeats: int,
-    after_round: Callable[[int], None] = lambda done: None,
+    after_round: Callable[[], bool] = lambda: False,
 ) -> list[LoadingMeasurement]:
     """Run every setting once per round; a first round warms up and does not count.
 
     :param batches: timed batches of each run, after its warm-up
     :param repeats: rounds that count
-    :param after_round: called with the number of finished rounds
+    :param after_round: as in :func:`interleave`
     """
     with contextlib.ExitStack() as stack:
         runs = {}
         for setting in settings:
             runs[setting] = _run(library, setting, batches)
             stack.callback(runs[setting].close)
-        interleave({str(number): run for number, run in enumerate(runs.values())}, repeats, after_round=after_round)
+        named = {str(number): run for number, run in enumerate(runs.values())}
+        rounds = len(interleave(named, repeats, after_round=after_round)["0"])
         return [
-            LoadingMeasurement(setting, run.images, run.first_batch[-repeats:], run.steady[-repeats:])
+            LoadingMeasurement(setting, run.images, run.first_batch[-rounds:], run.steady[-rounds:])
             for setting, run in runs.items()
         ]
 

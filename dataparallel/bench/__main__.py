@@ -11,14 +11,12 @@ the cost of each step, and from which batch size on each pays.
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from common.cli import command
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
@@ -47,17 +45,15 @@ def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
-        for mode, batch_size in itertools.product(config.mode, config.batch_sizes):
+        for mode, batch_size in (
+            (mode, size) for mode in progress.until_stopped(config.mode) for size in config.batch_sizes
+        ):
             variants: Any = build_variants(config, mode, batch_size, timed, processes)
-            after_round = functools.partial(_advance, progress, f"{mode}, batch size {batch_size}")
+            after_round = functools.partial(progress.round_done, f"{mode}, batch size {batch_size}")
             turns: Any = interleave(variants, config.rounds, WARMUP, after_round)
             seconds = {name: [total for total, _ in own] for name, own in turns.items()}
             points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
     return points, others.doubt() is not None
-
-
-def _advance(progress: Progress, facts: str, _: int) -> None:
-    progress.advance(1, facts)
 
 
 def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) -> str:
@@ -66,7 +62,7 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
     devices = [str(device) for device in config.parsed_devices]
     title = f"{config.model}, {len(devices)} x {devices[0]}, {config.precision}"
     panels, others = {}, {}
-    for mode in config.mode:
+    for mode in dict.fromkeys(point.mode for point in points):
         ours = [point for point in points if point.mode == mode]
         drawn = [name for name in ours[0].seconds if name != STEP_BY_STEP]
         plot_sweep(
@@ -98,7 +94,7 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
     )
     content = {"devices": devices, "points": [asdict(point) for point in points]}
     lines = [title, *explain(config, points, disturbed)]
-    return write_report(config, "dataparallel", content, [*config.mode, "steps"], lines)
+    return write_report(config, "dataparallel", content, [*panels, "steps"], lines)
 
 
 if __name__ == "__main__":

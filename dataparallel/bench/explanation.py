@@ -58,7 +58,7 @@ def explain(config: DataParallelBenchConfig, points: Sequence[Point], disturbed:
             f"CPU devices are threads of this process. Each, and each process, has {config.threads_of_one} intra-op thread(s); "
             f"'{PLAIN}' has all. 'replicate' may be mostly the allocator, which gets new pages for the copies"
         )
-    for mode in config.mode:
+    for mode in dict.fromkeys(point.mode for point in points):
         ours = [point for point in points if point.mode == mode]
         columns = {}
         for point in ours:

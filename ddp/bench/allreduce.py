@@ -158,7 +158,8 @@ def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
         for size in config.sizes:
             runs = {name: functools.partial(slowest, name, size) for name in names}
             turns = {name: functools.partial(run, calls_of_a_turn(run, TURN_S)) for name, run in runs.items()}
-            for name, own in interleave(turns, config.rounds, WARMUP, lambda _: progress.advance(1, "")).items():
+            after_round = functools.partial(progress.round_done, size_name(size))
+            for name, own in interleave(turns, config.rounds, WARMUP, after_round).items():
                 seconds[name][size] = own
         if config.device == "cpu":
             in_place = map(max, zip(*ranks.call("read_and_write", config.rounds), strict=True))

@@ -67,7 +67,7 @@ def measure(config: CostsConfig) -> list[Comparison]:
     """Measure all variants on each model."""
     with progress_of(config, len(config.models)) as progress:
         steps = {m: {name: functools.partial(one.step, m) for name, one in VARIANTS.items()} for m in config.models}
-        return [compare(config, model, own, [FLOOR], progress) for model, own in steps.items()]
+        return [compare(config, model, own, [FLOOR], progress) for model, own in progress.until_stopped(steps.items())]
 
 
 def costs(times: Comparison) -> dict[str, dict[str, list[float]]]:

@@ -103,8 +103,9 @@ def measure(config: EnginesConfig) -> tuple[list[Comparison], list[Comparison]]:
             steps = {name: functools.partial(one.step, model) for name, one in variants.items()}
             return compare(config, title, steps, references, progress)
 
-        compared = [of(model, model, variants, PLAIN, VIEWS) for model in config.models]
-        return compared, [of(subject, config.model, options, VIEWS) for subject, options in subjects.items()]
+        compared = [of(model, model, variants, PLAIN, VIEWS) for model in progress.until_stopped(config.models)]
+        left = progress.until_stopped(subjects.items())
+        return compared, [of(subject, config.model, options, VIEWS) for subject, options in left]
 
 
 def report(config: EnginesConfig, measured: tuple[list[Comparison], list[Comparison]]) -> str:

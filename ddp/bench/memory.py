@@ -130,7 +130,7 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
     parameters = parameters_of(config.width, config.layers, config.length)
     rows = []
     with Rounds(len(config.ranks) * len(STAGES)) as progress:
-        for ranks in config.ranks:
+        for ranks in progress.until_stopped(config.ranks):
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.
                 with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
@@ -145,7 +145,8 @@ def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, fp32"
-    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in config.ranks}
+    measured = dict.fromkeys(row["ranks"] for row in rows)
+    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in measured}
     plot_stacked(
         config.output / "memory.png",
         {

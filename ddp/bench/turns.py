@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from common.cli import option
 from common.distributed.placement import Placement, place_ranks
 from common.distributed.process_group import DistEnv
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.machine import keep_freed_memory
-from common.reporting.turns import Step, take_turns, timed_steps
+from common.reporting.turns import Rounds, Step, take_turns, timed_steps
 
 # Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
 FIRST_STEPS = 3
@@ -83,7 +82,7 @@ def compare(
     title: str,
     variants: Mapping[str, Callable[[DistEnv], Step]],
     references: Sequence[str],
-    progress: Progress,
+    progress: Rounds,
 ) -> Comparison:
     """Let variants take turns on ranks.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from common.distributed.rank_logging import Progress
+from common.reporting.timing import interleave
 from common.reporting.turns import Rounds, calls_of_a_turn, cells, progress_of, ratios, table, take_turns
 
 
@@ -58,3 +60,18 @@ def test_a_row_has_an_empty_cell_where_a_column_lacks_it() -> None:
 @pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (0.3, 4), (0.01, 128)])
 def test_a_turn_is_long_enough(seconds: float, calls: int) -> None:
     assert calls_of_a_turn(lambda _: seconds, 1.0) == calls
+
+
+def test_ctrl_c_ends_the_measurement_and_keeps_two_rounds() -> None:
+    calls: list[int] = []
+
+    def run() -> float:
+        if not calls:
+            signal.raise_signal(signal.SIGINT)
+        calls.append(1)
+        return 1.0
+
+    with Rounds(100) as progress:
+        seconds = interleave({"a": run}, 100, warmup=1, after_round=lambda: progress.round_done(""))
+        assert list(progress.until_stopped([1, 2])) == []
+    assert seconds == {"a": [1.0, 1.0]}
