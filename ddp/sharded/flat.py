@@ -26,10 +26,12 @@ class Precision(NamedTuple):
 
     :param compute: in which parameters are gathered and used; the parameters' own when None
     :param reduce: in which gradients are summed over micro-steps and ranks; that of ``compute`` when None
+    :param cast_inputs: whether floating-point inputs of a unit are cast to ``compute``
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    cast_inputs: bool = False
 
 
 class WatchedParameter(nn.Parameter):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def shard(
     stage: int,
     *,
     units: Iterable[nn.Module] | None = None,
-    precision: Precision = DEFAULT_PRECISION,
+    precision: Precision | Mapping[nn.Module, Precision] = DEFAULT_PRECISION,
     all_reduce: str = "backend",
     device: torch.device | str = "cpu",
 ) -> ZeRO1:
@@ -33,7 +33,7 @@ def shard(
 
     :param stage: 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too
     :param units: submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
-    :param precision: the dtypes of computation and communication
+    :param precision: the dtypes of computation and communication, of all units or by unit
     :param all_reduce: whose all-gather and reduce-scatter are used: ``"backend"``, ``"ring"`` or ``"shared-memory"``
     :param device: where to put what is on the meta device
     :raises ValueError: on every rank, for another stage or all-reduce, an embedding with ``max_norm``, and as

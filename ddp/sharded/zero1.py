@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_map_only
 
 from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.by_hand.outputs import tensors_in
@@ -41,7 +42,7 @@ class ZeRO1(nn.Module):
 
     :param module: the same on every rank, but for the values: those of rank 0 are sent to all. It may be on the meta device
     :param units: the submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
-    :param precision: the dtypes of computation and communication
+    :param precision: the dtypes of computation and communication, of all units or by unit; the model's own counts for the root
     :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
         its own
     :param device: where to put what is on the meta device
@@ -55,17 +56,20 @@ class ZeRO1(nn.Module):
         module: nn.Module,
         units: Iterable[nn.Module] | None,
         collectives: tuple[ShardedAllReduce, ShardedAllReduce],
-        precision: Precision = DEFAULT_PRECISION,
+        precision: Precision | Mapping[nn.Module, Precision] = DEFAULT_PRECISION,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         group = dist.distributed_c10d._get_default_group()
-        require_same_modules(module, {"stage": self.stage, "precision": precision}, group)
+        by_unit = precision if isinstance(precision, Mapping) else dict.fromkeys(module.modules(), precision)
+        precisions = {name: by_unit.get(part, DEFAULT_PRECISION) for name, part in module.named_modules()}
+        require_same_modules(module, {"stage": self.stage, "precision": precisions}, group)
         self.module, self.process_group = module, group
         self.require_backward_grad_sync = True  # what no_sync turns off
         self._collectives = collectives
         self._names = [name for name, parameter in module.named_parameters()]
         self._running = False  # a backward pass
+        self._local: list[FlatParameters] = []  # those in `no_sync` of some units
         self.flats: list[FlatParameters] = []
         self._hooks: list[Any] = []
         self._flats_of: dict[str, list[FlatParameters]] = {}
@@ -75,7 +79,7 @@ class ZeRO1(nn.Module):
             with memory_for(unit.name, whole):
                 materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
                 flats = self._flats_of[unit.name] = [
-                    FlatParameters(owners, group, self._collectives, precision, self.stage)
+                    FlatParameters(owners, group, self._collectives, precisions[unit.name], self.stage)
                     for owners in by_dtype(unit, trained_only=self.stage < 3)
                 ]
             self.flats += flats
@@ -88,6 +92,9 @@ class ZeRO1(nn.Module):
             layers = {part for owners in unit.owners.values() for part, _ in owners if self.stage < 3}
             for part in {unit.module, *layers}:
                 part.register_forward_pre_hook(functools.partial(self._before_forward, unit, part is module))
+            if precisions[unit.name].cast_inputs:
+                cast = functools.partial(_cast, precisions[unit.name].compute)
+                unit.module.register_forward_pre_hook(cast, with_kwargs=True)
         self._trained: list[FlatParameters] = []
         if not any(flat.trained and flat.shard_numel for flat in self.flats):
             raise ValueError(f"{type(module).__name__} has no parameters to train")
@@ -146,23 +153,29 @@ class ZeRO1(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, sharded[name]
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *units: nn.Module) -> Iterator[None]:
         """Within this block, backward passes add to the gradients on this rank alone, which stay whole until the next that
-        synchronizes."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        synchronizes.
+
+        :param units: if given, only their gradients
+        :raises ValueError: if one of them is no unit
+        """
+        before, local = self.require_backward_grad_sync, self._local
+        if units:
+            self._local = [*local, *(flat for part in units for flat in self._flats_of[self._unit(part).name])]
+        else:
+            self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self.require_backward_grad_sync, self._local = before, local
 
     def add_forward_method(self, module: nn.Module, name: str) -> None:
         """Let another method of a unit, or of the model, gather parameters as ``forward`` does.
 
         :raises ValueError: if the module is no unit
         """
-        unit = next((unit for unit in self.units if unit.module is module), None)
-        if unit is None:
-            raise ValueError(f"{type(module).__name__} is no unit: only units gather their parameters")
+        unit = self._unit(module)
         method = getattr(module, name)
 
         @functools.wraps(method)
@@ -173,6 +186,14 @@ class ZeRO1(nn.Module):
             return output
 
         setattr(module, name, gathering)
+
+    def _unit(self, module: nn.Module) -> Unit:
+        for unit in self.units:
+            if unit.module is module:
+                return unit
+        raise ValueError(
+            f"{type(module).__name__} is no unit: only units gather their parameters, and send their gradients"
+        )
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
@@ -248,7 +269,10 @@ class ZeRO1(nn.Module):
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         """Autograd has put the gradient of a parameter into ``.grad``."""
         self._begin_backward()
-        flat.add_gradient(index, average=self.require_backward_grad_sync)
+        flat.add_gradient(index, average=self._synchronizes(flat))
+
+    def _synchronizes(self, flat: FlatParameters) -> bool:
+        return self.require_backward_grad_sync and flat not in self._local
 
     def _begin_backward(self) -> None:
         if not self._running:
@@ -261,7 +285,7 @@ class ZeRO1(nn.Module):
         self._running = False
         try:
             if self.require_backward_grad_sync:
-                if self._trained:
+                if self._reduced:
                     self._reduce()
                 self._stale = True  # the optimizer is going to change the shards
         finally:
@@ -271,10 +295,15 @@ class ZeRO1(nn.Module):
         for flat in self.flats:
             flat.end_pass()
 
+    @property
+    def _reduced(self) -> list[FlatParameters]:
+        """What this backward pass averages."""
+        return [flat for flat in self._trained if flat not in self._local]
+
     def _reduce(self) -> None:
-        for flat in self._trained:
+        for flat in self._reduced:
             flat.start_reduce()
-        for flat in self._trained:
+        for flat in self._reduced:
             flat.finish_reduce()
         self._exchange_flags()
 
@@ -289,19 +318,20 @@ class ZeRO1(nn.Module):
         :raises RuntimeError: on every rank, if they have not
         """
         # A sum is not finite if one of its terms is not. (A norm would overflow: it squares, and 1e20 squared is inf.)
-        shards = [flat.grad_shard for flat in self._trained]
+        flats = self._reduced
+        shards = [flat.grad_shard for flat in flats]
         real = [torch.view_as_real(shard) if shard.is_complex() else shard for shard in shards]
         total = torch.stack([shard.sum(dtype=torch.float32) for shard in real]).sum()
         not_finite = torch.where(total.isfinite(), 0.0, 1.0).view(1)
-        used = torch.cat([flat.used() for flat in self._trained]).float()
+        used = torch.cat([flat.used() for flat in flats]).float()
         digits = self._digits_of_gathers()
         squares = [digit * digit for digit in digits]
         message = torch.cat([not_finite, used, torch.tensor([*digits, *squares]).to(used)])
         self._collectives[1].run(message)
         not_finite, used, sums = message.split([1, len(used), 2 * len(digits)])
-        for flat, users in zip(self._trained, used.split([len(flat.sharded) for flat in self._trained]), strict=True):
+        for flat, users in zip(flats, used.split([len(flat.sharded) for flat in flats]), strict=True):
             flat.finalize(not_finite, users)
-        if not any(one.numel() for flat in self._trained for one in flat.sharded) and not_finite[0] > 0:
+        if not any(one.numel() for flat in flats for one in flat.sharded) and not_finite[0] > 0:
             raise RuntimeError("gradients are not finite, and this rank has no shard to see it in: use fewer ranks")
         # The mean of squares is the square of the mean only if all are the same.
         size = self.process_group.size()
@@ -315,6 +345,11 @@ class ZeRO1(nn.Module):
         """A checksum of what was gathered since the last reduction, in digits below 64, whose squares a float can add up exactly
         over 4,000 ranks; none at stages 1 and 2."""
         return []
+
+
+def _cast(dtype: torch.dtype | None, _: nn.Module, inputs: Any, kwargs: Any) -> Any:
+    """The inputs of a unit, those of floating point in the dtype in which it computes."""
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, (inputs, kwargs))
 
 
 def in_backward() -> bool:

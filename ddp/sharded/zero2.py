@@ -35,7 +35,7 @@ class ZeRO2(ZeRO1):
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         self._begin_backward()
         with memory_for(unit.name, flat.full.nbytes):
-            complete = flat.add_gradient(index, average=self.require_backward_grad_sync)
+            complete = flat.add_gradient(index, average=self._synchronizes(flat))
         if complete:
             self._complete.add(flat)
             # Collectives are matched by their order, so complete gradients wait for those that come before them.
@@ -44,7 +44,7 @@ class ZeRO2(ZeRO1):
 
     def _begin_backward(self) -> None:
         if not self._running:
-            self._waiting = deque(reversed(self._trained))  # the order in which gradients are reduced, on every rank
+            self._waiting = deque(reversed(self._reduced))  # the order in which gradients are reduced, on every rank
             self._complete: set[FlatParameters] = set()
             self._sent: deque[FlatParameters] = deque()
         super()._begin_backward()

@@ -135,6 +135,49 @@ def against_fully_shard(stage: int) -> None:
         assert_close({name: trained[name] for name in expected}, expected, 2e-3)
 
 
+def unit_by_unit(stage: int) -> None:
+    """A precision for each unit, inputs cast to it, and gradients of the first unit that are sent once in two micro-steps."""
+    with process_group(timeout_s=60):
+        ours, theirs = network(), network()
+        dtypes = (torch.bfloat16, torch.float32)
+        for block, dtype in zip(theirs.blocks, dtypes, strict=True):
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+        fully_shard(theirs)
+        first = theirs.blocks[0]
+        precisions = {
+            block: Precision(dtype, torch.float32, cast_inputs=True)
+            for block, dtype in zip(ours.blocks, dtypes, strict=True)
+        }
+        model = shard(ours, stage, units=ours.blocks, precision=precisions)
+        optimizers = [adamw(one) for one in (model, theirs)]
+        for number in range(6):
+            last = number % 2 == 1
+            first.set_requires_gradient_sync(last)
+            losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
+            torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
+            with contextlib.nullcontext() if last else model.no_sync(ours.blocks[0]):
+                losses[0].backward()
+            losses[1].backward()
+            local = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks.0.")]
+            assert all((parameter.grad is None) != last for parameter in local if parameter.numel())
+            if last:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert_close(whole(model), {name: value.full_tensor() for name, value in theirs.state_dict().items()}, 2e-3)
+        with pytest.raises(ValueError, match="Linear is no unit"), model.no_sync(ours.head):
+            pass
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_units_have_a_precision_and_a_switch_of_their_own(stage: int) -> None:
+    """Each unit may have its precision and its ``no_sync``, as with ``fully_shard``.
+
+    Claim (ddp/sharded/README.md, 3): a precision, inputs cast to it, and `no_sync` may be of one unit.
+    """
+    run_ranks(unit_by_unit, 2, stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_fully_shard(stage: int) -> None:
     """Each ZeRO stage trains as torch's ``fully_shard``.
