@@ -17,7 +17,7 @@ def group_of(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dist.ProcessG
     if group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh.ndim != 1:
-        raise RuntimeError(f"device_mesh must have one dimension, not {mesh.ndim}: pass the slice of the replicas")
+        raise RuntimeError(f"Only 1D device mesh is supported, not {mesh.ndim}D: pass the slice of the replicas")
     return mesh.get_group(mesh_dim=0)
 
 

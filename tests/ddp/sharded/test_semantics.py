@@ -143,7 +143,7 @@ def unit_by_unit(stage: int) -> None:
         for block, dtype in zip(theirs.blocks, dtypes, strict=True):
             fully_shard(block, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
         fully_shard(theirs)
-        first = theirs.blocks[0]
+        first: Any = theirs.blocks[0]
         precisions = {
             block: Precision(dtype, torch.float32, cast_inputs=True)
             for block, dtype in zip(ours.blocks, dtypes, strict=True)
