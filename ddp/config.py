@@ -94,9 +94,7 @@ class TrainConfig(LearningConfig):
     batch_size: int = option(
         None, "samples per optimizer step, over all ranks and micro-steps; 48 on files (default: 144)", minimum=1
     )
-    grad_accumulation_steps: int = option(
-        1, "forward-backward passes (micro-steps) per optimizer step", minimum=1, former_name="micro_steps"
-    )
+    grad_accumulation_steps: int = option(1, "forward-backward passes (micro-steps) per optimizer step", minimum=1)
 
     # How it is computed
     strategy: str = option(
