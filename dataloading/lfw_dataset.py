@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.cli import command, option, parse
+from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.distributed.process_group import require_alone
 from common.errors import UsageError
@@ -26,7 +27,6 @@ from common.files.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_samples
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
-from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
 from dataloading.loader.stock_loader import FLOAT_BYTES, iterate, stock_loader

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import flag_of, is_function_name, option
+from common.data import DECODERS
 from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
@@ -28,7 +29,6 @@ from ddp.strategies import (
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
 LOADERS = ("stock", "fast")
-DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 AFTER_THE_WATCHDOG_S = 30.0

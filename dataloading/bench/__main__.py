@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from common.cli import command, option
+from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.machine import usable_cores
@@ -37,7 +38,7 @@ from dataloading.bench.stages import StageCosts, measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure, wait_share
 from dataloading.bench.verdict import changes, cost, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
-from dataloading.dataset.decoders import DECODERS, get_decoder
+from dataloading.dataset.decoders import get_decoder
 from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 

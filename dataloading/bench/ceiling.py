@@ -21,7 +21,7 @@ class Ceiling(Dataset[Any]):
     """JPEG files in memory, which are decoded and forgotten; for ``collate_fn=keep_batch``.
 
     :param images: contents of the files
-    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param decoder: one of :data:`common.data.DECODERS`
     """
 
     def __init__(self, images: Sequence[bytes], decoder: str) -> None:

@@ -45,7 +45,7 @@ class LFWDataset(Dataset[Any]):
 
     :param root: a folder, or a URL: ``file://``, ``http://``, or any protocol that fsspec has a plugin for
     :param transform: called with each Pillow image (RGB); None returns the image itself
-    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param decoder: one of :data:`common.data.DECODERS`
     :param augmentation: applied before ``transform``; a pure function of (``seed``, epoch, sample)
     :param seed: of the augmentation, and of the fast loader's shuffling
     :param image_size: resize every image to a square of this many pixels; None keeps the size

@@ -51,7 +51,7 @@ def load_lfw(
     :param seed: of the augmentation; the data itself is the same for every seed
     :param train_samples: take only the first so many, in an order that mixes the people; all when None
     :param test_samples: the same for the test images
-    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param decoder: one of :data:`common.data.DECODERS`
     :returns: mean, standard deviation and fingerprint (beside names and labels) are those of the first
         :data:`STATISTICS_SAMPLES` training images
     :raises UsageError: when there is no such folder, it holds fewer than two people with so many images, or too few

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option
+from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from common.reporting.turns import run_benchmark
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
-from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
 from dataloading.loader.stock_loader import iterate, stock_loader
