@@ -34,7 +34,7 @@ from common.reporting.other_work import OtherWork
 from common.reporting.timing import Spread
 from common.reporting.turns import Rounds, run_benchmark, write_report
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
-from dataloading.bench.stages import StageCosts, measure_stages
+from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure, wait_share
 from dataloading.bench.verdict import changes, cost, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
@@ -175,14 +175,14 @@ class LoadingVerdict:
     :param recommended: the setting to use
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
-    :param stage_costs: of an image
+    :param stage_costs: seconds per image of each stage
     :param tried: the changes of that setting that were measured in turns with it
     :param lines: the verdict in words
     """
 
     recommended: Setting
     explained: Setting
-    stage_costs: StageCosts
+    stage_costs: dict[str, float]
     tried: list[LoadingMeasurement]
     lines: list[str]
 
@@ -207,9 +207,9 @@ def judge(
             "but in training, the main process loads only while it does not train; with workers, the best is "
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
-    settings = changes(with_workers.setting, costs, usable_cores(), library.image_size is not None)
+    settings = changes(with_workers.setting, usable_cores(), library.image_size is not None)
     now, *tried = measure_all([with_workers.setting, *settings])
-    lines += explain(now, tried, costs, len(dataset))
+    lines += explain(now, tried, len(dataset))
     if config.step_ms is not None:
         step_s = config.step_ms / 1000
         settings = [one.setting for one in sorted(task, key=cost)]
@@ -271,13 +271,10 @@ def _table(sweep: list[LoadingMeasurement], axes: list[str], batches: int) -> li
     ]
 
 
-def _stage_table(costs: StageCosts) -> list[str]:
-    lines = [
-        f"{name:>12}: {1e6 * stage.wall:7.0f} µs  {100 * stage.wall / costs.wall:3.0f} %"
-        for name, stage in costs.stages.items()
-    ]
-    lines.append(f"{'together':>12}: {1e6 * costs.wall:7.0f} µs")
-    return lines
+def _stage_table(costs: dict[str, float]) -> list[str]:
+    total = sum(costs.values())
+    lines = [f"{name:>12}: {1e6 * each:7.0f} µs  {100 * each / total:3.0f} %" for name, each in costs.items()]
+    return [*lines, f"{'together':>12}: {1e6 * total:7.0f} µs"]
 
 
 if __name__ == "__main__":

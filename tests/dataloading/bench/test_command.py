@@ -21,7 +21,7 @@ from dataloading.bench import __main__ as bench
 from dataloading.bench.__main__ import REMOVED, LoadingBenchConfig, tasks
 from dataloading.bench.ceiling import Ceiling
 from dataloading.bench.settings import LOADERS, Library, Listed, Setting, varying
-from dataloading.bench.stages import STAGES, measure_stages
+from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import LoaderRun, LoadingMeasurement, measure
 from dataloading.dataset.batches import collate
 from dataloading.dataset.lfw import LFWDataset
@@ -140,18 +140,18 @@ def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) ->
     ("setting", "stages"),
     [
         (Setting(workers=0), ["open", "read", "decode", "resize", "transform", "collate"]),
-        (Setting(workers=1, augmentation="affine"), list(STAGES)),
+        (
+            Setting(workers=1, augmentation="affine"),
+            ["open", "read", "decode", "resize", "augment", "transform", "collate", "IPC"],
+        ),
         (Setting(loader="fast-threads", workers=1), ["open", "read", "decode", "resize"]),
     ],
 )
 def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Setting, stages: list[str]) -> None:
     library = Library(str(pictures), image_size=16)
-    dataset = library.dataset(setting)
-    costs = measure_stages(dataset, setting)
-    assert list(costs.stages) == stages
-    assert all(stage.wall >= 0 for stage in costs.stages.values())
-    assert costs.wall == pytest.approx(sum(stage.wall for stage in costs.stages.values()))
-    assert 0 <= costs.waiting < 1
+    costs = measure_stages(library.dataset(setting), setting)
+    assert list(costs) == stages
+    assert all(seconds >= 0 for seconds in costs.values())
 
 
 def test_the_ceiling_decodes_the_files_of_its_batch(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
