@@ -14,7 +14,6 @@ import copy
 import functools
 import multiprocessing.util
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -67,8 +66,6 @@ class LoadingTimelineConfig:
 
 @command
 def main() -> None:
-    if any(argument.startswith("--loader") for argument in sys.argv):
-        raise UsageError("--loader is gone: this draws DataLoader; dataloading.bench --loader compares the loaders")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 
