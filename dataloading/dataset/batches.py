@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey, as_samples
+from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey
 from dataloading.dataset.decoders import Pixels
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey, as_batch_key
@@ -111,7 +111,8 @@ class LFWBatches(Dataset[Any]):
             asks for, a list of samples
         """
         if not isinstance(key, BatchKey):
-            return as_samples(self.__getitems__(as_batch_key(key, epoch=0)))
+            batch = self.__getitems__(as_batch_key(key, epoch=0))
+            return list(zip(batch.images, batch.labels, strict=True))
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
         return self.assemble(key, buffer, self.fill(buffer, key))
 
