@@ -36,6 +36,17 @@ KILLED_BY = {
 }
 
 
+class BadSample(UsageError):
+    """A sample that cannot be read, or does not fit the others.
+
+    When a loader worker raises it, ``DataLoader`` makes a new one whose text is the worker's traceback. The message is its last
+    line.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rstrip().rsplit(f"{type(self).__name__}: ", 1)[-1])
+
+
 @contextlib.contextmanager
 def loader_errors() -> Iterator[None]:
     """Replace a loader's errors by one line that says what to do.

@@ -34,6 +34,7 @@ from common.data.datasets import (
     first_samples,
     mean_and_std,
 )
+from common.data.loaders import BadSample
 from common.data.rgb import NoRange, to_rgb
 from common.errors import UsageError
 from common.functions import import_function
@@ -42,17 +43,6 @@ from common.randomness import derive_seed
 SIGNATURE = "load() -> (train, test, class_names)"
 HALF = "each half is (uint8 images [n, channels, height, width], integer labels [n]) or a map-style data set of (image, label)"
 STATISTICS_SAMPLES = 512  # of a map-style data set, for mean, standard deviation and fingerprint
-
-
-class BadSample(UsageError):
-    """A sample of one's own data set that does not fit the others.
-
-    When a loader worker raises it, ``DataLoader`` makes a new one whose text is the worker's traceback. The message is its last
-    line.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rstrip().rsplit("BadSample: ", 1)[-1])
 
 
 class MapStyleImages(Dataset[Batch]):

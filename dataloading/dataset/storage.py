@@ -14,6 +14,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.data.loaders import BadSample
 from common.errors import UsageError, one_line
 
 SUFFIXES = (".jpg", ".jpeg")
@@ -22,15 +23,8 @@ MOST_BYTES = 100_000_000  # of one file: an image of the most pixels takes fewer
 MOST_LETTERS = 200  # of an error's text that are shown
 
 
-class BadFile(UsageError):
-    """A file of the data set that cannot be read or decoded. The message names it.
-
-    When a loader worker raises it, ``DataLoader`` raises a new one whose text is the worker's traceback. Its last line is
-    the message.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rstrip().rsplit(f"{type(self).__name__}: ", 1)[-1])
+class BadFile(BadSample):
+    """A file of the data set that cannot be read or decoded. The message names it."""
 
 
 class Unskippable(BadFile):
