@@ -60,7 +60,7 @@ class LoadingBenchConfig:
     decoder: tuple[str, ...] = option(("pillow",), "decoder of the JPEGs", choices=DECODERS)
     prefetch_factor: tuple[int, ...] = option((2,), "batches requested ahead, per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
-    latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
+    latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each file", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     repeats: int = option(5, "rounds that count", minimum=2)

@@ -138,13 +138,8 @@ class LFWDataset(Dataset[Any]):
 
         :raises BadFile: when it cannot be read
         """
-        with self.span("open"):
-            reader = self.storage.open(self.files[sample])
-        try:
-            with self.span("read"):
-                return reader.read()
-        finally:
-            reader.close()
+        with self.span("read"):
+            return self.storage.read(self.files[sample])
 
     def image(self, sample: int, draws: Draws | None = None) -> Image.Image:
         """A sample as a Pillow image in RGB: decoded, resized, augmented.

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # For each stage its label in the legend, and its color.
-STARTING, READING = ("starting workers", "#d3d8dc"), ("open + read", COLORS[4])
+STARTING = ("starting workers", "#d3d8dc")
 STYLES = {
     "start workers": STARTING,
     "start": STARTING,
     "wait": ("main process waits", "#f9ddd3"),
     "consume": ("main process works on a batch", COLORS[5]),
-    "open": READING,
-    "read": READING,
+    "read": ("open + read", COLORS[4]),
     "late": ("a file answers late", COLORS[1]),
     "decode": ("decode", COLORS[0]),
     "resize": ("resize", "#7db3da"),

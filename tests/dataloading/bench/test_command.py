@@ -134,12 +134,12 @@ def test_every_kind_of_setting_is_measured_and_leaves_nothing(pictures: Path) ->
 @pytest.mark.parametrize(
     ("setting", "stages"),
     [
-        (Setting(workers=0), ["open", "read", "decode", "resize", "transform", "collate"]),
+        (Setting(workers=0), ["read", "decode", "resize", "transform", "collate"]),
         (
             Setting(workers=1, augmentation="affine"),
-            ["open", "read", "decode", "resize", "augment", "transform", "collate", "IPC"],
+            ["read", "decode", "resize", "augment", "transform", "collate", "IPC"],
         ),
-        (Setting(loader="fast-threads", workers=1), ["open", "read", "decode", "resize"]),
+        (Setting(loader="fast-threads", workers=1), ["read", "decode", "resize"]),
     ],
 )
 def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Setting, stages: list[str]) -> None:

@@ -31,7 +31,7 @@ def test_the_waits_are_log_normal_around_the_median() -> None:
     assert np.quantile(waits, 0.95) == pytest.approx(0.020 * 1.64, rel=0.05)
 
 
-def test_each_open_waits_its_time_and_nothing_else_does(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_read_waits_its_time_and_nothing_else_does(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     place = LocalFolder(str(pictures))
@@ -40,10 +40,7 @@ def test_each_open_waits_its_time_and_nothing_else_does(pictures: Path, monkeypa
     assert slow.names() == place.names()
     assert waits == []
     for name in slow.names():
-        reader, same = slow.open(name), place.open(name)
-        assert reader.read() == same.read()
-        reader.close()
-        same.close()
+        assert slow.read(name) == place.read(name)
     assert waits == [delay_s(50, name) for name in slow.names()]
     with pytest.raises(BadFile):
-        slow.open("gone.jpg")
+        slow.read("gone.jpg")

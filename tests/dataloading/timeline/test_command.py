@@ -22,7 +22,7 @@ from tests.support.launch import run_command, start_command
 from tests.support.user_errors import UserError
 
 BATCHES, BATCH_SIZE, LATE = 6, 4, 2
-STAGES = {"open", "read", "decode", "augment", "transform"}
+STAGES = {"read", "decode", "augment", "transform"}
 
 
 @pytest.fixture(scope="module")
