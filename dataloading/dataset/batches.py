@@ -53,9 +53,6 @@ class ThreadedFetch(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, key: int | SampleKey) -> Any:
-        return self.dataset[key]
-
     def __getitems__(self, keys: Sequence[int | SampleKey]) -> list[Any]:
         with ThreadPoolExecutor(self.threads, "fetch") as pool:
             return list(pool.map(self.dataset.__getitem__, keys))
@@ -98,11 +95,6 @@ class LFWBatches(Dataset[Any]):
     @property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return self.files.labels
-
-    def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, Tensor]:
-        """Image uint8 ``[3, height, width]`` and label int64 ``[]``, in the key's epoch (0 for a plain index)."""
-        image, label = self.__getitems__([key])[0]
-        return image, label
 
     def __getitems__(self, key: BatchKey | list[int | SampleKey]) -> Any:
         """Fetch a batch, as the worker of a ``DataLoader`` does.
