@@ -29,7 +29,7 @@ from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
 from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
-from dataloading.loader.stock_loader import FLOAT_BYTES, iterate, stock_loader
+from dataloading.loader.stock_loader import FLOAT_BYTES, stock_loader
 from dataloading.synthetic import face_cache
 
 PASSES = 5
@@ -74,7 +74,7 @@ def main() -> None:
         f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.people):,} people, the first {width}x{height}"
     )
     with loader_errors():
-        batch = next(iterate(_loader(config, dataset, batches=1)))
+        batch = next(iter(_loader(config, dataset, batches=1)))
         if not batch:
             raise UsageError(f"{dataset.storage.root}: no file of the first batch of {config.batch_size} can be read")
         images, labels = batch
@@ -113,7 +113,7 @@ def _time(config: LFWConfig, dataset: LFWDataset) -> None:
     seconds, images = [], 0
     for _ in range(PASSES):
         began = time.perf_counter()
-        for batch in iterate(_loader(config, dataset, config.batches_to_check)):
+        for batch in _loader(config, dataset, config.batches_to_check):
             images += len(batch[0]) if batch else 0  # without those that were skipped
         seconds.append(time.perf_counter() - began)
     mean = statistics.mean(seconds)

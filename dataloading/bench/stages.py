@@ -19,7 +19,7 @@ from dataloading.bench.settings import Setting
 from dataloading.dataset.batches import LFWBatches, collate
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey
-from dataloading.loader.stock_loader import iterate, stock_loader
+from dataloading.loader.stock_loader import stock_loader
 
 SAMPLES = 256
 SLOW_SAMPLES = 64
@@ -83,7 +83,7 @@ def _send(items: list[Any]) -> float:
         sampler=range(count),
         collate_fn=collate,
     )
-    iterator = iterate(loader)
+    iterator = iter(loader)
     for _ in range(SENT_BATCHES // 4):
         next(iterator)
     began = time.perf_counter()

@@ -31,7 +31,7 @@ from common.reporting.turns import run_benchmark
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
-from dataloading.loader.stock_loader import iterate, stock_loader
+from dataloading.loader.stock_loader import stock_loader
 from dataloading.synthetic import face_cache
 from dataloading.timeline.figure import first_batch, plot_timeline
 from dataloading.timeline.tracing import MAIN, LoaderTrace, Numbered, TracedFetch, traced_collate, traced_start
@@ -118,7 +118,7 @@ def record(
             in_order=in_order,
             worker_init_fn=functools.partial(traced_start, recorder, began),
         )
-        iterator: Any = iterate(loader)
+        iterator: Any = iter(loader)
         asked = time.perf_counter()
         recorder.add("start workers", began, asked, MAIN)
         try:
