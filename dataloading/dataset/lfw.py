@@ -73,7 +73,7 @@ class LFWDataset(Dataset[Any]):
         self.storage = open_storage(root) if isinstance(root, str | Path) else root
         self.transform, self.decoder = transform, decoder
         self.augmentation, self.seed = ImageAugmentation(augmentation), seed
-        self.image_size, self.on_error = image_size, on_error
+        self.image_size = image_size
         # It records nothing; the tracer of dataloading.timeline.tracing records each stage's time.
         self.span: StageTimer = contextlib.nullcontext
         self._decode = get_decoder(decoder)  # a missing decoder fails here, not in a worker
