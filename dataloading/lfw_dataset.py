@@ -50,7 +50,6 @@ class LFWConfig:
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
-    seed: int = option(0, "of the order", minimum=0)
     output: Path = option(Path("runs/lfw-dataset"), "folder of the picture")
 
 
@@ -90,7 +89,7 @@ def main() -> None:
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
     """``DataLoader`` as courses use it; it repeats the files if there are too few."""
     length = batches * config.batch_size
-    sampler = ShuffledSampler(len(dataset), seed=config.seed, length=length)
+    sampler = ShuffledSampler(len(dataset), length=length)
     return stock_loader(
         dataset,
         config.num_workers,
