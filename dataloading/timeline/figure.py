@@ -44,7 +44,7 @@ def plot_timeline(path: Path, runs: Sequence[LoaderTrace], title: str, idle_reas
     figure, axes = new_gantt(heights, 2.6 + 0.5 * sum(heights), title)
     end = max(run.end for run in runs)
     for plot, run in zip(axes, runs, strict=True):
-        _draw_run(Gantt(plot, 0, end, run.title), run, idle_reason)
+        _draw_run(Gantt(plot, end, run.title), run, idle_reason)
     _bracket(axes[0], 0, runs[0].batches[0].taken, first_batch(runs[0]))
     axes[-1].set_xlabel("ms since the main process asked for the loader's iterator")
     names = {span.name for run in runs for span in run.spans}
