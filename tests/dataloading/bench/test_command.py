@@ -19,7 +19,6 @@ from common.machine import usable_cores
 from dataloading import ladder
 from dataloading.bench import __main__ as bench
 from dataloading.bench.__main__ import LoadingBenchConfig, tasks
-from dataloading.bench.ceiling import Ceiling
 from dataloading.bench.settings import LOADERS, Library, Listed, Setting, varying
 from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import LoaderRun, LoadingMeasurement, measure
@@ -152,8 +151,8 @@ def test_the_stages_that_a_setting_has_are_timed(pictures: Path, setting: Settin
 def test_the_ceiling_decodes_the_files_of_its_batch(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [path.read_bytes() for path in sorted(pictures.glob("*/*.jpg"))]
     decoded: list[bytes] = []
-    monkeypatch.setattr("dataloading.bench.ceiling.get_decoder", lambda name: lambda data, out: decoded.append(data))
-    (samples,) = Ceiling(images, "pillow").__getitems__(BatchKey(0, np.array([3, 1])))
+    monkeypatch.setattr("dataloading.ladder.get_decoder", lambda name: lambda data, out: decoded.append(data))
+    (samples,) = ladder.Ceiling(images, "pillow").__getitems__(BatchKey(0, np.array([3, 1])))
     assert len(samples) == 2
     assert decoded == [images[3], images[1]]
 
