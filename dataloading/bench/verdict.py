@@ -15,7 +15,7 @@ from dataloading.dataset.decoders import installed
 from dataloading.loader.fast_loader import choose_pool
 
 FETCH_THREADS = 16  # of each worker: they hide most of the latency of storage that answers in 20 ms
-BATCH_SIZE = 32  # a smaller one may be slow by what each batch costs, whatever its size
+BATCH_SIZE = 32  # in a smaller one, the fixed cost of each batch may be the limit
 NO_WAIT = 0.01  # share of a training loop's time
 
 

@@ -1,4 +1,4 @@
-"""Folders of images as classification tasks: whose face is it, and of which class is an image?
+"""Folders of images as classification tasks: the person in a photo, or the class of an image.
 
     torchrun --nproc_per_node=2 -m ddp.train --dataset lfw
     torchrun --nproc_per_node=2 -m ddp.train --dataset folder --data-dir photos
