@@ -93,7 +93,7 @@ def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[
     return stock_loader(
         dataset,
         config.num_workers,
-        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
+        batch_bytes=config.batch_size * FLOAT_BYTES * math.prod(dataset.image_shape()),
         batch_size=config.batch_size,
         sampler=sampler,
         collate_fn=collate,

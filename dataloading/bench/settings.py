@@ -142,7 +142,7 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler, pin_
     return stock_loader(
         ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
         setting.workers,
-        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
+        batch_bytes=setting.batch_size * FLOAT_BYTES * math.prod(dataset.image_shape()),
         batch_size=setting.batch_size,
         sampler=sampler,
         collate_fn=collate,

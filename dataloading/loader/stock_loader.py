@@ -1,7 +1,8 @@
-"""torch's own ``DataLoader`` for images in files: it checks shared memory first and does not warn of many workers."""
+"""torch's own ``DataLoader`` for the benchmarks: :func:`common.data.loaders.stock_loader` without a warning of many workers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,13 +17,4 @@ class _DataLoader(DataLoader[Any]):
         """No warning of more workers than cores: a benchmark may try them."""
 
 
-def stock_loader(dataset: Any, workers: int, *, image_bytes: int = 0, **settings: Any) -> DataLoader[Any]:
-    """Construct a ``DataLoader``, without its warning of more workers than cores.
-
-    :param workers: loader processes; 0 loads in the main process
-    :param image_bytes: bytes per image. If given, check that /dev/shm holds all prefetched batches
-    :param settings: other arguments of ``DataLoader``
-    :raises UsageError: if /dev/shm is too small, or memory for so many workers
-    """
-    batch_bytes = image_bytes * settings.get("batch_size", 1)
-    return loaders.stock_loader(dataset, workers, batch_bytes=batch_bytes, loader=_DataLoader, **settings)
+stock_loader = functools.partial(loaders.stock_loader, loader=_DataLoader)
