@@ -51,7 +51,6 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     below: float | None = None,
-    former_name: str | None = None,
     per_node: bool = False,
 ) -> Any:
     """A field of a command's configuration; ``minimum`` and ``maximum`` are inclusive, ``above`` and ``below`` are not.
@@ -61,7 +60,6 @@ def option(
 
     :param or_function: accept ``module:function`` besides the choices; see common/functions.py
     :param implied: the value of a flag that is given without one
-    :param former_name: the field's name in an older version, whose flag is still understood
     :param per_node: whether the nodes of a job may have different values: for paths and interfaces
     """
     metadata = {
@@ -73,7 +71,6 @@ def option(
         "maximum": maximum,
         "above": above,
         "below": below,
-        "former_name": former_name,
         "per_node": per_node,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -152,9 +149,6 @@ def parse(
                 settings |= {"nargs": "?", "const": field.metadata["implied"]}
         flags = [flag_of(field.name), *([f"-{field.name}"] if underscores else [])]
         parser.add_argument(*flags, **settings)
-        if field.metadata["former_name"]:
-            hidden = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-            parser.add_argument(flag_of(field.metadata["former_name"]), **settings | hidden)
     values = vars(parser.parse_args(argv))
     for field in dataclasses.fields(config_type):  # type: ignore[arg-type]
         value = values[field.name]
@@ -174,7 +168,7 @@ def from_settings(config_type: type[Config], program: str, settings: Mapping[str
     arguments = []
     for name, value in settings.items():
         if isinstance(value, bool):
-            if value is not (defaults.get(name, ...) or False):  # a switch of an older version may take a value now
+            if value is not defaults.get(name):
                 arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
         elif value is not None:
             arguments.append(f"{flag_of(name)}={value}")

@@ -12,24 +12,27 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
 from common.cli import command, option
-from common.data.datasets import keep_batch
+from common.data.datasets import BatchKey, keep_batch
 from common.data.loaders import loader_errors
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import Spread, interleave, paired_ratio, share_of_limit
 from common.reporting.turns import CPU, Rounds, run_benchmark, write_report
-from dataloading.bench.ceiling import Ceiling
 from dataloading.bench.settings import Listed
 from dataloading.bench.sweep import LoaderRun
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import LFWBatches
-from dataloading.dataset.decoders import installed
+from dataloading.dataset.decoders import decode_pillow, get_decoder, installed
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import Storage, open_storage
@@ -54,6 +57,29 @@ class LadderConfig:
     repeats: int = option(7, "rounds that count", minimum=2)
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     output: Path = option(Path("runs/ladder"), "folder of the JSON and the PNG")
+
+
+class Ceiling(Dataset[Any]):
+    """JPEG files in memory, which are decoded and forgotten; for ``collate_fn=keep_batch``.
+
+    There are no files, no batches and no consumer: pixels are decoded into one buffer, and a worker sends back nothing but the
+    indices.
+
+    :param images: contents of the files
+    :param decoder: one of :data:`common.data.DECODERS`
+    """
+
+    def __init__(self, images: Sequence[bytes], decoder: str) -> None:
+        self._images, self._decode = images, get_decoder(decoder)
+        self._out = np.empty_like(decode_pillow(images[0]))
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitems__(self, key: BatchKey) -> tuple[npt.NDArray[np.int64]]:
+        for sample in key.samples.tolist():
+            self._decode(self._images[sample], self._out)
+        return (key.samples,)
 
 
 @command

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from common.cli import command, option, parse
+from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.distributed.process_group import require_alone
 from common.errors import UsageError
@@ -26,10 +27,9 @@ from common.files.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_samples
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
-from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT, LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
-from dataloading.loader.stock_loader import FLOAT_BYTES, iterate, stock_loader
+from dataloading.loader.stock_loader import FLOAT_BYTES, stock_loader
 from dataloading.synthetic import face_cache
 
 PASSES = 5
@@ -50,7 +50,6 @@ class LFWConfig:
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
     on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
-    seed: int = option(0, "of the order", minimum=0)
     output: Path = option(Path("runs/lfw-dataset"), "folder of the picture")
 
 
@@ -74,7 +73,7 @@ def main() -> None:
         f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.people):,} people, the first {width}x{height}"
     )
     with loader_errors():
-        batch = next(iterate(_loader(config, dataset, batches=1)))
+        batch = next(iter(_loader(config, dataset, batches=1)))
         if not batch:
             raise UsageError(f"{dataset.storage.root}: no file of the first batch of {config.batch_size} can be read")
         images, labels = batch
@@ -90,11 +89,11 @@ def main() -> None:
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
     """``DataLoader`` as courses use it; it repeats the files if there are too few."""
     length = batches * config.batch_size
-    sampler = ShuffledSampler(len(dataset), seed=config.seed, length=length)
+    sampler = ShuffledSampler(len(dataset), length=length)
     return stock_loader(
         dataset,
         config.num_workers,
-        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
+        batch_bytes=config.batch_size * FLOAT_BYTES * math.prod(dataset.image_shape()),
         batch_size=config.batch_size,
         sampler=sampler,
         collate_fn=collate,
@@ -113,7 +112,7 @@ def _time(config: LFWConfig, dataset: LFWDataset) -> None:
     seconds, images = [], 0
     for _ in range(PASSES):
         began = time.perf_counter()
-        for batch in iterate(_loader(config, dataset, config.batches_to_check)):
+        for batch in _loader(config, dataset, config.batches_to_check):
             images += len(batch[0]) if batch else 0  # without those that were skipped
         seconds.append(time.perf_counter() - began)
     mean = statistics.mean(seconds)

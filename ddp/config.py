@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import flag_of, is_function_name, option
+from common.data import DECODERS
 from common.data.datasets import IN_MEMORY
 from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
@@ -28,7 +29,6 @@ from ddp.strategies import (
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
 LOADERS = ("stock", "fast")
-DECODERS = ("pillow", "simplejpeg", "torchcodec")  # those of dataloading, which is imported only for files
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 AFTER_THE_WATCHDOG_S = 30.0
@@ -94,9 +94,7 @@ class TrainConfig(LearningConfig):
     batch_size: int = option(
         None, "samples per optimizer step, over all ranks and micro-steps; 48 on files (default: 144)", minimum=1
     )
-    grad_accumulation_steps: int = option(
-        1, "forward-backward passes (micro-steps) per optimizer step", minimum=1, former_name="micro_steps"
-    )
+    grad_accumulation_steps: int = option(1, "forward-backward passes (micro-steps) per optimizer step", minimum=1)
 
     # How it is computed
     strategy: str = option(

@@ -55,8 +55,7 @@ def load_data(config: TrainConfig, env: DistEnv) -> ImageData:
 
 def load_files(config: TrainConfig) -> ImageData:
     """A data set of image files: ``lfw`` or ``folder``."""
-    from dataloading.dataset.image_folder import load_folder
-    from dataloading.dataset.training_data import load_lfw
+    from dataloading.dataset.training_data import load_folder, load_lfw
 
     taken: dict[str, Any] = {
         "image_size": config.image_size,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +116,7 @@ class Augmentation:
 NO_AUGMENTATION = Augmentation()
 
 
-class ImageDataset(Dataset[Any]):
+class ImageDataset(Dataset[Batch]):
     """Images and labels in memory.
 
     :param images: uint8 ``[samples, channels, height, width]``
@@ -142,20 +142,7 @@ class ImageDataset(Dataset[Any]):
     def shape(self) -> tuple[int, int, int]:
         return self.images.shape[1:]
 
-    def __getitem__(self, sample: int) -> tuple[Tensor, Tensor]:
-        """Image uint8 ``[channels, height, width]`` and label int64 ``[]``, as they are in epoch 0."""
-        return self.__getitems__([sample])[0]
-
-    @overload
-    def __getitems__(self, key: BatchKey) -> Batch: ...
-
-    @overload
-    def __getitems__(self, key: list[int]) -> list[tuple[Tensor, Tensor]]: ...
-
-    def __getitems__(self, key: BatchKey | list[int]) -> Batch | list[tuple[Tensor, Tensor]]:
-        """For a :class:`BatchKey` a whole batch; for a list of indices (``DataLoader`` with ``batch_size``), samples of epoch 0."""
-        if not isinstance(key, BatchKey):
-            return as_samples(self.__getitems__(BatchKey(0, np.array(key, np.int64))))
+    def __getitems__(self, key: BatchKey) -> Batch:
         images = self.images[key.samples]
         if self.augmentation:
             images = self.augmentation(images, self.seed, key.epoch, key.samples)
@@ -166,11 +153,6 @@ def fetch_batches(images: Images, samples: npt.NDArray[np.int64], batch_size: in
     """Fetch samples in this process, in the given order and augmented for this epoch; the last batch may be smaller."""
     for start in range(0, len(samples), batch_size):
         yield images.__getitems__(BatchKey(epoch, samples[start : start + batch_size]))
-
-
-def as_samples(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    """The samples of a batch one by one: what ``DataLoader``'s own ``collate_fn`` makes a batch of."""
-    return list(zip(batch.images, batch.labels, strict=True))
 
 
 def keep_batch(batch: Batch) -> Batch:

@@ -36,6 +36,17 @@ KILLED_BY = {
 }
 
 
+class BadSample(UsageError):
+    """A sample that cannot be read, or does not fit the others.
+
+    When a loader worker raises it, ``DataLoader`` makes a new one whose text is the worker's traceback. The message is its last
+    line.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message.rstrip().rsplit(f"{type(self).__name__}: ", 1)[-1])
+
+
 @contextlib.contextmanager
 def loader_errors() -> Iterator[None]:
     """Replace a loader's errors by one line that says what to do.
@@ -160,14 +171,21 @@ PREFETCH_FACTOR = 2  # DataLoader's own default
 
 
 def stock_loader(
-    dataset: Any, workers: int, *, batch_bytes: int = 0, ranks: int = 1, **settings: Any
+    dataset: Any,
+    workers: int,
+    *,
+    batch_bytes: int = 0,
+    ranks: int = 1,
+    loader: type[DataLoader[Any]] = DataLoader,
+    **settings: Any,
 ) -> DataLoader[Any]:
     """Construct a ``DataLoader`` whose dead workers are found and whose stopped workers end quietly.
 
     :param workers: loader processes; 0 loads in the main process
     :param batch_bytes: bytes of a batch, if it is known; all that are prefetched must fit into ``/dev/shm``
     :param ranks: of this node, each with a loader like this one
-    :param settings: other arguments of ``DataLoader``
+    :param loader: ``DataLoader`` or a class derived from it
+    :param settings: its other arguments
     :raises UsageError: when shared memory, or memory, is too small for so many workers
     """
     if workers:
@@ -175,7 +193,7 @@ def stock_loader(
         require_short_temporary_folder()
         require_shared_memory(batch_bytes * workers * ranks * settings.get("prefetch_factor", PREFETCH_FACTOR))
     poll_for_deaths()
-    return DataLoader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})
+    return loader(dataset, num_workers=workers, **{"worker_init_fn": start_worker, **settings})
 
 
 def poll_for_deaths() -> None:

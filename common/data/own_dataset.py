@@ -7,8 +7,7 @@ The function takes no arguments and returns ``(train, test, class_names)``. Each
 - a map-style data set, with ``__len__`` and ``__getitem__(index) -> (image, label)``, the image a Pillow image or a uint8 array or
   tensor ``[channels, height, width]`` or ``[height, width]``.
 
-``class_names[label]`` is a label's name. Images stay uint8 of 0 to 255: the trainer normalizes them. The function may also
-return a :class:`~common.data.datasets.ImageData`, which is taken as it is.
+``class_names[label]`` is a label's name. Images stay uint8 of 0 to 255: the trainer normalizes them.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from common.data.datasets import (
     first_samples,
     mean_and_std,
 )
+from common.data.loaders import BadSample
 from common.data.rgb import NoRange, to_rgb
 from common.errors import UsageError
 from common.functions import import_function
@@ -42,17 +42,6 @@ from common.randomness import derive_seed
 SIGNATURE = "load() -> (train, test, class_names)"
 HALF = "each half is (uint8 images [n, channels, height, width], integer labels [n]) or a map-style data set of (image, label)"
 STATISTICS_SAMPLES = 512  # of a map-style data set, for mean, standard deviation and fingerprint
-
-
-class BadSample(UsageError):
-    """A sample of one's own data set that does not fit the others.
-
-    When a loader worker raises it, ``DataLoader`` makes a new one whose text is the worker's traceback. The message is its last
-    line.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rstrip().rsplit("BadSample: ", 1)[-1])
 
 
 class MapStyleImages(Dataset[Batch]):
@@ -152,11 +141,6 @@ def load_own(
     except Exception as error:  # an OSError too keeps its traceback; DistEnv.fail_together would make it one line
         raise RuntimeError(f"{flag} failed: {type(error).__name__}: {error}") from error
     limits = {"train": train_samples, "test": test_samples}
-    if isinstance(returned, ImageData):
-        for split, limit in limits.items():
-            if limit is not None:
-                raise UsageError(f"--{split}-samples {limit}: {flag} returns an ImageData, which is taken whole")
-        return returned
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise UsageError(f"{flag} returned {_outline(returned)}: it must return (train, test, class_names); {HALF}")
     *splits, names = returned

@@ -37,7 +37,7 @@ class TextData(ImageData):
         return images.flatten(1).long()
 
     def text_of(self, characters: Tensor) -> str:
-        """A line, from the numbers of its characters: ``[length]``, of which those below 0 are left out."""
+        """A line, from the numbers of its characters: ``[length]``. Those below 0 are left out."""
         return "".join(self.classes[number] for number in characters.tolist() if number >= 0)
 
 

@@ -156,13 +156,12 @@ def _this_process() -> str:
 def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: bool = True) -> TextIO:
     """Create a run's directory, or accept the one to resume. For rank 0, before anything is written.
 
+    :param overwrite: not together with ``resume``, which the command's settings refuse
     :param resumable: whether the command has a flag ``--resume`` that an error message may name
     :returns: the lock on the directory, to be held as long as the run lasts
     :raises UsageError: when it exists (without ``resume`` or ``overwrite``), is not a run's, has nothing to resume, is in
         use, or cannot be written
     """
-    if resume and overwrite:
-        raise UsageError("--resume continues the run in its directory and --overwrite deletes it: give one of them")
     try:
         exists = folder.is_dir() and any(not _precedes_a_run(entry.name) for entry in folder.iterdir())
         require_regular_files(folder)

@@ -60,15 +60,14 @@ class Gantt:
     """One chart.
 
     :param plot: the axes to draw on
-    :param start: of the time axis, in seconds
-    :param end: of the time axis, in seconds
+    :param end: of the time axis, which begins at 0, in seconds
     :param title: above the chart
     """
 
-    def __init__(self, plot: Axes, start: float, end: float, title: str = "") -> None:
-        self.plot, self.ms_per_px = plot, 1000 * (end - start) / AXIS_PX
+    def __init__(self, plot: Axes, end: float, title: str = "") -> None:
+        self.plot, self.ms_per_px = plot, 1000 * end / AXIS_PX
         plot.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        plot.set_xlim(1000 * start, 1000 * end)
+        plot.set_xlim(0, 1000 * end)
         plot.grid(axis="x", alpha=0.25)
         plot.set_axisbelow(True)
         plot.tick_params(axis="y", length=0)

@@ -45,8 +45,8 @@ def doubt(seconds: float, free: float, cores: int) -> str | None:
     if free >= LEAST_FREE * cores * seconds:
         return None
     return (
-        f"other programs left {free / seconds:.1f} of {cores} cores to this benchmark: its numbers may be wrong, and are no "
-        "verdict. Repeat it on an idle machine"
+        f"other programs left {free / seconds:.1f} of {cores} cores to this benchmark, so its numbers may be wrong: repeat it "
+        "on an idle machine"
     )
 
 

@@ -29,7 +29,7 @@ SETTING = "expandable_segments:True"
 def device_errors(device: torch.device, less_memory: Sequence[str]) -> Iterator[None]:
     """A block that computes on a device.
 
-    :param less_memory: what takes less, to name should there be too little: flags
+    :param less_memory: flags that need less memory, for the text of the error
     :raises UsageError: in place of an error that :func:`explain` knows; other errors pass unchanged
     """
     try:

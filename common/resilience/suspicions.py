@@ -21,15 +21,10 @@ GRACE_S = 2.0  # time for a killed process to end (its connections close first),
 
 
 class RankLost(RuntimeError):
-    """A rank ended, or did not answer in time, while others depended on it. The cause is what this rank saw of that.
+    """A rank ended, or did not answer in time, while others depended on it. The message names it, its process and its host.
 
-    :param message: names the rank, its process and its host
-    :param rank: its rank in the group; None if it is not known
+    The cause is what this rank saw of that.
     """
-
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class Suspicion(NamedTuple):
@@ -63,12 +58,12 @@ class Suspicions:
         here = socket.gethostname()
         self._pids = {r: pid for r, (host, pid) in enumerate(processes) if host == here and not _has_ended(pid)}
         self._detector = FailureDetector(key, rank, len(processes))
-        self._lost: tuple[str, int | None] | None = None  # the arguments of RankLost
+        self._lost: str | None = None  # the message of RankLost
 
     def raise_if_lost(self) -> None:
         """:raises RankLost: if :meth:`report` has named a lost rank before"""
         if self._lost is not None:
-            raise RankLost(*self._lost)
+            raise RankLost(self._lost)
 
     def report(self, suspect: int | None, cause: Exception) -> RankLost:
         """Report a suspicion, wait for those of the other ranks, and agree with them on the rank that was lost first.
@@ -96,11 +91,10 @@ class Suspicions:
             agreeing.join(GRACE_S + 2 * STORE_S)
             rank, observation = answers[0] if answers else self._ended() or LostRank(suspect, observation)
             if rank is None:
-                message = f"an all-reduce failed, and no rank is known to have caused it: {text.splitlines()[0]}"
+                self._lost = f"an all-reduce failed, and no rank is known to have caused it: {text.splitlines()[0]}"
             else:
-                message = f"rank {rank} ({self._names[rank]}) {observation} during an all-reduce"
-            self._lost = message, rank
-        return RankLost(*self._lost)
+                self._lost = f"rank {rank} ({self._names[rank]}) {observation} during an all-reduce"
+        return RankLost(self._lost)
 
     def _agree(self, suspect: int | None, observation: str) -> LostRank:
         detector = self._detector

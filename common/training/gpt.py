@@ -1,4 +1,4 @@
-"""A small decoder-only transformer, as GPT-2: the model of which the sharded strategies train large ones."""
+"""A small decoder-only transformer, as GPT-2. The sharded strategies train large ones."""
 
 from __future__ import annotations
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
-
-class Entry(NamedTuple):
-    """An entry of an optimizer's state of each parameter: a tensor like the parameter, or one float32 number."""
-
-    like_parameter: bool = True
-
-
-_ADAM = {"step": Entry(like_parameter=False), "exp_avg": Entry(), "exp_avg_sq": Entry()}
-STATE_OF: dict[type, dict[str, Entry]] = {
-    torch.optim.SGD: {"momentum_buffer": Entry()},
+# The entries of an optimizer's state of each parameter: whether it is a tensor like the parameter, or else one float32 number.
+_ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
+STATE_OF: dict[type, dict[str, bool]] = {
+    torch.optim.SGD: {"momentum_buffer": True},
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
 }

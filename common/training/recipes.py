@@ -119,7 +119,7 @@ class LearningConfig:
 
             self._default("data_dir", "data" if self.download else str(fashion_mnist.default_folder()))
         elif self.download:
-            raise UsageError(f"--download is for fashion-mnist: {self.dataset} has no such place on the internet")
+            raise UsageError(f"--download is for fashion-mnist: {self.dataset} cannot be downloaded")
         for name in ("model", "epochs", "batch_size"):
             self._default(name, self._recipe[name])
         if self.dataset == "glyphs":

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from common.cli import command, option
+from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.errors import UsageError
 from common.machine import usable_cores
@@ -33,24 +33,15 @@ from common.reporting.other_work import OtherWork
 from common.reporting.timing import Spread
 from common.reporting.turns import Rounds, run_benchmark, write_report
 from dataloading.bench.settings import LOADERS, Library, Setting, varying
-from dataloading.bench.stages import StageCosts, measure_stages
+from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure, wait_share
 from dataloading.bench.verdict import changes, cost, explain, recommend, waiting_for
 from dataloading.dataset.augmentation import AUGMENTATIONS
-from dataloading.dataset.decoders import DECODERS, get_decoder
+from dataloading.dataset.decoders import get_decoder
 from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 
 YES_NO = ("yes", "no")
-REMOVED = {
-    "--storage": "--latency-ms delays files, and --path-to-folder takes the URL of a server",
-    "--model": "give the length of its training step with --step-ms",
-    "--start-method": "workers start by Python's default method",
-    "--in-order": "python -m dataloading.timeline shows what it does",
-    "--on-error": "python -m dataloading.lfw_dataset --on-error skip names the files that cannot be read",
-    "--pin-memory": "batches for a GPU are always pinned",
-    "--seed": "the order is always that of seed 0",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class LoadingBenchConfig:
     decoder: tuple[str, ...] = option(("pillow",), "decoder of the JPEGs", choices=DECODERS)
     prefetch_factor: tuple[int, ...] = option((2,), "batches requested ahead, per worker", minimum=1)
     persistent_workers: tuple[str, ...] = option(("no",), "keep workers from one repeat to the next", choices=YES_NO)
-    latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each open", minimum=0)
+    latency_ms: tuple[float, ...] = option((0.0,), "median delay added to each file", minimum=0)
     fetch_threads: tuple[int, ...] = option((1,), "files that each worker fetches in parallel", minimum=1)
     image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     repeats: int = option(5, "rounds that count", minimum=2)
@@ -128,9 +119,6 @@ class LoadingBenchConfig:
 
 @command
 def main() -> None:
-    for flag in (argument.partition("=")[0] for argument in sys.argv[1:]):
-        if flag in REMOVED:
-            raise UsageError(f"{flag} is gone: {REMOVED[flag]}")
     run_benchmark(
         LoadingBenchConfig, "dataloading.bench", __doc__, None, run, lambda config, measured: report(config, *measured)
     )
@@ -178,14 +166,14 @@ class LoadingVerdict:
     :param recommended: the setting to use
     :param explained: the setting of the stage costs: the best one with workers, if any, since those need an explanation
         where the main process alone is faster
-    :param stage_costs: of an image
+    :param stage_costs: seconds per image of each stage
     :param tried: the changes of that setting that were measured in turns with it
     :param lines: the verdict in words
     """
 
     recommended: Setting
     explained: Setting
-    stage_costs: StageCosts
+    stage_costs: dict[str, float]
     tried: list[LoadingMeasurement]
     lines: list[str]
 
@@ -210,9 +198,9 @@ def judge(
             "but in training, the main process loads only while it does not train; with workers, the best is "
             f"{with_workers.setting.label(axes)}, {with_workers.images_per_s:,.0f} images/s"
         )
-    settings = changes(with_workers.setting, costs, usable_cores(), library.image_size is not None)
+    settings = changes(with_workers.setting, usable_cores(), library.image_size is not None)
     now, *tried = measure_all([with_workers.setting, *settings])
-    lines += explain(now, tried, costs, len(dataset))
+    lines += explain(now, tried, len(dataset))
     if config.step_ms is not None:
         step_s = config.step_ms / 1000
         settings = [one.setting for one in sorted(task, key=cost)]
@@ -274,13 +262,10 @@ def _table(sweep: list[LoadingMeasurement], axes: list[str], batches: int) -> li
     ]
 
 
-def _stage_table(costs: StageCosts) -> list[str]:
-    lines = [
-        f"{name:>12}: {1e6 * stage.wall:7.0f} µs  {100 * stage.wall / costs.wall:3.0f} %"
-        for name, stage in costs.stages.items()
-    ]
-    lines.append(f"{'together':>12}: {1e6 * costs.wall:7.0f} µs")
-    return lines
+def _stage_table(costs: dict[str, float]) -> list[str]:
+    total = sum(costs.values())
+    lines = [f"{name:>12}: {1e6 * each:7.0f} µs  {100 * each / total:3.0f} %" for name, each in costs.items()]
+    return [*lines, f"{'together':>12}: {1e6 * total:7.0f} µs"]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class Setting:
         teach it; ``fast-threads`` and ``fast-processes``: ``FastLoader`` with this worker pool
     :param workers: processes or threads; 0 loads in the main process
     :param fetch_threads: threads inside each worker that fetch a batch's files in parallel
-    :param latency_ms: median delay added to each open; 0 for none
+    :param latency_ms: median delay added to each file; 0 for none
     """
 
     loader: str = "stock"
@@ -91,7 +91,7 @@ def _phrase(axis: str, value: Any) -> str:
 class Library:
     """Data sets and loaders over one folder, for each way to read it; the folder is listed once.
 
-    :param root: a folder or URL; delays are added in this process before its files are opened
+    :param root: a folder or URL; delays are added in this process before its files are read
     :param image_size: see :class:`LFWDataset`
     """
 
@@ -142,7 +142,7 @@ def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler, pin_
     return stock_loader(
         ThreadedFetch(dataset, setting.fetch_threads) if setting.fetch_threads > 1 else dataset,
         setting.workers,
-        image_bytes=FLOAT_BYTES * math.prod(dataset.image_shape()),
+        batch_bytes=setting.batch_size * FLOAT_BYTES * math.prod(dataset.image_shape()),
         batch_size=setting.batch_size,
         sampler=sampler,
         collate_fn=collate,
@@ -158,7 +158,7 @@ class Listed:
     """
 
     def __init__(self, storage: Storage, most: int | None = None) -> None:
-        self.root, self.open = storage.root, storage.open
+        self.root, self.read = storage.root, storage.read
         names = sorted(storage.names())
         self._names = random.Random(0).sample(names, min(len(names), most or len(names)))
 

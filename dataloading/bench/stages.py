@@ -1,16 +1,12 @@
-"""The cost of one image, stage by stage, and of sending a batch to the main process.
+"""The time of one image, stage by stage, and of sending a batch to the main process.
 
-The data set itself times the stages (``LFWDataset.span``), in one process without other work. CPU time is measured beside
-wall time: a stage that only waits occupies no core.
+The data set itself records the stages (``LFWDataset.span``), in one process without other work.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,108 +14,49 @@ import torch
 from torch.utils.data import Dataset
 
 from common.data.datasets import BatchKey
+from common.reporting.spans import Recorder
 from dataloading.bench.settings import Setting
 from dataloading.dataset.batches import LFWBatches, collate
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey
-from dataloading.loader.stock_loader import iterate, stock_loader
+from dataloading.loader.stock_loader import stock_loader
 
-STAGES = ("open", "read", "decode", "resize", "augment", "transform", "collate", "IPC")
 SAMPLES = 256
 SLOW_SAMPLES = 64
 SENT_BATCHES = 60
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Seconds per image: wall time and CPU time."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """The cost of an image.
-
-    :param stages: the stages that the setting has, by the names of :data:`STAGES`
-    """
-
-    stages: dict[str, Stage]
-
-    @property
-    def wall(self) -> float:
-        """Seconds per image of one worker."""
-        return sum(stage.wall for stage in self.stages.values())
-
-    @property
-    def cpu(self) -> float:
-        """CPU seconds per image."""
-        return sum(stage.cpu for stage in self.stages.values())
-
-    @property
-    def waiting(self) -> float:
-        """The share of the wall time that is waiting for storage: only open and read do. (Others may have been preempted.)"""
-        storage = [self.stages[name] for name in ("open", "read")]
-        return sum(max(0.0, stage.wall - stage.cpu) for stage in storage) / self.wall
-
-    @property
-    def largest(self) -> str:
-        """The stage with the most CPU time."""
-        return max(self.stages, key=lambda name: self.stages[name].cpu)
-
-
-class _Stopwatch:
-    """Sums the time of spans by name."""
-
-    def __init__(self) -> None:
-        self.wall: dict[str, float] = defaultdict(float)
-        self.cpu: dict[str, float] = defaultdict(float)
-
-    @contextlib.contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        yield
-        self.wall[stage] += time.perf_counter() - wall
-        self.cpu[stage] += time.thread_time() - cpu
-
-
-def measure_stages(dataset: LFWDataset, setting: Setting) -> StageCosts:
-    """Load some images in this process with a stopwatch, and send batches of them from a worker.
+def measure_stages(dataset: LFWDataset, setting: Setting) -> dict[str, float]:
+    """Load some images in this process and record the stages; send batches of them from a worker.
 
     :param dataset: from ``Library.dataset`` for the setting
+    :returns: seconds per image of each stage that the setting has, in their order
     """
     rng = np.random.default_rng(0)
     batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # only full batches
     samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
-    whole = (
-        None if setting.loader == "stock" else LFWBatches(dataset)
-    )  # it decodes a file for the shape, before the stopwatch runs
-    before, threads = dataset.span, torch.get_num_threads()
+    # LFWBatches decodes a file for the shape, before the stages are recorded.
+    whole = None if setting.loader == "stock" else LFWBatches(dataset)
+    recorder, threads = Recorder(), torch.get_num_threads()
+    dataset.span = recorder.span
     torch.set_num_threads(1)  # as in a worker
-    try:
-        for epoch in range(2):  # the first warms up
-            dataset.span = stopwatch = _Stopwatch()
-            items = []
-            for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
-                if whole is not None:
-                    whole.__getitems__(BatchKey(epoch, part))
-                else:
-                    items = [dataset[SampleKey(epoch, sample)] for sample in part.tolist()]
-                    with stopwatch("collate"):
-                        collate(items)
-    finally:
-        dataset.span = before
-        torch.set_num_threads(threads)
+    items = []
+    for epoch in range(2):
+        recorder.take()  # the first epoch warms up
+        for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
+            if whole is not None:
+                whole.__getitems__(BatchKey(epoch, part))
+            else:
+                items = [dataset[SampleKey(epoch, sample)] for sample in part.tolist()]
+                with recorder.span("collate"):
+                    collate(items)
+    torch.set_num_threads(threads)
+    seconds: dict[str, float] = defaultdict(float)
+    for span in recorder.collect():
+        seconds[span.name] += span.seconds / len(samples)
     if items and setting.uses_processes:
-        collating = stopwatch.wall["collate"] / len(samples)
-        stopwatch.wall["IPC"] = stopwatch.cpu["IPC"] = max(0.0, _send(items) - collating) * len(samples)
-    stages = {
-        name: Stage(stopwatch.wall[name] / len(samples), stopwatch.cpu[name] / len(samples))
-        for name in STAGES
-        if name in stopwatch.wall
-    }
-    return StageCosts(stages)
+        seconds["IPC"] = max(0.0, _send(items) - seconds["collate"])
+    return dict(seconds)
 
 
 class _Ready(Dataset[Any]):
@@ -146,7 +83,7 @@ def _send(items: list[Any]) -> float:
         sampler=range(count),
         collate_fn=collate,
     )
-    iterator = iterate(loader)
+    iterator = iter(loader)
     for _ in range(SENT_BATCHES // 4):
         next(iterator)
     began = time.perf_counter()

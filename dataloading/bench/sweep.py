@@ -14,7 +14,6 @@ import torch
 
 from common.reporting.timing import interleave
 from dataloading.bench.settings import Library, Setting
-from dataloading.loader.stock_loader import iterate
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class LoaderRun:
 
     def __call__(self) -> float:
         began = time.perf_counter()
-        iterator = iterate(self._loader)
+        iterator = iter(self._loader)
         self._take(iterator, 1)
         first = time.perf_counter()
         self._take(iterator, self._going - 1)

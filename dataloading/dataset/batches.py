@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey, as_samples
+from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey
 from dataloading.dataset.decoders import Pixels
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey, as_batch_key
@@ -52,9 +52,6 @@ class ThreadedFetch(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, key: int | SampleKey) -> Any:
-        return self.dataset[key]
 
     def __getitems__(self, keys: Sequence[int | SampleKey]) -> list[Any]:
         with ThreadPoolExecutor(self.threads, "fetch") as pool:
@@ -99,11 +96,6 @@ class LFWBatches(Dataset[Any]):
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         return self.files.labels
 
-    def __getitem__(self, key: int | SampleKey) -> tuple[Tensor, Tensor]:
-        """Image uint8 ``[3, height, width]`` and label int64 ``[]``, in the key's epoch (0 for a plain index)."""
-        image, label = self.__getitems__([key])[0]
-        return image, label
-
     def __getitems__(self, key: BatchKey | list[int | SampleKey]) -> Any:
         """Fetch a batch, as the worker of a ``DataLoader`` does.
 
@@ -111,7 +103,8 @@ class LFWBatches(Dataset[Any]):
             asks for, a list of samples
         """
         if not isinstance(key, BatchKey):
-            return as_samples(self.__getitems__(as_batch_key(key, epoch=0)))
+            batch = self.__getitems__(as_batch_key(key, epoch=0))
+            return list(zip(batch.images, batch.labels, strict=True))
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
         return self.assemble(key, buffer, self.fill(buffer, key))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from common.data import DECODERS
 from common.data.rgb import NoRange, to_rgb
 from common.errors import UsageError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[np.uint8]
 Decoder = Callable[[bytes, Pixels | None], Pixels]
 
-DECODERS = ("pillow", "simplejpeg", "torchcodec")
 START = b"\xff\xd8\xff"  # of every JPEG file: the marker of an image's start, and that of its first segment
 FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, without tables
 MOST_PIXELS = 89_478_485  # Pillow's own limit for a warning: 256 MB of RGB
@@ -59,7 +59,7 @@ def get_decoder(name: str) -> Decoder:
     to decode into if the image has this size. ``decode`` returns uint8 ``[height, width, 3]``, RGB: ``out`` itself, or a new
     array if ``out`` is None or of another size. It raises :class:`NotDecodable` for an incomplete or other file.
 
-    :param name: one of :data:`DECODERS`
+    :param name: one of :data:`common.data.DECODERS`
     :raises UsageError: when there is no such decoder, or it is not installed
     """
     if name not in DECODERS:

@@ -45,7 +45,7 @@ class LFWDataset(Dataset[Any]):
 
     :param root: a folder, or a URL: ``file://``, ``http://``, or any protocol that fsspec has a plugin for
     :param transform: called with each Pillow image (RGB); None returns the image itself
-    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param decoder: one of :data:`common.data.DECODERS`
     :param augmentation: applied before ``transform``; a pure function of (``seed``, epoch, sample)
     :param seed: of the augmentation, and of the fast loader's shuffling
     :param image_size: resize every image to a square of this many pixels; None keeps the size
@@ -73,7 +73,7 @@ class LFWDataset(Dataset[Any]):
         self.storage = open_storage(root) if isinstance(root, str | Path) else root
         self.transform, self.decoder = transform, decoder
         self.augmentation, self.seed = ImageAugmentation(augmentation), seed
-        self.image_size, self.on_error = image_size, on_error
+        self.image_size = image_size
         # It records nothing; the tracer of dataloading.timeline.tracing records each stage's time.
         self.span: StageTimer = contextlib.nullcontext
         self._decode = get_decoder(decoder)  # a missing decoder fails here, not in a worker
@@ -138,13 +138,8 @@ class LFWDataset(Dataset[Any]):
 
         :raises BadFile: when it cannot be read
         """
-        with self.span("open"):
-            reader = self.storage.open(self.files[sample])
-        try:
-            with self.span("read"):
-                return reader.read()
-        finally:
-            reader.close()
+        with self.span("read"):
+            return self.storage.read(self.files[sample])
 
     def image(self, sample: int, draws: Draws | None = None) -> Image.Image:
         """A sample as a Pillow image in RGB: decoded, resized, augmented.

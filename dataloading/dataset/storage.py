@@ -6,7 +6,6 @@ All threads and processes of a loader read through one storage object, so it hol
 from __future__ import annotations
 
 import errno
-import io
 import os
 import re
 import stat
@@ -14,6 +13,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.data.loaders import BadSample
 from common.errors import UsageError, one_line
 
 SUFFIXES = (".jpg", ".jpeg")
@@ -22,15 +22,8 @@ MOST_BYTES = 100_000_000  # of one file: an image of the most pixels takes fewer
 MOST_LETTERS = 200  # of an error's text that are shown
 
 
-class BadFile(UsageError):
-    """A file of the data set that cannot be read or decoded. The message names it.
-
-    When a loader worker raises it, ``DataLoader`` raises a new one whose text is the worker's traceback. Its last line is
-    the message.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message.rstrip().rsplit(f"{type(self).__name__}: ", 1)[-1])
+class BadFile(BadSample):
+    """A file of the data set that cannot be read or decoded. The message names it."""
 
 
 class Unskippable(BadFile):
@@ -45,16 +38,11 @@ class Storage(Protocol):
     def names(self) -> list[str]:
         """The image files in the folder and its direct subfolders, unordered, with ``/`` between folder and file."""
 
-    def open(self, name: str) -> Reader:
-        """:raises BadFile: when the file is missing or cannot be opened"""
+    def read(self, name: str) -> bytes:
+        """The content of a file.
 
-
-class Reader(Protocol):
-    """An opened file."""
-
-    def read(self) -> bytes: ...
-
-    def close(self) -> None: ...
+        :raises BadFile: when it is missing or cannot be read
+        """
 
 
 def open_storage(root: str | Path) -> Storage:
@@ -96,41 +84,32 @@ class LocalFolder:
             raise UsageError(f"{error.filename} cannot be listed: {error.strerror}") from error
         return names
 
-    def open(self, name: str) -> Reader:
+    def read(self, name: str) -> bytes:
+        """The content of a file, by two system calls. To make Python's own file object takes twice as long."""
         path = os.path.join(self.root, name)
         try:
             # Not blocking: the open of a pipe would wait for a writer.
-            return _Descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)), path)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 advice = "raise the limit with ulimit -n, or use fewer workers or threads"
                 raise Unskippable(f"{path} cannot be opened: {error.strerror} ({advice})") from error
             raise BadFile(f"{path} cannot be opened: {error.strerror}") from error
-
-
-class _Descriptor:
-    """An open file, read whole by two system calls. Creating Python's own file object takes twice as long."""
-
-    def __init__(self, descriptor: int, path: str) -> None:
-        self._descriptor, self._path = descriptor, path
-
-    def read(self) -> bytes:
         try:
-            status = os.fstat(self._descriptor)
+            status = os.fstat(descriptor)
             size = status.st_size
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # os.read names a folder
-                raise BadFile(f"{self._path} is no regular file: remove it")
+                raise BadFile(f"{path} is no regular file: remove it")
             if size > MOST_BYTES:
-                raise BadFile(_too_long(self._path, f"{size:,} bytes"))
-            data = os.read(self._descriptor, size)
-            while len(data) < size and (more := os.read(self._descriptor, size - len(data))):
+                raise BadFile(_too_long(path, f"{size:,} bytes"))
+            data = os.read(descriptor, size)
+            while len(data) < size and (more := os.read(descriptor, size - len(data))):
                 data += more
+            return data
         except OSError as error:
-            raise BadFile(f"{self._path} cannot be read: {error.strerror}") from error
-        return data
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+            raise BadFile(f"{path} cannot be read: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
 
 
 def _too_long(name: str, size: str) -> str:
@@ -163,14 +142,16 @@ class FsspecFolder:
             raise UsageError(f"{self.root} cannot be listed: {_text(error)}") from error
         return [path.removeprefix(f"{self._path.rstrip('/')}/") for path in paths if is_image(path)]
 
-    def open(self, name: str) -> Reader:
+    def read(self, name: str) -> bytes:
         try:
-            content = self._connect()[0].cat_file(f"{self._path.rstrip('/')}/{name}", start=0, end=MOST_BYTES + 1)
+            content: bytes = self._connect()[0].cat_file(
+                f"{self._path.rstrip('/')}/{name}", start=0, end=MOST_BYTES + 1
+            )
         except Exception as error:  # each plugin has its own types of errors
             raise BadFile(f"{self.root}/{name} cannot be read: {_text(error)}") from error
         if len(content) > MOST_BYTES:
             raise BadFile(_too_long(f"{self.root}/{name}", "more bytes"))
-        return io.BytesIO(content)
+        return content
 
     def _connect(self) -> tuple[Any, str]:
         """The plugin's file system and the path in it.

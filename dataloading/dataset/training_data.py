@@ -1,14 +1,16 @@
-"""A folder of faces as a classification task: whose face is it?
+"""Folders of images as classification tasks: the person in a photo, or the class of an image.
 
     torchrun --nproc_per_node=2 -m ddp.train --dataset lfw
+    torchrun --nproc_per_node=2 -m ddp.train --dataset folder --data-dir photos
 
-The people with enough images are the classes. A fifth of each person's images is for testing. The file names alone decide
-which, so the split is the same on every machine and does not change when other people are added.
+Of faces, the people with enough images are the classes. A fifth of each class is for testing. The file names alone decide
+which, so the split is the same on every machine and does not change when other classes are added.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from dataclasses import replace
 
@@ -19,12 +21,12 @@ from common.data.datasets import NO_AUGMENTATION, Augmentation, BatchKey, ImageD
 from common.errors import UsageError
 from common.randomness import hash64
 from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.image_folder import LAYOUT, ImageFolder
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.loader.fast_loader import FastLoader
 from dataloading.synthetic import face_cache
 
-NAME = "lfw"
-TEST_SHARE = 5  # one in five images of a person is for testing, at least one
+TEST_SHARE = 5  # one in five images of a class is for testing, at least one
 STATISTICS_SAMPLES = 512
 STATISTICS_THREADS = 8  # more than cores, for files on storage with high latency
 
@@ -51,7 +53,7 @@ def load_lfw(
     :param seed: of the augmentation; the data itself is the same for every seed
     :param train_samples: take only the first so many, in an order that mixes the people; all when None
     :param test_samples: the same for the test images
-    :param decoder: one of ``dataloading.dataset.decoders.DECODERS``
+    :param decoder: one of :data:`common.data.DECODERS`
     :returns: mean, standard deviation and fingerprint (beside names and labels) are those of the first
         :data:`STATISTICS_SAMPLES` training images
     :raises UsageError: when there is no such folder, it holds fewer than two people with so many images, or too few
@@ -59,17 +61,76 @@ def load_lfw(
     """
     files = LFWDataset(folder or face_cache.ensure(), decoder=decoder, seed=seed, image_size=image_size)
     people = _people(files, min_images_per_person)
-    train_indices, test_indices = split(files, people)
-    train = files.subset(train_indices[: first_samples("train", train_samples, len(train_indices), NAME)], people)
-    test = files.subset(test_indices[: first_samples("test", test_samples, len(test_indices), NAME)], people)
-    return image_data(NAME, train, test, augmentation)
+    train, test = (files.subset(indices, people) for indices in split(files, people))
+    return image_data("lfw", train, test, augmentation, train_samples, test_samples)
 
 
-def image_data(name: str, train: LFWDataset, test: LFWDataset, augmentation: Augmentation) -> ImageData:
-    """A training and a test set of the same classes as a data set to train on, with the statistics of the first training images.
+def load_folder(
+    folder: str,
+    *,
+    image_size: int = 64,
+    augmentation: Augmentation = NO_AUGMENTATION,
+    seed: int = 0,
+    train_samples: int | None = None,
+    test_samples: int | None = None,
+) -> ImageData:
+    """The classes of a folder; their images stay files until a batch needs them.
 
-    :raises BadFile: when one of these is damaged
+    :param folder: ``<folder>/<class>/<image>``, where a fifth of each class is for testing; or ``<folder>/train/<class>/<image>``
+        and ``<folder>/test/<class>/<image>``
+    :param image_size: height and width of the images, which are resized
+    :param augmentation: of a training batch; what it uncovers becomes the training images' mean grey
+    :param seed: of the augmentation; the data itself is the same for every seed
+    :param train_samples: use only so many, the first in an order that mixes the classes; all when None
+    :param test_samples: likewise
+    :raises UsageError: for a folder of another layout, an empty class, too few samples, or a damaged image among the first
     """
+    if not os.path.isdir(folder):
+        raise UsageError(
+            f"--data-dir {folder} is {'a file' if os.path.exists(folder) else 'not there'}: give a folder, {LAYOUT}"
+        )
+    folders = [os.path.join(folder, part) for part in ("train", "test")]
+    if all(map(os.path.isdir, folders)):
+        train, test = (_mixed(ImageFolder(part, image_size=image_size, seed=seed)) for part in folders)
+        if train.people != test.people:
+            one = min(set(train.people) ^ set(test.people))
+            there, missing = folders if one in train.people else reversed(folders)
+            raise UsageError(f"{there} has a class {one} and {missing} has none: both need the same classes")
+    elif any(map(os.path.isdir, folders)):
+        there, missing = sorted(folders, key=os.path.isdir, reverse=True)
+        raise UsageError(f"{there} is there and {missing} is not: both are needed, or another name if it is a class")
+    else:
+        files = ImageFolder(folder, image_size=image_size, seed=seed)
+        single = np.flatnonzero(np.bincount(files.labels) < 2)
+        if len(single):
+            raise UsageError(
+                f"{os.path.join(folder, files.people[single[0]])} holds one image and needs two, for training and for testing"
+            )
+        train, test = map(files.subset, split(files, np.arange(len(files.people))))
+    return image_data("folder", train, test, augmentation, train_samples, test_samples)
+
+
+def _mixed(files: LFWDataset) -> LFWDataset:
+    """The same files in an order that mixes the classes, and depends on nothing but their names."""
+    train, test = split(files, np.arange(len(files.people)))
+    return files.subset(np.concatenate([test, train]))
+
+
+def image_data(
+    name: str,
+    train: LFWDataset,
+    test: LFWDataset,
+    augmentation: Augmentation,
+    train_samples: int | None,
+    test_samples: int | None,
+) -> ImageData:
+    """The first samples of two sets of the same classes as a data set to train on, with the statistics of the first training images.
+
+    :raises UsageError: when there are fewer samples
+    :raises BadFile: when one of the first training images is damaged
+    """
+    train = train.subset(np.arange(first_samples("train", train_samples, len(train), name)))
+    test = test.subset(np.arange(first_samples("test", test_samples, len(test), name)))
     pixels = _first_images(train)
     mean, std = mean_and_std(pixels)
     checksum = hashlib.sha256(pixels.tobytes())

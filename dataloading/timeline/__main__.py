@@ -14,7 +14,6 @@ import copy
 import functools
 import multiprocessing.util
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,20 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import command, option
+from common.data import DECODERS
 from common.data.loaders import loader_errors
-from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from common.reporting.turns import run_benchmark
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
-from dataloading.dataset.decoders import DECODERS
 from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
-from dataloading.loader.stock_loader import iterate, stock_loader
+from dataloading.loader.stock_loader import stock_loader
 from dataloading.synthetic import face_cache
 from dataloading.timeline.figure import first_batch, plot_timeline
 from dataloading.timeline.tracing import MAIN, LoaderTrace, Numbered, TracedFetch, traced_collate, traced_start
 
+SLOW_BATCH = 2  # number of the batch with one late file, counted from 0
 START_METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
@@ -46,29 +45,19 @@ class LoadingTimelineConfig:
 
     path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
     workers: int = option(2, "worker processes", minimum=1)
-    batches: int = option(16, "batches of a run", minimum=1)
+    batches: int = option(16, "batches of a run", minimum=SLOW_BATCH + 1)
     batch_size: int = option(32, "images per batch", minimum=1)
     prefetch_factor: int = option(2, "batches requested ahead, per worker", minimum=1)
     augmentation: str = option("none", "augmentation of each image", choices=AUGMENTATIONS)
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     start_method: str = option(START_METHODS[0], "start method of the processes", choices=START_METHODS)
     step_ms: float = option(15.0, "the main process's work on a batch, as a sleep", minimum=0)
-    slow_batch: int = option(2, "number of the batch with one late file, counted from 0", minimum=0)
-    slow_batch_ms: float = option(400.0, "delay of that file; 0 for none", minimum=0)
+    slow_batch_ms: float = option(400.0, "delay of one file of the third batch; 0 for none", minimum=0)
     output: Path = option(Path("runs/timeline"), "folder of the picture and the traces")
-
-    def __post_init__(self) -> None:
-        if self.slow_batch_ms and self.slow_batch >= self.batches:
-            raise UsageError(
-                f"--slow-batch {self.slow_batch} is not one of --batches {self.batches}, which are 0 to {self.batches - 1}; "
-                "give another, or --slow-batch-ms 0"
-            )
 
 
 @command
 def main() -> None:
-    if any(argument.startswith("--loader") for argument in sys.argv):
-        raise UsageError("--loader is gone: this draws DataLoader; dataloading.bench --loader compares the loaders")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 
@@ -103,7 +92,7 @@ def record(
     in_order: bool,
 ) -> LoaderTrace:
     """Load all batches once and trace every stage."""
-    late = config.slow_batch if config.slow_batch_ms else None
+    late = SLOW_BATCH if config.slow_batch_ms else None
     # The workers inherit this folder, and this process removes it. A terminated worker would leave its own behind.
     multiprocessing.util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="raw-ddp-timeline-") as folder:
@@ -121,7 +110,7 @@ def record(
             in_order=in_order,
             worker_init_fn=functools.partial(traced_start, recorder, began),
         )
-        iterator: Any = iterate(loader)
+        iterator: Any = iter(loader)
         asked = time.perf_counter()
         recorder.add("start workers", began, asked, MAIN)
         try:
@@ -164,7 +153,7 @@ def _lines(run: LoaderTrace) -> list[str]:
 
 
 def _title(config: LoadingTimelineConfig) -> str:
-    late = f", one file of batch {config.slow_batch} {config.slow_batch_ms:.0f} ms late" if config.slow_batch_ms else ""
+    late = f", one file of batch {SLOW_BATCH} {config.slow_batch_ms:.0f} ms late" if config.slow_batch_ms else ""
     return (
         f"DataLoader, {config.workers} workers ({config.start_method}), {config.batches} batches of {config.batch_size}, "
         f"{config.step_ms:g} ms of work on each{late}"

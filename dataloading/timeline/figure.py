@@ -16,14 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # For each stage its label in the legend, and its color.
-STARTING, READING = ("starting workers", "#d3d8dc"), ("open + read", COLORS[4])
+STARTING = ("starting workers", "#d3d8dc")
 STYLES = {
     "start workers": STARTING,
     "start": STARTING,
     "wait": ("main process waits", "#f9ddd3"),
     "consume": ("main process works on a batch", COLORS[5]),
-    "open": READING,
-    "read": READING,
+    "read": ("open + read", COLORS[4]),
     "late": ("a file answers late", COLORS[1]),
     "decode": ("decode", COLORS[0]),
     "resize": ("resize", "#7db3da"),
@@ -45,7 +44,7 @@ def plot_timeline(path: Path, runs: Sequence[LoaderTrace], title: str, idle_reas
     figure, axes = new_gantt(heights, 2.6 + 0.5 * sum(heights), title)
     end = max(run.end for run in runs)
     for plot, run in zip(axes, runs, strict=True):
-        _draw_run(Gantt(plot, 0, end, run.title), run, idle_reason)
+        _draw_run(Gantt(plot, end, run.title), run, idle_reason)
     _bracket(axes[0], 0, runs[0].batches[0].taken, first_batch(runs[0]))
     axes[-1].set_xlabel("ms since the main process asked for the loader's iterator")
     names = {span.name for run in runs for span in run.spans}

@@ -43,7 +43,7 @@ def require_room(job: Job) -> None:
     config, folder = job.config, job.config.run_dir / storage.FOLDER
     entries = STATE_OF[type(job.optimizer)].values() if config.momentum or config.optimizer != "sgd" else ()
     own = sum(local(parameter).nbytes for parameter in job.network.parameters())
-    size = own * (1 + sum(entry.like_parameter for entry in entries)) * (job.env.world_size if config.is_sharded else 1)
+    size = own * (1 + sum(entries)) * (job.env.world_size if config.is_sharded else 1)
     free = shutil.disk_usage(config.run_dir).free
     lack = f"{config.run_dir} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f}"
     if free < size:

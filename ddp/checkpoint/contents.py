@@ -95,9 +95,9 @@ def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     """Zeros for the optimizer's state of one parameter, all of them on its device, where fused optimizers want them."""
     return {
         key: torch.zeros_like(parameter, requires_grad=False)
-        if entry.like_parameter
+        if like_parameter
         else torch.zeros((), device=parameter.device)
-        for key, entry in STATE_OF[type(optimizer)].items()
+        for key, like_parameter in STATE_OF[type(optimizer)].items()
     }
 
 

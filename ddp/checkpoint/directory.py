@@ -22,11 +22,12 @@ from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import sync_folder
+from common.files.run_directory import CHECKPOINT
 from ddp.checkpoint.folder import Checkpoint, Damaged, complete, verify, write_entry
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(r"([a-z]+-\d+-)*step-\d{8,}", re.ASCII)  # of a checkpoint's folder
+NAME = re.compile(CHECKPOINT, re.ASCII)
 SAVING, REPLACED, REMOVED = ".saving-", ".replaced-", ".removed-"  # folders that are being written or removed
 
 

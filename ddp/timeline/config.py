@@ -51,12 +51,7 @@ class StepTimelineConfig:
     all_reduce: str = option(
         "backend", "algorithm that sums the buckets over the ranks, or whose halves the shards use", choices=ALL_REDUCES
     )
-    bucket_mib: float | None = option(
-        None,
-        "MiB of a bucket (default: 25, and 1 for the first)",
-        above=0,
-        former_name="bucket_cap_mb",
-    )
+    bucket_mib: float | None = option(None, "MiB of a bucket (default: 25, and 1 for the first)", above=0)
     steps: int = option(20, "recorded steps; the one of median duration is drawn", minimum=2)
     output: Path = option(Path("runs/ddp-timeline"), "folder of the picture, the trace and the recorded moments")
 

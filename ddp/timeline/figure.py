@@ -51,7 +51,7 @@ def plot_step(path: Path, ranks: Sequence[Step], headings: Sequence[str], look: 
     figure, axes = new_gantt(inches, 1.2 + 0.35 * len(ranks) + sum(inches), title)
     begun = {lane: begun_by_all(ranks, lane) for lane in COLLECTIVES}
     for rank, (chart, heading) in enumerate(zip(charts, headings, strict=True)):
-        gantt = Gantt(axes[rank * (1 + has_memory)], 0, end, f"rank {rank}: {heading}")
+        gantt = Gantt(axes[rank * (1 + has_memory)], end, f"rank {rank}: {heading}")
         chart.draw(gantt, begun)
         if has_memory:
             chart.memory(axes[2 * rank + 1], end)
@@ -104,7 +104,7 @@ class _Chart:
 
         :param end: of the time axis
         """
-        Gantt(plot, 0, end)
+        Gantt(plot, end)
         counts, replica = in_lane(self._step, COUNTERS), self._look.replica / MIB
         moments = [1000 * count.start for count in counts] + [1000 * phase(self._step, "step").end]
         sizes = {name: [count.facts[name] / MIB for count in (*counts, counts[-1])] for name in counts[0].facts}

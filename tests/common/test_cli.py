@@ -129,7 +129,7 @@ def test_the_help_says_what_each_option_is_and_its_default(capsys: pytest.Captur
 
 @dataclass(frozen=True)
 class Moded:
-    """A switch that takes a value since some version."""
+    """A flag that may take a value."""
 
     compile: str | None = option(None, "with a mode", choices=("default", "fast"), implied="default")
     seed: int = option(0, "any number at all")
@@ -143,9 +143,7 @@ def test_a_flag_may_be_given_with_or_without_its_value(line: str, mode: str | No
     assert parse(Moded, "moded", None, line.split()).compile == mode
 
 
-def test_settings_of_a_version_in_which_it_was_a_switch_are_still_read() -> None:
-    modes = [from_settings(Moded, "moded", {"compile": was}).compile for was in (False, None, True, "fast")]
-    assert modes == [None, None, "default", "fast"]
+def test_a_setting_of_another_version_is_refused() -> None:
     with pytest.raises(UsageError, match="unrecognized arguments: --no-later"):
         from_settings(Moded, "moded", {"later": False})
 
@@ -256,26 +254,13 @@ def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
 
 @dataclass(frozen=True)
 class Named:
-    """An option with a former name, and one that takes a function."""
+    """An option that takes a function."""
 
-    grad_accumulation_steps: int = option(1, "micro-steps", minimum=1, former_name="micro_steps")
     model: str = option("cnn", "what to train", choices=("cnn", "mlp"), or_function=True)
 
 
 def parse_named(*arguments: str) -> Named:
     return parse(Named, "named", None, arguments)
-
-
-def test_a_former_name_is_understood_and_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_named("--micro-steps", "4") == parse_named("--grad-accumulation-steps", "4") == Named(4)
-    assert parse_named() == Named(1)
-    with pytest.raises(UsageError, match="--micro-steps: invalid int value: 'x'"):
-        parse_named("--micro-steps", "x")
-    with pytest.raises(UsageError, match="--grad-accumulation-steps 0 is out of range"):
-        parse_named("--micro-steps", "0")
-    with pytest.raises(SystemExit):
-        parse_named("--help")
-    assert "--micro-steps" not in capsys.readouterr().out
 
 
 def test_an_option_takes_one_of_its_choices_or_a_function(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from common.cli import parse
 from common.data.datasets import Augmentation
 from common.errors import UsageError
-from dataloading.dataset import decoders
-from ddp.config import DECODERS, TrainConfig, micro_batch_size
+from ddp.config import TrainConfig, micro_batch_size
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,3 @@ def test_an_all_reduce_by_hand_is_for_the_ddp_by_hand() -> None:
     with pytest.raises(UsageError, match="add --strategy handwritten"):
         TrainConfig(all_reduce="ring")
     assert TrainConfig(strategy="handwritten").all_reduce == "backend"
-
-
-def test_the_decoders_are_those_of_dataloading() -> None:
-    assert decoders.DECODERS == DECODERS

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from dataloading.dataset.decoders import DECODERS
+from common.data import DECODERS
 from tests.adversary.attempt import Attempt, made_by
 from tests.adversary.attempts.replaced import a_dangling_link, a_folder, a_pipe
 from tests.dataloading.faults import save_picture

@@ -20,7 +20,7 @@ def test_cores_that_others_use_are_a_doubt(free: float, disturbed: bool) -> None
 
 
 def test_the_line_says_how_many_cores_were_left() -> None:
-    assert str(doubt(10.0, 5.0, 2)).startswith("other programs left 0.5 of 2 cores to this benchmark: ")
+    assert str(doubt(10.0, 5.0, 2)).startswith("other programs left 0.5 of 2 cores to this benchmark, so ")
 
 
 def test_the_work_of_our_own_processes_is_not_that_of_others() -> None:

@@ -37,24 +37,26 @@ def rank_of(*processes: tuple[str, int], rank: int, key: str = "job") -> Suspici
     return Suspicions(key, rank, list(processes), timeout_s=10.0)
 
 
+def assert_lost(error: RankLost, rank: int) -> None:
+    assert str(error).startswith(f"rank {rank} (")
+
+
 @pytest.mark.usefixtures("_store")
 def test_the_first_decision_is_that_of_all_ranks() -> None:
     ranks = [rank_of(*[ELSEWHERE] * 4, rank=rank) for rank in range(4)]
     first = ranks[1].report(0, LATE)
     assert str(first) == "rank 0 (pid 1 on another-host) did not answer within 10 s during an all-reduce"
     for rank, suspect in ((2, 1), (3, 2), (3, None)):
-        later = ranks[rank].report(suspect, CLOSED)
-        assert (later.rank, str(later)) == (first.rank, str(first))
-    with pytest.raises(RankLost, match="rank 0") as repeated:
+        assert str(ranks[rank].report(suspect, CLOSED)) == str(first)
+    with pytest.raises(RankLost, match="rank 0"):
         ranks[2].raise_if_lost()
-    assert repeated.value.rank == 0
     ranks[0].raise_if_lost()  # it has not failed yet
 
 
 @pytest.mark.usefixtures("_store")
 def test_reports_of_other_groups_and_earlier_jobs_in_the_store_do_not_count() -> None:
-    assert rank_of(*[ELSEWHERE] * 3, rank=1, key="first").report(0, CLOSED).rank == 0
-    assert rank_of(*[ELSEWHERE] * 3, rank=1, key="second").report(2, CLOSED).rank == 2
+    for key, lost in (("first", 0), ("second", 2)):
+        assert_lost(rank_of(*[ELSEWHERE] * 3, rank=1, key=key).report(lost, CLOSED), lost)
 
 
 @given(data=st.data())
@@ -70,7 +72,7 @@ def test_reports_lead_to_the_one_rank_that_makes_none(data: st.DataObject) -> No
         for number, rank in enumerate(data.draw(st.permutations(reporting))):
             ranks[rank]._detector.report(Suspicion(number, suspects[rank], "was seen"))
         last = reporting[-1]
-        assert ranks[last].report(suspects[last], CLOSED).rank == order[0]
+        assert_lost(ranks[last].report(suspects[last], CLOSED), order[0])
 
 
 @pytest.mark.usefixtures("_store")
@@ -86,7 +88,6 @@ def test_no_rank_is_named_when_all_live_and_report() -> None:
     pair = [rank_of(ELSEWHERE, ELSEWHERE, rank=rank) for rank in range(2)]
     pair[0]._detector.report(Suspicion(1, None, "was seen"))
     error = pair[1].report(None, RuntimeError("Invalid scalar type\nGLHF"))
-    assert error.rank is None
     assert str(error) == "an all-reduce failed, and no rank is known to have caused it: Invalid scalar type"
 
 
@@ -96,13 +97,12 @@ def test_a_rank_whose_process_has_ended_is_named_before_a_suspect() -> None:
     here = socket.gethostname()
     processes = [(here, os.getpid()), (here, os.getpid()), (here, child.pid)]
     ranks = [rank_of(*processes, rank=0, key=key) for key in ("alive", "zombie", "gone")]
-    assert ranks[0].report(1, CLOSED).rank == 1
+    assert_lost(ranks[0].report(1, CLOSED), 1)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but its parent has not asked how
     zombie = ranks[1].report(1, CLOSED)
     child.communicate()
     gone = ranks[2].report(1, CLOSED)
-    assert zombie.rank == gone.rank == 2
     assert str(zombie) == str(gone) == f"rank 2 (pid {child.pid} on {here}) ended during an all-reduce"
 
 
@@ -124,5 +124,5 @@ def test_without_a_store_the_suspect_is_named(monkeypatch: pytest.MonkeyPatch, s
         set = check = compare_set = add
 
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Gone)
-    assert rank_of(*[ELSEWHERE] * 4, rank=3).report(1, CLOSED).rank == 1
+    assert_lost(rank_of(*[ELSEWHERE] * 4, rank=3).report(1, CLOSED), 1)
     never.set()

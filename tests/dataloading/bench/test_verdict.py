@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dataloading.bench.settings import Library, Setting, varying
-from dataloading.bench.stages import Stage, StageCosts, measure_stages
 from dataloading.bench.sweep import LoadingMeasurement, measure, wait_share
 from dataloading.bench.verdict import changes, explain, recommend, waiting_for
 
@@ -16,13 +15,6 @@ IMAGES = 320
 
 def measured(seconds: list[float], first_batch: float = 0.01, **setting: object) -> LoadingMeasurement:
     return LoadingMeasurement(Setting(**setting), IMAGES, [first_batch] * len(seconds), seconds)  # type: ignore[arg-type]
-
-
-def costs(**stages: tuple[float, float]) -> StageCosts:
-    return StageCosts({name.replace("_", "-"): Stage(wall, cpu) for name, (wall, cpu) in stages.items()})
-
-
-DECODING = costs(open=(10e-6, 10e-6), read=(0.0, 0.0), decode=(200e-6, 200e-6))
 
 
 def test_the_cheapest_of_those_that_cannot_be_told_apart_is_chosen() -> None:
@@ -55,28 +47,22 @@ def test_who_was_faster_in_a_quarter_of_the_rounds_is_not_called_slower() -> Non
     assert recommend(sweep)[0] is sweep[0]
 
 
-def advice(setting: Setting, stage_costs: StageCosts, resizes: bool = False) -> list[str]:
-    return [one.label(varying([setting, one])) for one in changes(setting, stage_costs, 2, resizes)]
+def advice(setting: Setting, resizes: bool = False) -> list[str]:
+    return [one.label(varying([setting, one])) for one in changes(setting, 2, resizes)]
 
 
 def test_each_choice_that_may_be_the_limit_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataloading.bench.verdict.installed", lambda: ("simplejpeg", "pillow"))
     usual = Setting(workers=2)
-    assert advice(usual, DECODING) == ["fast-threads", "decoder simplejpeg", "persistent-workers"]
-    assert advice(usual, DECODING, resizes=True)[0] == "fast-processes"
-    assert "batch-size 32" in advice(Setting(workers=2, batch_size=1), DECODING)
-    assert "2 workers" in advice(Setting(workers=4), DECODING)
-    assert "fetch-threads 1" in advice(Setting(workers=2, fetch_threads=16), DECODING)
-    assert "augmentation none" in advice(Setting(workers=2, augmentation="affine"), DECODING)
-    best = Setting("fast-threads", workers=2, decoder="simplejpeg")
-    assert advice(best, DECODING) == []
-
-
-def test_only_open_and_read_wait_for_storage() -> None:
-    slow = costs(open=(20e-3, 0.1e-3), read=(0.1e-3, 0.1e-3), decode=(0.4e-3, 0.4e-3))
-    assert "fetch-threads 35" in advice(Setting(workers=2), slow)
-    preempted = costs(open=(0.1e-3, 0.1e-3), read=(0.1e-3, 0.1e-3), decode=(20e-3, 0.4e-3))
-    assert not any("fetch" in change for change in advice(Setting(workers=2), preempted))
+    assert advice(usual) == ["fast-threads", "decoder simplejpeg", "fetch-threads 16", "persistent-workers"]
+    assert advice(usual, resizes=True)[0] == "fast-processes"
+    assert "batch-size 32" in advice(Setting(workers=2, batch_size=1))
+    assert "2 workers" in advice(Setting(workers=4))
+    assert {"fetch-threads 1", "fetch-threads 32"} < {*advice(Setting(workers=2, fetch_threads=16))}
+    assert "augmentation none" in advice(Setting(workers=2, augmentation="affine"))
+    assert (
+        advice(Setting("fast-processes", workers=2, decoder="simplejpeg", persistent_workers=True), resizes=True) == []
+    )
 
 
 def test_a_change_is_advised_if_it_was_faster_in_its_rounds() -> None:
@@ -91,20 +77,18 @@ def test_a_change_is_advised_if_it_was_faster_in_its_rounds() -> None:
         measured([0.98, 1.99, 3.97], workers=2, decoder="simplejpeg"),  # within the noise
         measured([0.5, 2.1, 4.1], workers=2, fetch_threads=4),  # in one round
     ]
-    assert explain(now, tried, DECODING, samples=10**9) == [
+    assert explain(now, tried, samples=10**9) == [
         "measured: with batch-size 64, an epoch is 10.00 [10.00 to 10.00] times as fast",
         "measured: with fast-threads, an epoch is 2.00 [2.00 to 2.00] times as fast",
     ]
-    assert explain(now, tried[2:], DECODING, samples=10**9) == [
-        "no faster, measured: decoder simplejpeg, fetch-threads 4. The limit may be 'decode', 95% of an image's work in a worker"
-    ]
+    assert explain(now, tried[2:], samples=10**9) == ["no faster, measured: decoder simplejpeg, fetch-threads 4"]
 
 
 def test_what_starting_workers_costs_depends_on_the_length_of_an_epoch() -> None:
     now = measured([1.0, 1.0], first_batch=3.0, workers=2)
     kept = [measured([1.0, 1.0], workers=2, persistent_workers=True)]
-    assert "with persistent-workers, an epoch is 3.96" in explain(now, kept, DECODING, samples=IMAGES)[0]
-    assert explain(now, kept, DECODING, samples=10**6)[0].startswith("no faster, measured: persistent-workers.")
+    assert "with persistent-workers, an epoch is 3.96" in explain(now, kept, samples=IMAGES)[0]
+    assert explain(now, kept, samples=10**6) == ["no faster, measured: persistent-workers"]
 
 
 def test_a_step_waits_as_long_as_was_measured() -> None:
@@ -123,8 +107,6 @@ def test_files_that_open_late_make_a_step_wait_and_threads_are_the_cure(pictures
     library = Library(str(pictures))
     late = Setting(workers=0, batch_size=4, latency_ms=50.0)
     assert wait_share(library, late, step_s=1e-3, batches=2) > 0.9  # at least 4 x 20 ms in next()
-    stage_costs = measure_stages(library.dataset(late), late)
-    assert stage_costs.waiting > 0.5
-    threads = [one for one in changes(late, stage_costs, 2, False) if one.fetch_threads > 1]
+    threads = [one for one in changes(late, 2, False) if one.fetch_threads > 1]
     now, *tried = measure(library, [late, *threads], batches=2, repeats=2)
-    assert "with fetch-threads" in explain(now, tried, stage_costs, samples=1000)[0]
+    assert "with fetch-threads" in explain(now, tried, samples=1000)[0]

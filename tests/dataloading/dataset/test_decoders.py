@@ -15,9 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from common.data import DECODERS
 from common.errors import UsageError
 from dataloading.dataset import decoders
-from dataloading.dataset.decoders import DECODERS, NotDecodable, Pixels, get_decoder, installed, jpeg_size, open_pillow
+from dataloading.dataset.decoders import NotDecodable, Pixels, get_decoder, installed, jpeg_size, open_pillow
 from dataloading.synthetic.faces import draw, encode
 
 each = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""dataloading/dataset/image_folder.py: the layouts of a folder of classes, any format that Pillow reads, and every refusal."""
+"""``load_folder`` and ``ImageFolder``: the layouts of a folder of classes, any format that Pillow reads, and every refusal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from PIL import Image
 from common.data.datasets import BatchKey, ImageData, Images
 from common.errors import UsageError
 from dataloading.dataset.batches import LFWBatches
-from dataloading.dataset.image_folder import load_folder
 from dataloading.dataset.storage import BadFile
+from dataloading.dataset.training_data import load_folder
 from dataloading.loader.fast_loader import FastLoader
 
 FORMATS = ("png", "jpg", "webp", "gif", "bmp", "tiff", "ppm")

@@ -18,7 +18,7 @@ from dataloading.dataset.augmentation import ImageAugmentation
 from dataloading.dataset.decoders import installed
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey
-from dataloading.dataset.storage import BadFile, LocalFolder, Reader, Unskippable
+from dataloading.dataset.storage import BadFile, LocalFolder, Unskippable
 from tests.dataloading.conftest import PEOPLE, PICTURES
 from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture
 
@@ -138,7 +138,7 @@ def test_a_file_that_is_met_again_is_skipped_again_but_counted_and_said_once(
 
 def test_what_is_not_the_files_fault_is_not_skipped(own_pictures: Path) -> None:
     class Exhausted(LocalFolder):
-        def open(self, name: str) -> Reader:
+        def read(self, name: str) -> bytes:
             raise Unskippable("too many open files")
 
     files = LFWDataset(Exhausted(str(own_pictures)), on_error="skip")

@@ -26,14 +26,6 @@ from dataloading.dataset.storage import (
 )
 
 
-def read(place: Storage, name: str) -> bytes:
-    reader = place.open(name)
-    try:
-        return reader.read()
-    finally:
-        reader.close()
-
-
 def names_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.glob("*/*.jpg"))
 
@@ -48,7 +40,7 @@ def memory(pictures: Path) -> Iterator[str]:
 
 def the_same_content(place: Storage, folder: Path) -> bool:
     names = sorted(place.names())
-    return names == names_below(folder) and all(read(place, name) == (folder / name).read_bytes() for name in names)
+    return names == names_below(folder) and all(place.read(name) == (folder / name).read_bytes() for name in names)
 
 
 # A local folder
@@ -78,7 +70,7 @@ def test_a_name_that_is_no_utf_8_can_be_read(tmp_path: Path) -> None:
     place = LocalFolder(str(tmp_path))
     (name,) = place.names()
     assert os.fsencode(name) == b"J\xf6rg/1.jpg"
-    assert read(place, name) == b"bytes"
+    assert place.read(name) == b"bytes"
 
 
 @pytest.mark.parametrize("scheme, name", [("", "lfw.tgz"), ("", "lfw.tar.gz"), ("", "LFW.TAR"), ("file://", "lfw.tgz")])
@@ -127,7 +119,7 @@ def test_a_file_that_cannot_be_opened_or_read_is_named(own_pictures: Path) -> No
         "folder.jpg": "cannot be read: Is a directory",
     }.items():
         with pytest.raises(BadFile) as bad:
-            read(place, name)
+            place.read(name)
         assert str(bad.value) == f"{own_pictures / name} {reason}"
 
 
@@ -136,7 +128,7 @@ def test_a_pipe_or_device_in_place_of_a_file_is_named(own_pictures: Path) -> Non
     (own_pictures / "zero.jpg").symlink_to("/dev/zero")
     for name in ("pipe.jpg", "zero.jpg"):
         with pytest.raises(BadFile, match=f"^{own_pictures / name} is no regular file: remove it$"):
-            read(open_storage(own_pictures), name)
+            open_storage(own_pictures).read(name)
 
 
 def test_a_file_that_is_too_long_for_an_image_is_not_read(own_pictures: Path, memory: str) -> None:
@@ -145,7 +137,7 @@ def test_a_file_that_is_too_long_for_an_image_is_not_read(own_pictures: Path, me
     with pytest.raises(
         BadFile, match=r"long\.jpg has 1,000,000,000,000 bytes, and an image may have 100,000,000: remove"
     ):
-        read(open_storage(own_pictures), "long.jpg")
+        open_storage(own_pictures).read("long.jpg")
 
 
 def test_too_many_open_files_come_with_what_to_do(own_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +149,7 @@ def test_too_many_open_files_come_with_what_to_do(own_pictures: Path, monkeypatc
     with pytest.raises(
         BadFile, match=r"cannot be opened: Too many open files \(raise the limit with ulimit -n, or use "
     ):
-        place.open("a.jpg")
+        place.read("a.jpg")
 
 
 def test_a_file_that_comes_in_pieces_is_read_whole(own_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +173,7 @@ def test_what_is_not_in_fsspecs_storage_is_named(memory: str) -> None:
     with pytest.raises(UsageError, match=r"^memory://missing is not there, or not a folder$"):
         open_storage("memory://missing")
     with pytest.raises(BadFile, match=r"^memory://pictures/gone.jpg cannot be read: FileNotFoundError: "):
-        open_storage(memory).open("gone.jpg")
+        open_storage(memory).read("gone.jpg")
 
 
 def _missing_plugin(*arguments: Any) -> Any:
@@ -237,7 +229,7 @@ def server(pictures: Path) -> Iterator[str]:
 def test_an_http_server_has_the_folders_names_and_bytes(server: str, pictures: Path) -> None:
     assert the_same_content(open_storage(server), pictures)
     with pytest.raises(BadFile, match=f"^{server}gone.jpg cannot be read: FileNotFoundError"):
-        open_storage(server).open("gone.jpg")
+        open_storage(server).read("gone.jpg")
 
 
 # The error

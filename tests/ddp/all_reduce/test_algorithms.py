@@ -154,8 +154,8 @@ def test_algorithms_at_once_and_the_groups_own_collectives_do_not_disturb_each_o
     run_ranks(summed_at_once, 3)
 
 
-def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: float) -> tuple[object, str]:
-    """All-reduces without end, during which the victim sends itself a signal; returns the rank that this one names."""
+def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: float) -> str:
+    """All-reduces without end, during which the victim sends itself a signal; returns what this rank says of the lost one."""
     with process_group(timeout_s=600) as env:
         dist.barrier()  # ranks start at different times; the short timeout is for their sums
         group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
@@ -171,7 +171,7 @@ def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: 
                     pending.wait()
         except RankLost as lost:
             algorithm.close()
-            return lost.rank, str(lost)
+            return str(lost)
 
 
 def on_hosts(hosts: Sequence[str]) -> Build:
@@ -192,9 +192,8 @@ def on_hosts(hosts: Sequence[str]) -> Build:
 )
 def test_survivors_name_the_rank_that_was_killed(build: Build, ranks: int, victim: int) -> None:
     survivors = run_with_victim(sum_until_lost, ranks, victim, build, signal.SIGKILL, 600.0)
-    for rank, message in survivors.values():
-        assert rank == victim
-        assert f"rank {victim} (pid " in message
+    for message in survivors.values():
+        assert message.startswith(f"rank {victim} (pid ")
         assert message.endswith(" ended during an all-reduce")
 
 
@@ -204,6 +203,6 @@ def test_survivors_name_the_rank_that_was_killed(build: Build, ranks: int, victi
 )
 def test_survivors_name_the_rank_that_does_not_answer(build: Build) -> None:
     survivors = run_with_victim(sum_until_lost, 4, 1, build, signal.SIGSTOP, 2.0)
-    for rank, message in survivors.values():
-        assert rank == 1
+    for message in survivors.values():
+        assert message.startswith("rank 1 (pid ")
         assert message.endswith(" did not answer within 2 s during an all-reduce")

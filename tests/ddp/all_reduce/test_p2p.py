@@ -49,8 +49,8 @@ def test_messages_reach_the_rank_that_they_are_for() -> None:
     assert [among for _, among in received] == [[3, 3], [0, 0], [0, 0], [2, 2]]
 
 
-def pass_on_until_lost(victim: int, hurt: Callable[[], None], store_port: int | None) -> tuple[object, str]:
-    """A ring of messages, which the victim leaves; returns the rank that this one names."""
+def pass_on_until_lost(victim: int, hurt: Callable[[], None], store_port: int | None) -> str:
+    """A ring of messages, which the victim leaves; returns what this rank says of the lost one."""
     if store_port is not None:  # rank 0 holds the store, as without torchrun's agent
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
         os.environ["MASTER_PORT"] = str(store_port)
@@ -63,7 +63,7 @@ def pass_on_until_lost(victim: int, hurt: Callable[[], None], store_port: int | 
                     hurt()
                 p2p.exchange(token.clone(), (p2p.rank + 1) % p2p.size, token, (p2p.rank - 1) % p2p.size)
         except RankLost as lost:
-            return lost.rank, str(lost)
+            return str(lost)
         raise AssertionError("no rank was lost")
 
 
@@ -83,13 +83,12 @@ def hang_up() -> None:
 @pytest.mark.faults
 def test_a_rank_whose_connections_close_is_named_also_by_ranks_without_a_connection_to_it() -> None:
     survivors = run_with_victim(pass_on_until_lost, 4, 0, hang_up, None)
-    for rank, message in survivors.values():
-        assert rank == 0
-        assert "rank 0 (pid " in message
+    for message in survivors.values():
+        assert message.startswith("rank 0 (pid ")
         assert message.endswith(f" on {socket.gethostname()}) closed its connection during an all-reduce")
 
 
 @pytest.mark.faults
 def test_a_lost_rank_that_held_the_store_is_named_by_all() -> None:
     survivors = run_with_victim(pass_on_until_lost, 4, 0, die, free_port())
-    assert [rank for rank, _ in survivors.values()] == [0, 0, 0]
+    assert [message.partition(" (")[0] for message in survivors.values()] == ["rank 0"] * 3
