@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,15 @@ from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 
 YES_NO = ("yes", "no")
+REMOVED = {
+    "--storage": "--latency-ms delays files, and --path-to-folder takes the URL of a server",
+    "--model": "give the length of its training step with --step-ms",
+    "--start-method": "workers start by Python's default method",
+    "--in-order": "python -m dataloading.timeline shows what it does",
+    "--on-error": "python -m dataloading.lfw_dataset --on-error skip names the files that cannot be read",
+    "--pin-memory": "batches for a GPU are always pinned",
+    "--seed": "the order is always that of seed 0",
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,9 @@ class LoadingBenchConfig:
 
 @command
 def main() -> None:
+    for flag in (argument.partition("=")[0] for argument in sys.argv[1:]):
+        if flag in REMOVED:
+            raise UsageError(f"{flag} is gone: {REMOVED[flag]}")
     run_benchmark(
         LoadingBenchConfig, "dataloading.bench", __doc__, None, run, lambda config, measured: report(config, *measured)
     )

@@ -14,6 +14,7 @@ import copy
 import functools
 import multiprocessing.util
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from typing import Any
 from common.cli import command, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
+from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from common.reporting.turns import run_benchmark
@@ -58,6 +60,8 @@ class LoadingTimelineConfig:
 
 @command
 def main() -> None:
+    if any(argument.startswith("--loader") for argument in sys.argv):
+        raise UsageError("--loader is gone: this draws DataLoader; dataloading.bench --loader compares the loaders")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 
