@@ -176,21 +176,13 @@ def existing(run_dir: Path) -> list[Path]:
     return paths
 
 
-def named(name: str, paths: list[Path]) -> Path:
-    """:raises UsageError: when none has this name"""
-    for path in paths:
-        if path.name == name:
-            return path
-    raise UsageError(f"--checkpoint {name}: there is only {', '.join(path.name for path in paths)}")
-
-
 def choose(run_dir: Path, name: str | None) -> tuple[Path, Manifest]:
     """The path and manifest of a checkpoint whose every byte was checked.
 
     :param name: its name, :data:`BEST`, or None for the newest that is whole
     :raises UsageError: when there is no such checkpoint, or it is damaged
     """
-    paths = existing(run_dir)
+    paths = {path.name: path for path in existing(run_dir)}
     if name is None or name == BEST:
         newest_one = newest(run_dir)
         assert newest_one is not None  # because there are paths
@@ -199,5 +191,6 @@ def choose(run_dir: Path, name: str | None) -> tuple[Path, Manifest]:
         name = newest_one[1].best
         if name is None:
             raise UsageError(f"--checkpoint {BEST}: the run has evaluated none yet; leave it out to take the newest")
-    path = named(name, paths)
-    return path, verify(path)
+    if name not in paths:
+        raise UsageError(f"--checkpoint {name}: there is only {', '.join(paths)}")
+    return paths[name], verify(paths[name])
