@@ -181,10 +181,10 @@ def make_dense(network: nn.Module) -> None:
         tensor.data = tensor.data.contiguous()
 
 
-def persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of those buffers that a ``state_dict`` has."""
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Those buffers that a ``state_dict`` has, by all of their names."""
     return {
-        f"{path}.{name}" if path else name
+        f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules(remove_duplicate=False)
         for name, buffer in part._buffers.items()
         if buffer is not None and name not in part._non_persistent_buffers_set
