@@ -126,9 +126,8 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
     """Each rank has a file, with its half of the model and optimizer."""
     path, manifest = newest(saved.with_name(f"{strategy}-2"))
-    files = folder.verify(path).files
-    assert sorted(files) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
-    sizes = [files[f"rank-{rank}-of-2.pt"] for rank in range(2)]
+    assert sorted(file.name for file in path.glob("*.pt")) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
+    sizes = [(path / f"rank-{rank}-of-2.pt").stat().st_size for rank in range(2)]
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]  # each its half
     assert manifest.step == STEPS and manifest.config["model"] == TINY["model"]
 
