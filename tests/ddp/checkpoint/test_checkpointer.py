@@ -307,7 +307,7 @@ def test_the_disk_is_looked_at_before_the_first_step(
         (path,) = list_checkpoints(tmp_path / FOLDER)
         size = sum(file.stat().st_size for file in path.iterdir())
         assert [refused_with(size - 30_000), refused_with(size)] == [True, False]
-        assert re.search(r"MB free, and a checkpoint takes [\d.]+, of which there may be 4 at a time", caplog.text)
+        assert re.search(r"MB free, and a checkpoint takes [\d.]+; a run keeps up to 4 at a time", caplog.text)
         caplog.clear()
         assert not refused_with(3 * size)  # one is there
         assert caplog.text == ""
