@@ -15,10 +15,10 @@ from common.training.metrics import MetricsWriter
 from ddp.checkpoint import storage
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.state import restore
+from ddp.checkpoint.storage import RunCheckpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.resume import CheckpointToResume
 from ddp.sharded.zero1 import ZeRO1
 from ddp.train import build_job, train_step
 
@@ -75,9 +75,7 @@ def _resumed(saved: Path, again: Path, strategy: str, env: DistEnv, settings: di
 
 
 @contextlib.contextmanager
-def job_of(
-    strategy: str, env: DistEnv, settings: dict[str, Any], found: CheckpointToResume | None = None
-) -> Iterator[Job]:
+def job_of(strategy: str, env: DistEnv, settings: dict[str, Any], found: RunCheckpoint | None = None) -> Iterator[Job]:
     """A job, resumed or new."""
     config = TrainConfig(**{**TINY, "strategy": strategy, **settings})
     config.check(env.world_size)
@@ -111,10 +109,10 @@ def save(job: Job, run_dir: Path) -> None:
     Checkpointer(config, job.env, MetricsWriter(run_dir, silent=not job.env.is_main)).save(job)
 
 
-def newest(run_dir: Path) -> CheckpointToResume:
+def newest(run_dir: Path) -> RunCheckpoint:
     found = storage.newest(run_dir)
     assert found is not None
-    return CheckpointToResume(*found)
+    return found
 
 
 def contents(run_dir: Path) -> dict[str, Tensor]:

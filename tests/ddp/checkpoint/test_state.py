@@ -15,7 +15,6 @@ from ddp.checkpoint.state import manifest_of, restore, state_of_job, state_of_ra
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.resume import CheckpointToResume
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
@@ -67,9 +66,8 @@ def trained_and_saved(folder: Path) -> Held:
 
 def restored(config: TrainConfig) -> Held:
     with process_group(threads=1) as env:
-        newest = storage.newest(config.run_dir)
-        assert newest is not None
-        found = CheckpointToResume(*newest)
+        found = storage.newest(config.run_dir)
+        assert found is not None
         job = build_job(config, env, load_data(config, env), found)
         restore(job, *found)
         return held(job)
