@@ -129,7 +129,6 @@ class DistributedDataParallel(LoggingDDP):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
-            self._average_in(mixed_precision)
 
     # Construction
 
@@ -160,6 +159,8 @@ class DistributedDataParallel(LoggingDDP):
             for hook in part.hooks if part is not None else ():
                 self._hooks.append(hook)
                 weakref.finalize(self.begin_backward, hook.remove)
+        if self.mixed_precision is not None:
+            comm_hook.register(self.reducer, None, averaged_in(self.mixed_precision, self.process_group))
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
         self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
 
@@ -167,10 +168,8 @@ class DistributedDataParallel(LoggingDDP):
         self._remove_autograd_hooks()
         hook = self.reducer.hook
         self.build_reducer(trained_parameters(self.module), self._all_reduce)
-        if self.mixed_precision is None:
+        if self.mixed_precision is None:  # else there is a new one, of the present group
             self.reducer.hook = hook
-        else:
-            self._average_in(self.mixed_precision)
 
     def _remove_autograd_hooks(self) -> None:
         """From now on, backward passes average nothing."""
@@ -264,10 +263,6 @@ class DistributedDataParallel(LoggingDDP):
             raise NotImplementedError("a communication hook sees buckets alone, and sparse gradients are in none")
         super().register_comm_hook(state, hook)
 
-    def _average_in(self, precision: MixedPrecision) -> None:
-        if self._sparse is None:
-            comm_hook.register(self.reducer, None, averaged_in(precision, self.process_group))
-
     def join_hook(self, **settings: Any) -> JoinHook:
         if self._sparse is not None or self._delayed is not None:
             raise NotImplementedError(
@@ -305,5 +300,3 @@ class DistributedDataParallel(LoggingDDP):
         self.process_group = dist.distributed_c10d._get_default_group()
         self._sparse, self._delayed, self._fused = None, None, None
         self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
-        if self.mixed_precision is not None:
-            self._average_in(self.mixed_precision)

@@ -117,6 +117,15 @@ def parameters_of_every_kind_may_be_the_only_ones() -> None:
     expect_averages(engine, network, delay_all_reduce_named_params=[], param_to_hook_all_reduce=first)
 
 
+def mixed_precision_sums_in_its_reduce_dtype() -> None:
+    network = layers(3, 5, 2)
+    sums = [gradient.bfloat16() for gradient in alone(network) if gradient is not None]
+    for one in sums:
+        dist.all_reduce(one)
+    backward(DistributedDataParallel(network, mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)))
+    expect_same(gradients(network), [one.float() / 2 for one in sums])
+
+
 def tied_weights_are_cast_together_in_mixed_precision() -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     network[1].weight = network[0].weight
@@ -324,6 +333,7 @@ failed, test_program = as_tests(
         what_was_accumulated_is_averaged_though_unused_buckets_are_skipped,
         another_process_group_is_that_of_mixed_precision_too,
         parameters_of_every_kind_may_be_the_only_ones,
+        mixed_precision_sums_in_its_reduce_dtype,
         tied_weights_are_cast_together_in_mixed_precision,
         a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
         numbers_and_names_are_torch_s_or_on_the_page_of_differences,
