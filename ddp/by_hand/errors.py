@@ -51,9 +51,7 @@ def changed(module: nn.Module, names: Sequence[str], nodes: Iterable[Node]) -> R
 
     :param nodes: which had accumulated the gradients of the parameters of these names when they were wrapped
     """
-    now = dict(
-        module.named_parameters()
-    )  # pruning and weight norm make of a parameter a function of others: it is missing
+    now = dict(module.named_parameters())  # what pruning and weight norm compute from others is missing
     changed = [
         name
         for name, node in zip(names, nodes, strict=True)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import comm_hook
-from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
+from ddp.by_hand.buckets import MIB
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.delayed import DelayedAverage
 from ddp.by_hand.drop_in.logging_data import LoggingDDP
@@ -53,7 +53,6 @@ class DistributedDataParallel(LoggingDDP):
     :raises NotImplementedError: for what is refused
     """
 
-    broadcast_bucket_size = DEFAULT_LIMITS[-1]  # bytes of a message with parameters or buffers
     reducer_type = DropInReducer
     reducer: DropInReducer
 
@@ -98,13 +97,8 @@ class DistributedDataParallel(LoggingDDP):
             process_group = group_of(device_mesh, process_group)
         require_wrappable(module, device_ids, output_device)
         require_copies_when_nested(module, gradient_as_bucket_view)
-        self.dim, self.output_device, self.mixed_precision, self.device_mesh = (
-            dim,
-            output_device,
-            mixed_precision,
-            device_mesh,
-        )
-        self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
+        self.output_device, self.device_mesh = output_device, device_mesh
+        self.mixed_precision, self.skip_all_reduce_unused_params = mixed_precision, skip_all_reduce_unused_params
         self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
         self._limits = [int(size * MIB) for size in bucket_cap_mb_list or ()]
@@ -124,9 +118,6 @@ class DistributedDataParallel(LoggingDDP):
             static_graph,
             all_reduce,
         )
-        self.device_type, self.is_multi_device_module = self.device.type, False
-        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(self.bucket_limits), self._limits
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
 
@@ -197,16 +188,8 @@ class DistributedDataParallel(LoggingDDP):
         self._all_reduce = Backend(new_process_group)
         self._rebuild_reducer()
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Leave these parameters and buffers, by name, to each rank; before wrapping."""
-        ignored = set(params_and_buffers_to_ignore)
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in ignored:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+    # Leaves parameters and buffers, by name, to each rank; before wrapping.
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(TorchDDP._set_params_and_buffers_to_ignore_for_model)
 
     # A step
 
