@@ -168,17 +168,25 @@ def make_dense(network: nn.Module) -> None:
     for name, module in network.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(f"{name} has sparse gradients, which are not averaged here: give it sparse=False")
-        if getattr(module, "max_norm", None) is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UsageError(
-                f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
-                "what it returns"
-            )
+    if problem := max_norm_problem(network):
+        raise UsageError(problem)
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             continue
         if isinstance(tensor, nn.Parameter) and 0 in tensor.stride():
             raise UsageError(f"parameter {name} was expanded, so its elements share memory: use .clone() on it")
         tensor.data = tensor.data.contiguous()
+
+
+def max_norm_problem(network: nn.Module) -> str | None:
+    """Why the ranks' embeddings would differ, for an error; None if they would not."""
+    for name, module in network.named_modules():
+        if getattr(module, "max_norm", None) is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            return (
+                f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
+                "what it returns"
+            )
+    return None
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
