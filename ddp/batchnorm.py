@@ -147,30 +147,25 @@ class SyncBatchNorm(_BatchNorm):
         return normalized
 
 
-def convert_sync_batchnorm(
-    module: nn.Module, device: torch.device, converted: dict[nn.Module, nn.Module] | None = None
-) -> nn.Module:
+def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Module:
     """Replace every BatchNorm: by torch's SyncBatchNorm on CUDA, which has fused kernels; by the one above elsewhere.
 
     Parameters and buffers are the same objects as before, and a module that is used in two places remains one. (torch's own
     conversion makes two of it, or leaves the second as it is.) In each of torch's layers the host waits for the GPU in forward:
     it leaves out the ranks without samples, by a mask (torch/nn/modules/_functions.py).
-
-    :param converted: what the modules that were met until now have become
     """
-    converted = {} if converted is None else converted
-    if module in converted:
-        return converted[module]
-    converted[module] = module
-    if isinstance(module, _BatchNorm):
-        kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
-        layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-        layer._parameters, layer._buffers = module._parameters, module._buffers
-        converted[module] = layer.train(module.training)
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = convert_sync_batchnorm(child, device, converted)
-    return converted[module]
+    kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
+    converted: dict[nn.Module | None, nn.Module] = {}
+    for module in network.modules():
+        if isinstance(module, _BatchNorm):
+            layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            layer._parameters, layer._buffers = module._parameters, module._buffers
+            converted[module] = layer.train(module.training)
+    for module in list(network.modules()):
+        for name, part in module._modules.items():
+            if part in converted:
+                module._modules[name] = converted[part]
+    return converted.get(network, network)
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:
