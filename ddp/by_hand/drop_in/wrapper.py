@@ -48,7 +48,6 @@ class DistributedDataParallel(LoggingDDP):
     :param batched_grad_copy: of no effect: small gradients are always copied together, and on GPUs all of a bucket
     :param delay_all_reduce_named_params: their all-reduce is awaited by the end of backward, and left out under ``no_sync``
     :param mixed_precision: works on a CPU too
-    :param all_reduce: sums the buckets; the group's own backend when None. (Not in torch's.)
     :raises RuntimeError, ValueError: where torch's does, before anything is sent, or on all ranks
     :raises NotImplementedError: for what is refused
     """
@@ -79,8 +78,6 @@ class DistributedDataParallel(LoggingDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
-        *,
-        all_reduce: AllReduce | None = None,
     ) -> None:
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("pass delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither")
@@ -99,7 +96,7 @@ class DistributedDataParallel(LoggingDDP):
         require_copies_when_nested(module, gradient_as_bucket_view)
         self.output_device, self.device_mesh = output_device, device_mesh
         self.mixed_precision, self.skip_all_reduce_unused_params = mixed_precision, skip_all_reduce_unused_params
-        self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
+        self._init_sync = init_sync
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
         self._limits = [int(size * MIB) for size in bucket_cap_mb_list or ()]
         self._delayed_parameters = delayed
@@ -116,7 +113,6 @@ class DistributedDataParallel(LoggingDDP):
             find_unused_parameters,
             gradient_as_bucket_view,
             static_graph,
-            all_reduce,
         )
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
@@ -130,7 +126,6 @@ class DistributedDataParallel(LoggingDDP):
             make_equal(self.module, settings | more, self.process_group, self._sync_buffers_at_first)
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
-        self._all_reduce = all_reduce
         self.bucket_limits = self._limits or self.bucket_limits
         sparse = {name: trained[name] for name in trained if name in sparse_parameters(self.module)}
         if sparse and self.mixed_precision is not None:
@@ -158,7 +153,7 @@ class DistributedDataParallel(LoggingDDP):
     def _rebuild_reducer(self) -> None:
         self._remove_autograd_hooks()
         hook = self.reducer.hook
-        self.build_reducer(trained_parameters(self.module), self._all_reduce)
+        self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
         if self.mixed_precision is None:  # else there is a new one, of the present group
             self.reducer.hook = hook
 
@@ -185,7 +180,6 @@ class DistributedDataParallel(LoggingDDP):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Train on with other ranks."""
         self.process_group = new_process_group
-        self._all_reduce = Backend(new_process_group)
         self._rebuild_reducer()
 
     # Leaves parameters and buffers, by name, to each rank; before wrapping.
@@ -261,15 +255,14 @@ class DistributedDataParallel(LoggingDDP):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._own_all_reduce or self.process_group is not dist.distributed_c10d._get_default_group():
+        if self.process_group is not dist.distributed_c10d._get_default_group():
             raise RuntimeError(
-                "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
+                "a wrapper is copied or pickled with the default process group alone: copy its module instead"
             )
         parts = {
             "process_group",
             "reducer",
             "begin_backward",
-            "_all_reduce",
             "_hooks",
             "_frozen",
             "_sparse",
