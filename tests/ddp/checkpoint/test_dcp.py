@@ -27,9 +27,9 @@ NAMES = [name for name, _ in TextModel(**SIZE).named_parameters()]
 
 def in_torch_s_own_job(folder: Path, saves: bool) -> dict[str, Tensor]:
     """Save by ``dcp.save``, or load by ``dcp.load``, with ``fully_shard`` and AdamW after a step; the tensors, whole."""
-    with process_group(threads=1):
+    with process_group(threads=1) as env:
         torch.manual_seed(5)
-        model = FullyShard(TextModel(**SIZE), None).module
+        model = FullyShard(TextModel(**SIZE), None, env.device).module
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.tensor([[1, 11, 2, 12, 3]])).sum().backward()
         optimizer.step()
