@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed.process_group import process_group
 from ddp.by_hand import DistributedDataParallel as DropIn
 from tests.ddp.by_hand.wrappers import Case, Results, Wrapper, batch, first_difference, loss_of, wrap
-from tests.support.launch import run_ranks
+from tests.support.ranks import run_in_group
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,12 @@ def train(engine: type[Wrapper], uneven: Uneven) -> list[Results]:
 
 def compared(examples: list[Uneven]) -> list[str]:
     failures = []
-    with process_group(timeout_s=60) as env:
-        tolerance = 0 if env.world_size == 2 else 1e-9
-        for uneven in examples:
-            theirs, ours = train(DistributedDataParallel, uneven), train(DropIn, uneven)
-            for step, (results, expected) in enumerate(zip(ours, theirs, strict=True)):
-                if differs := first_difference([("", results)], [("", expected)], tolerance):
-                    failures.append(f"{uneven}: step {step} of rank {env.rank}{differs}")
+    tolerance = 0 if dist.get_world_size() == 2 else 1e-9
+    for uneven in examples:
+        theirs, ours = train(DistributedDataParallel, uneven), train(DropIn, uneven)
+        for step, (results, expected) in enumerate(zip(ours, theirs, strict=True)):
+            if differs := first_difference([("", results)], [("", expected)], tolerance):
+                failures.append(f"{uneven}: step {step} of rank {dist.get_rank()}{differs}")
     return failures
 
 
@@ -110,5 +108,5 @@ def test_ranks_of_uneven_inputs_train_as_torch_does(world_size: int, data: st.Da
 
     Claim (ddp/README.md, 10): uneven inputs are joined as by torch's `Join`.
     """
-    for failed in run_ranks(compared, world_size, data.draw(all_uneven(world_size))):
+    for failed in run_in_group(compared, world_size, data.draw(all_uneven(world_size))):
         assert failed == []
