@@ -30,7 +30,8 @@ from ddp.checkpoint.shards import (
 )
 from ddp.sharded import shard
 from ddp.strategies import SHARDED
-from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, newest, resume_each, save_each
+from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, resume_each, save_each
+from tests.ddp.jobs import newest
 from tests.support.launch import run_ranks
 
 STRATEGIES = ["torch", *SHARDED]
