@@ -133,22 +133,14 @@ def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
     assert manifest.step == STEPS and manifest.config["model"] == TINY["model"]
 
 
-@pytest.mark.parametrize("kind", ["missing", "cut", "other"])
-def test_a_damaged_part_names_its_rank(copy: Path, kind: str) -> None:
+def test_a_damaged_part_names_its_rank(copy: Path) -> None:
     """A damaged part of a sharded checkpoint is reported with its rank.
 
     Claim (ddp/sharded/README.md, 9): a part that is missing, damaged or forged is named; no rank reads more than its
     part.
     """
     part = copy / "rank-1-of-2.pt"
-    if kind == "missing":
-        part.unlink()
-    elif kind == "cut":
-        part.write_bytes(part.read_bytes()[:-100])
-    else:
-        content = bytearray(part.read_bytes())
-        content[len(content) // 2] ^= 1
-        part.write_bytes(content)
+    part.write_bytes(part.read_bytes()[:-100])  # other damage: test_damage.py
     with pytest.raises(Damaged, match=r"rank-1-of-2\.pt "):
         storage.verify(copy)
 

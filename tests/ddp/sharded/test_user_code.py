@@ -220,8 +220,11 @@ def kept_state(stage: int) -> None:
     for refuse in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy(one.module)):
         with pytest.raises(TypeError, match="a sharded model cannot be copied or pickled"):
             refuse(model)
-    with pytest.raises(RuntimeError, match="the parameters may not be whole"):
-        net[1].state_dict()
+    for one in (model, net, net[1]):
+        with pytest.raises(RuntimeError, match="the parameters may not be whole"):
+            one.state_dict()
+    with pytest.raises(RuntimeError, match="does not reach the shards"):
+        net.load_state_dict(state)
     whole = torch.optim.SGD(net.parameters(), lr=0.1) if stage < 3 else None
     model(inputs(0).bfloat16()).sum().backward()
     if whole is not None:
