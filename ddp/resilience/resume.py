@@ -174,8 +174,8 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
 
 
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """A line for each setting that differs, but for those that say where the run lies and how it is begun, and those that follow
-    from other settings, as the warm-up does from the epochs: nobody has given them."""
+    """A line for each setting that differs. Left out are those that say where the run lies and how it begins, and those whose flags
+    were not given: they follow from other settings, as the warm-up does from the epochs."""
     now = config.as_json()
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
     earlier = dataclasses.replace(config, **{name: before[name] for name in names})
