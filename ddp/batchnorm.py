@@ -12,18 +12,16 @@ rank's running statistics drift apart. There are two remedies, and both are here
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-import itertools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp.by_hand.replicas import broadcast
 
 logger = logging.getLogger("ddp.train")
 
@@ -37,12 +35,12 @@ def make_buffers_equal(model: nn.Module) -> None:
     of InstanceNorm, the codebook of a quantizer and how often each of its entries was used) have no rule of that kind, so they become
     rank 0's, and the log names those in which the ranks differed. They may be of any dtype.
     """
+    if dist.get_world_size() == 1:
+        return
     batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     averaged = [b for module in batchnorms for b in (module.running_mean, module.running_var) if b is not None]
     of_batchnorm = set(map(id, averaged))
     others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in of_batchnorm}
-    if dist.get_world_size() == 1:
-        return
     if averaged:
         flat = torch.cat(averaged)
         dist.all_reduce(flat)
@@ -55,8 +53,7 @@ def make_buffers_equal(model: nn.Module) -> None:
 
 def _become_rank_0_s(buffers: dict[str, Tensor]) -> None:
     own = [buffer.clone() for buffer in buffers.values()]
-    for buffer in buffers.values():
-        dist.broadcast(buffer, src=0)
+    broadcast(buffers.values(), 0, dist.distributed_c10d._get_default_group())
     changed = [not torch.equal(before, now) for before, now in zip(own, buffers.values(), strict=True)]
     flags = torch.tensor(changed, dtype=torch.int32, device=own[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -68,97 +65,6 @@ def _become_rank_0_s(buffers: dict[str, Tensor]) -> None:
 def _log_once(names: tuple[str, ...]) -> None:
     if dist.get_rank() == 0:
         logger.info("each rank computes its own %s: at the end of each epoch, all take rank 0's", ", ".join(names))
-
-
-class SavedBuffers:
-    """A copy of a network's buffers, to undo what the forward passes of a skipped step do to BatchNorm's statistics and the like.
-
-    A forward pass may write to a buffer, or assign another tensor to its name. :meth:`restore` puts the tensor that was there
-    back, with its values.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self._places = [(module._buffers, name) for module in network.modules() for name in module._buffers]
-        self._buffers: list[Tensor | None] = []
-        self._groups: list[_SavedGroup] = []
-
-    @torch.no_grad()
-    def save(self) -> None:
-        """Before the forward passes."""
-        buffers = [place[name] for place, name in self._places]
-        if len(buffers) != len(self._buffers) or any(a is not b for a, b in zip(buffers, self._buffers, strict=True)):
-            self._buffers = buffers
-            by_dtype = sorted(
-                (buffer for buffer in buffers if buffer is not None), key=lambda buffer: str(buffer.dtype)
-            )
-            of_one_dtype = [list(same) for _, same in itertools.groupby(by_dtype, key=lambda buffer: buffer.dtype)]
-            self._groups = [_SavedGroup(same) for same in of_one_dtype]
-        for group in self._groups:
-            torch._foreach_copy_(group.saved, group.buffers)
-
-    @torch.no_grad()
-    def restore(self, where: Tensor | None = None) -> None:
-        """After the step.
-
-        :param where: bool 0-d, on the device: whether to restore; always when None. The host need not know it, unless a forward
-            pass assigned a buffer of another shape
-        """
-        for (place, name), buffer in zip(self._places, self._buffers, strict=True):
-            now = place[name]
-            if now is buffer:
-                continue
-            if where is not None and now is not None and buffer is not None and now.shape == buffer.shape:
-                buffer.copy_(now)  # the choice comes below
-            elif where is not None and not where:
-                continue
-            place[name] = buffer
-        for group in self._groups:
-            saved = group.saved if where is None else group.chosen(where)
-            torch._foreach_copy_(group.buffers, saved)
-
-
-class _SavedGroup:
-    """Buffers of one dtype, and the memory into which they are saved: in one piece, for a GPU to choose by few kernels."""
-
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self.buffers = buffers
-        self._flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        self.saved = self._split(self._flat)
-
-    def chosen(self, where: Tensor) -> list[Tensor]:
-        """The saved values if ``where`` is true, else the present ones."""
-        now = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-        return self._split(torch.where(where, self._flat, now))
-
-    def _split(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([buffer.numel() for buffer in self.buffers])
-        return [part.view(buffer.shape) for part, buffer in zip(parts, self.buffers, strict=True)]
-
-
-@contextlib.contextmanager
-def unchanged_attributes(network: nn.Module) -> Iterator[None]:
-    """A block after which the modules' own attributes are what they were before it: numbers, and the content of lists, dicts and sets.
-
-    A forward pass may count in Python. (Parameters, buffers and submodules are not touched.)
-    """
-    torch_s_own = vars(nn.Module()).keys()
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in network.modules():
-        own = {name: value for name, value in vars(module).items() if name not in torch_s_own}
-        before.append((vars(module), own))
-    contents = [
-        (value, copy.copy(value)) for _, own in before for value in own.values() if type(value) in (list, dict, set)
-    ]
-    try:
-        yield
-    finally:
-        for attributes, own in before:
-            for name in attributes.keys() - torch_s_own - own.keys():
-                del attributes[name]
-            attributes.update(own)
-        for value, content in contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 class _SynchronizedNormalization(torch.autograd.Function):
@@ -241,30 +147,25 @@ class SyncBatchNorm(_BatchNorm):
         return normalized
 
 
-def convert_sync_batchnorm(
-    module: nn.Module, device: torch.device, converted: dict[nn.Module, nn.Module] | None = None
-) -> nn.Module:
+def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Module:
     """Replace every BatchNorm: by torch's SyncBatchNorm on CUDA, which has fused kernels; by the one above elsewhere.
 
     Parameters and buffers are the same objects as before, and a module that is used in two places remains one. (torch's own
     conversion makes two of it, or leaves the second as it is.) In each of torch's layers the host waits for the GPU in forward:
     it leaves out the ranks without samples, by a mask (torch/nn/modules/_functions.py).
-
-    :param converted: what the modules that were met until now have become
     """
-    converted = {} if converted is None else converted
-    if module in converted:
-        return converted[module]
-    converted[module] = module
-    if isinstance(module, _BatchNorm):
-        kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
-        layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-        layer._parameters, layer._buffers = module._parameters, module._buffers
-        converted[module] = layer.train(module.training)
-    for name, child in module._modules.items():
-        if child is not None:
-            module._modules[name] = convert_sync_batchnorm(child, device, converted)
-    return converted[module]
+    kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
+    converted: dict[nn.Module | None, nn.Module] = {}
+    for module in network.modules():
+        if isinstance(module, _BatchNorm):
+            layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            layer._parameters, layer._buffers = module._parameters, module._buffers
+            converted[module] = layer.train(module.training)
+    for module in list(network.modules()):
+        for name, part in module._modules.items():
+            if part in converted:
+                module._modules[name] = converted[part]
+    return converted.get(network, network)
 
 
 def _per_channel(vector: Tensor, like: Tensor) -> Tensor:

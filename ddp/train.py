@@ -39,11 +39,11 @@ from ddp import by_hand, sharded
 from ddp.batchnorm import convert_sync_batchnorm, make_buffers_equal
 from ddp.by_hand.replicas import require_same_modules
 from ddp.checkpoint.state import restore
-from ddp.checkpoint.storage import load_weights
+from ddp.checkpoint.storage import RunCheckpoint, load_weights
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
-from ddp.resilience.resume import CheckpointToResume, open_run
+from ddp.resilience.resume import open_run
 from ddp.resilience.supervisor import Supervisor, build_guard, supervise
 from ddp.sampler import MicroBatchSampler
 from ddp.strategies import SHARDED, Averaging, compress_gradients
@@ -92,7 +92,7 @@ def train(config: TrainConfig, env: DistEnv) -> None:
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
-def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: CheckpointToResume | None = None) -> Job:
+def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: RunCheckpoint | None = None) -> Job:
     """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields different samples.
 
     :param checkpoint: to continue from. Rank 0 reads the weights in it, and DDP broadcasts them. (Shards: each rank reads its own.)

@@ -168,11 +168,8 @@ def make_dense(network: nn.Module) -> None:
     for name, module in network.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(f"{name} has sparse gradients, which are not averaged here: give it sparse=False")
-        if getattr(module, "max_norm", None) is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UsageError(
-                f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
-                "what it returns"
-            )
+    if problem := max_norm_problem(network):
+        raise UsageError(problem)
     for name, tensor in itertools.chain(network.named_parameters(), network.named_buffers()):
         if torch.ops.aten.is_non_overlapping_and_dense(tensor):
             continue
@@ -181,10 +178,21 @@ def make_dense(network: nn.Module) -> None:
         tensor.data = tensor.data.contiguous()
 
 
-def persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of those buffers that a ``state_dict`` has."""
+def max_norm_problem(network: nn.Module) -> str | None:
+    """Why the ranks' embeddings would differ, for an error; None if they would not."""
+    for name, module in network.named_modules():
+        if getattr(module, "max_norm", None) is not None and dist.is_initialized() and dist.get_world_size() > 1:
+            return (
+                f"{name}: with max_norm, each rank would change the rows of its own batch: build it without max_norm, and normalize "
+                "what it returns"
+            )
+    return None
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Those buffers that a ``state_dict`` has, by all of their names."""
     return {
-        f"{path}.{name}" if path else name
+        f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules(remove_duplicate=False)
         for name, buffer in part._buffers.items()
         if buffer is not None and name not in part._non_persistent_buffers_set

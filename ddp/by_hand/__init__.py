@@ -2,15 +2,15 @@
 
 naive.py      after backward, one all-reduce per parameter
 wrapper.py    THE LESSON: buckets that are averaged while backward goes on. It stands on reducer.py (a backward pass),
-              buckets.py, replicas.py (equal weights), outputs.py (tensors in an output) and errors.py (refusals), and imports
-              comm_hook.py (compressed communication) when a hook is registered
+              buckets.py, replicas.py (equal weights), outputs.py (tensors in an output), running.py (passes within
+              passes) and errors.py (refusals), and imports comm_hook.py (compressed communication) when a hook is registered
 drop_in/      the lesson with all of torch's arguments and methods, and with Join (uneven inputs)
 
     from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 
 To use it elsewhere, copy this folder with base.py, sharded.py and backend.py of ddp/all_reduce/, common/errors.py, and
-__init__.py and agreement.py of common/distributed/. naive.py needs errors.py, differing.py, outputs.py and replicas.py. strategies.py
-belongs to ddp.train.
+__init__.py and agreement.py of common/distributed/. naive.py needs errors.py, running.py, differing.py, outputs.py and replicas.py.
+strategies.py belongs to ddp.train.
 """
 
 from __future__ import annotations

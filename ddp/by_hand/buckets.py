@@ -13,8 +13,6 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ddp.by_hand import errors
-
 MIB = 2**20
 DEFAULT_LIMITS = [1 * MIB, 25 * MIB]  # bytes; the first bucket is small, so that communication begins early
 # Mean elements per gradient on the CPU, below which one call per gradient takes longer than two passes over all of them.
@@ -77,7 +75,7 @@ class Bucket:
         if gradient is None:
             view.zero_()
         elif gradient.is_sparse:
-            raise errors.sparse(view.shape)
+            raise RuntimeError(f"a gradient of {list(view.shape)} is sparse: build its embedding with sparse=False")
         elif not self.holds(index):
             torch.mul(gradient.detach(), 1 / div_factor, out=view)  # detached: backward may run with create_graph
             if self._as_view:

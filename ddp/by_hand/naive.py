@@ -27,6 +27,7 @@ from ddp.by_hand import errors
 from ddp.by_hand.differing import require_sendable
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.replicas import broadcast
+from ddp.by_hand.running import is_within_another_pass
 
 
 class NaiveDistributedDataParallel(nn.Module):
@@ -83,7 +84,7 @@ class NaiveDistributedDataParallel(nn.Module):
     def _schedule(self, *_: Tensor) -> None:
         """Backward has begun: ask autograd to call :meth:`_average_gradients` when all of it is over."""
         if torch._C._current_autograd_node() is None:  # autograd traces the pass, and will not call
-            raise errors.compiled_autograd()
+            raise NotImplementedError(errors.COMPILED_AUTOGRAD)
         if not self._scheduled:
             self._scheduled = True
             Variable._execution_engine.queue_callback(self._average_gradients)
@@ -97,8 +98,8 @@ class NaiveDistributedDataParallel(nn.Module):
             return
         if self._local is None:
             warnings.warn(errors.WITHOUT_FORWARD, stacklevel=1)
-        elif errors.is_within_another_pass():
-            raise errors.unknown_beginning()
+        elif is_within_another_pass():
+            raise RuntimeError(errors.UNKNOWN_BEGINNING)
         else:  # of a parameter that the loss depends on directly, or backward began elsewhere
             self._schedule()
 

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ddp.all_reduce.base import AllReduce, Pending
-from ddp.by_hand import errors
+from ddp.by_hand import errors, running
 from ddp.by_hand.buckets import Bucket, Kind, assign_buckets
 from ddp.by_hand.outputs import depend_on
 
@@ -80,9 +80,9 @@ class Reducer:
         """A backward pass that synchronizes begins from ``outputs``, or goes on. Autograd calls :meth:`_finish` when it is over."""
         self._leave_interrupted()
         if None in outputs:  # no node is running: autograd traces the pass, and will not call its end
-            raise errors.compiled_autograd()
+            raise NotImplementedError(errors.COMPILED_AUTOGRAD)
         if not self._running:
-            errors.enter(self, is_whole=bool(outputs))
+            running.enter(self, is_whole=bool(outputs))
             self._running, self.expecting, self._depends = True, True, False
             self._remaining, self.sent = list(self._uses), []
             self._div_factor_now = 1 if self.hook else self.div_factor  # communication hooks divide by themselves
@@ -101,8 +101,8 @@ class Reducer:
         """
         if not self.expecting:
             if 0 <= torch._C._current_graph_task_id() < self._task:  # a pass around the one that has been averaged
-                raise errors.unknown_beginning()
-            if self.expecting is None and not errors.sharing(self):
+                raise RuntimeError(errors.UNKNOWN_BEGINNING)
+            if self.expecting is None and not running.sharing(self):
                 warnings.warn(errors.WITHOUT_FORWARD, stacklevel=1)
             return
         if not self.goes_on():

@@ -153,7 +153,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         if not torch.is_grad_enabled():
             return
         if synchronize and self.process_group.size() > 1 and any(p.requires_grad for p in self._frozen):
-            raise errors.unfrozen()
+            raise RuntimeError(errors.UNFROZEN)
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():

@@ -37,21 +37,14 @@ from common.files.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.directory import move_into_place, scratch_in
 from ddp.checkpoint.folder import Damaged, save_tensors
-from ddp.checkpoint.storage import CHOICE, Manifest, choose, existing, named
+from ddp.checkpoint.storage import CHOICE, Manifest, choose, existing
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Settings of ``ddp.checkpoint inspect``."""
+    """Settings of ``ddp.checkpoint inspect`` and ``verify``."""
 
     run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run")
-
-
-@dataclass(frozen=True)
-class VerifyConfig(InspectConfig):
-    """Settings of ``ddp.checkpoint verify``."""
-
-    checkpoint: str | None = option(None, "name of the checkpoint to check (default: all)")
 
 
 @dataclass(frozen=True)
@@ -121,10 +114,9 @@ def inspect(argv: Sequence[str]) -> None:
 
 def verify(argv: Sequence[str]) -> None:
     """Print a line for each checkpoint; exit status 1 if any is damaged."""
-    config = parse(VerifyConfig, "ddp.checkpoint verify", __doc__, argv)
-    paths = existing(config.run_dir)
+    config = parse(InspectConfig, "ddp.checkpoint verify", __doc__, argv)
     damaged = False
-    for path in paths if config.checkpoint is None else [named(config.checkpoint, paths)]:
+    for path in existing(config.run_dir):
         checked = _verified(path)
         if isinstance(checked, Damaged):
             damaged = True

@@ -51,7 +51,7 @@ def require_room(job: Job) -> None:
     kept = config.keep_last + 2  # with the best, and the one that is being written
     if free < size * (kept - len(directory.list_checkpoints(folder))):
         logger.warning(
-            f"{lack}, of which there may be {kept} at a time: make room, or lower --keep-last {config.keep_last}"
+            f"{lack}; a run keeps up to {kept} at a time: make room, or lower --keep-last {config.keep_last}"
         )
 
 

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 import pickle
 import re
@@ -27,8 +26,6 @@ from typing import IO, Any, BinaryIO, cast
 
 from common.errors import UsageError
 from common.files.atomic_files import new_file, sync_folder
-
-logger = logging.getLogger(__name__)
 
 # Raise it with every change of the manifest below, of the trainer's (ddp/checkpoint/storage.py), or of shards.
 FORMAT = 5
@@ -57,13 +54,11 @@ class Checkpoint:
     :param path: its folder
     :param step: the number it was saved with
     :param facts: the caller's own, from JSON: a tuple comes back as a list, floats come back bit for bit
-    :param files: bytes of each file of the state
     """
 
     path: Path
     step: int
     facts: dict[str, Any]
-    files: dict[str, int]
 
 
 def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
@@ -87,7 +82,7 @@ def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
         reason = str(error).splitlines()[0]
         raise TypeError(f"state {key!r} holds what torch.load(weights_only=True) refuses: {reason}") from error
     except (OSError, RuntimeError):
-        logger.debug("%s is on a file system that cannot map files: not tried", path)
+        pass  # the file system cannot map files: not tried
     return size_and_digest(path)
 
 
@@ -133,7 +128,7 @@ def verify(path: str | Path) -> Checkpoint:
             raise Damaged(path, f"{name} has {actual_size} bytes instead of {size}")
         if digest != digests[name]:
             raise Damaged(path, f"{name} has other content than was written (SHA-256)")
-    return Checkpoint(path, manifest["step"], manifest["facts"], files)
+    return Checkpoint(path, manifest["step"], manifest["facts"])
 
 
 def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:

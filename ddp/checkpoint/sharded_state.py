@@ -41,8 +41,7 @@ def save_sharded(
     if type(optimizer) not in STATE_OF:
         raise TypeError(f"{type(optimizer).__name__} cannot be saved in shards: use SGD, Adam or AdamW")
     plain, env = model.get_submodule("module"), DistEnv.of_group()
-    named = plain.named_buffers(remove_duplicate=False)
-    own = state_of_shard(model, optimizer, {n: b for n, b in named if n in persistent_buffers(plain)}, env.is_main)
+    own = state_of_shard(model, optimizer, persistent_buffers(plain), env.is_main)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     path = Path(directory) / f"step-{step:08d}"
     write_together(path, step, {}, own, state | {SETTINGS: groups}, env)
@@ -143,12 +142,12 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
     """
     layout, plain = layout_of(network), network.get_submodule("module")
     saved = open_tensors(path, list(layout))
-    buffers = dict(plain.named_buffers(remove_duplicate=False))
+    buffers = persistent_buffers(plain)
     optimizer.state.clear()
     try:
         restore_state(optimizer, layout, saved, (*layout, *_tied(plain), *buffers))
-        for name in persistent_buffers(plain):
-            fill(buffers[name], saved, f"{WEIGHT}:{name}", Region.of_whole(buffers[name]))
+        for name, buffer in buffers.items():
+            fill(buffer, saved, f"{WEIGHT}:{name}", Region.of_whole(buffer))
         for name, part in layout.items():
             fill(part.parameter, saved, f"{WEIGHT}:{name}", part.region)
     except LookupError as error:

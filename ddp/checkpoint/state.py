@@ -49,9 +49,7 @@ def saved_buffers(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     first = {buffer: name for name, buffer in buffers.items()}  # of a module that is used twice, its first name
     if job.step_in_epoch:
         buffers |= _mean_buffers([rank["buffers"] for rank in ranks])
-    named = job.named_module.named_buffers(remove_duplicate=False)
-    saved = persistent_buffers(job.named_module)
-    return {name: buffers[first[buffer]] for name, buffer in named if name in saved}
+    return {name: buffers[first[buffer]] for name, buffer in persistent_buffers(job.named_module).items()}
 
 
 def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

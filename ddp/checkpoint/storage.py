@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -81,6 +81,13 @@ class Manifest:
     def facts(self) -> dict[str, Any]:
         """All but the step, which every checkpoint has."""
         return {name: value for name, value in vars(self).items() if name != "step"}
+
+
+class RunCheckpoint(NamedTuple):
+    """A run's checkpoint that is whole: its folder, and the manifest in it."""
+
+    path: Path
+    manifest: Manifest
 
 
 def manifest_in(checkpoint: Checkpoint) -> Manifest:
@@ -152,16 +159,16 @@ def load_weights(network: nn.Module, path: Path) -> None:
     network.load_state_dict(weights)
 
 
-def newest(run_dir: Path, *, set_aside: bool = False) -> tuple[Path, Manifest] | None:
+def newest(run_dir: Path, *, set_aside: bool = False) -> RunCheckpoint | None:
     """A run's newest checkpoint that is whole; damaged ones are reported and passed over.
 
     :param set_aside: rename these to ``damaged-...``; for the process that writes into the run
-    :returns: its folder and manifest, or None when the run has no checkpoint at all
+    :returns: None when the run has no checkpoint at all
     :raises UsageError: when all are damaged, or the newest that is not damaged has another format
     """
     with writing(run_dir / FOLDER):
         checkpoint = directory.newest(run_dir / FOLDER, set_aside=set_aside, remedy="or start again with --overwrite")
-    return (checkpoint.path, manifest_in(checkpoint)) if checkpoint else None
+    return RunCheckpoint(checkpoint.path, manifest_in(checkpoint)) if checkpoint else None
 
 
 def existing(run_dir: Path) -> list[Path]:
@@ -176,28 +183,21 @@ def existing(run_dir: Path) -> list[Path]:
     return paths
 
 
-def named(name: str, paths: list[Path]) -> Path:
-    """:raises UsageError: when none has this name"""
-    for path in paths:
-        if path.name == name:
-            return path
-    raise UsageError(f"--checkpoint {name}: there is only {', '.join(path.name for path in paths)}")
-
-
-def choose(run_dir: Path, name: str | None) -> tuple[Path, Manifest]:
-    """The path and manifest of a checkpoint whose every byte was checked.
+def choose(run_dir: Path, name: str | None) -> RunCheckpoint:
+    """A checkpoint whose every byte was checked.
 
     :param name: its name, :data:`BEST`, or None for the newest that is whole
     :raises UsageError: when there is no such checkpoint, or it is damaged
     """
-    paths = existing(run_dir)
+    paths = {path.name: path for path in existing(run_dir)}
     if name is None or name == BEST:
         newest_one = newest(run_dir)
         assert newest_one is not None  # because there are paths
         if name is None:
             return newest_one
-        name = newest_one[1].best
+        name = newest_one.manifest.best
         if name is None:
             raise UsageError(f"--checkpoint {BEST}: the run has evaluated none yet; leave it out to take the newest")
-    path = named(name, paths)
-    return path, verify(path)
+    if name not in paths:
+        raise UsageError(f"--checkpoint {name}: there is only {', '.join(paths)}")
+    return RunCheckpoint(paths[name], verify(paths[name]))

@@ -26,9 +26,9 @@ from common.distributed.process_group import DistEnv
 from common.errors import UsageError
 from common.training.optimization import local
 from common.training.precision import autocast
-from ddp.batchnorm import SavedBuffers, unchanged_attributes
 from ddp.job import Job, StepGuard
 from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags, WithFlags
+from ddp.resilience.undo import SavedBuffers, unchanged_attributes
 
 
 class ResilientGuard(StepGuard):

@@ -18,7 +18,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -45,7 +45,7 @@ from common.files.run_directory import (
 from common.machine import describe_machine
 from common.signals.stop_request import REQUEUE, SIGNALS
 from ddp.checkpoint import directory, storage
-from ddp.checkpoint.storage import Manifest
+from ddp.checkpoint.storage import Manifest, RunCheckpoint
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
 
 if TYPE_CHECKING:
@@ -60,15 +60,8 @@ IDENTITY = (
 )  # fmt: skip
 
 
-class CheckpointToResume(NamedTuple):
-    """A checkpoint that is whole."""
-
-    path: Path
-    manifest: Manifest
-
-
 @contextlib.contextmanager
-def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[CheckpointToResume | None]:
+def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[RunCheckpoint | None]:
     """Hold the run's directory, for the length of the block; gives the checkpoint to continue from, if it does. A collective.
 
     :raises UsageError: on every rank, for a directory that is in use, holds something else, or cannot be written, and for
@@ -76,22 +69,24 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
     """
     agents = agents_of(env)
     with contextlib.ExitStack() as held:
-        checkpoint: list[CheckpointToResume | None] = [None]
-        with env.fail_together():  # last of all checks, since it may delete the run that was there
-            if env.is_main:
-                begun = holds_run(config.run_dir)
-                restarted = begun and is_restart(config.run_dir, agents)
-                resume = config.resume or restarted or (begun and config.auto_resume)
-                held.enter_context(prepare(config.run_dir, resume=resume, overwrite=config.overwrite and not restarted))
-                (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
-                # Before there is a run: it is this launch's from its first moment.
-                write_json(config.run_dir / LAUNCH_FILE, agents)
-                with writing(config.run_dir / storage.FOLDER):
-                    directory.clean(config.run_dir / storage.FOLDER)
-                if resume:
-                    checkpoint[0] = _newest(config, must_exist=config.resume and not restarted)
-                if checkpoint[0] is None:
-                    write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
+
+        def begin() -> RunCheckpoint | None:
+            begun = holds_run(config.run_dir)
+            restarted = begun and is_restart(config.run_dir, agents)
+            resume = config.resume or restarted or (begun and config.auto_resume)
+            held.enter_context(prepare(config.run_dir, resume=resume, overwrite=config.overwrite and not restarted))
+            (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
+            # Before there is a run: it is this launch's from its first moment.
+            write_json(config.run_dir / LAUNCH_FILE, agents)
+            with writing(config.run_dir / storage.FOLDER):
+                directory.clean(config.run_dir / storage.FOLDER)
+            found = _newest(config, must_exist=config.resume and not restarted) if resume else None
+            if found is None:
+                write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
+            return found
+
+        # Last of all checks, since it may delete the run that was there.
+        checkpoint: RunCheckpoint | None = env.from_rank_0(begin)
         with env.fail_together():  # on every node
             require_writable(config.run_dir)
         if not env.is_main and env.local_rank == 0 and not (config.run_dir / CONFIG_FILE).exists():
@@ -99,17 +94,16 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Che
                 f"{config.run_dir} on {env.host} is not that of rank 0, which writes the run and its checkpoints: only the logs of "
                 "this host's ranks will be here"
             )
-        dist.broadcast_object_list(checkpoint, src=0, device=env.device)
-        if checkpoint[0] is not None:
+        if checkpoint is not None:
             with env.fail_together():
-                check_identity(checkpoint[0].manifest, config, data)
+                check_identity(checkpoint.manifest, config, data)
                 if env.is_main and not has_config(config.run_dir):
                     logger.warning(f"{config.run_dir / CONFIG_FILE} was damaged: it now has the settings of this start")
                     write_json(config.run_dir / CONFIG_FILE, describe_run(config, env, data))
         add_log_file(env, config.run_dir / LOG_FOLDER)
         try:
             try:
-                yield checkpoint[0]
+                yield checkpoint
             except (RuntimeError, MemoryError) as error:
                 from common.resilience.device_errors import raise_explained
 
@@ -140,19 +134,18 @@ def describe_run(config: TrainConfig, env: DistEnv, data: ImageData) -> dict[str
     }
 
 
-def _newest(config: TrainConfig, must_exist: bool) -> CheckpointToResume | None:
+def _newest(config: TrainConfig, must_exist: bool) -> RunCheckpoint | None:
     checkpoint = storage.newest(config.run_dir, set_aside=True)
-    if checkpoint is None and must_exist:
-        raise UsageError(
-            f"--resume: {config.run_dir} holds no checkpoint, the run ended before its first: start again with --overwrite"
-        )
     if checkpoint is None:
+        if must_exist:
+            raise UsageError(
+                f"--resume: {config.run_dir} holds no checkpoint, the run ended before its first: start again with --overwrite"
+            )
         return None
     path, manifest = checkpoint
-    best = manifest.progress["best"]
-    if best is not None and not (path.parent / best["name"]).is_dir():  # it was damaged, and set aside
+    if manifest.best is not None and not (path.parent / manifest.best).is_dir():  # it was damaged, and set aside
         manifest = dataclasses.replace(manifest, progress={**manifest.progress, "best": None})
-    return CheckpointToResume(path, manifest)
+    return RunCheckpoint(path, manifest)
 
 
 def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> None:
@@ -181,8 +174,8 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
 
 
 def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
-    """A line for each setting that differs, but for those that say where the run lies and how it is begun, and those that follow
-    from other settings, as the warm-up does from the epochs: nobody has given them."""
+    """A line for each setting that differs. Left out are those that say where the run lies and how it begins, and those whose flags
+    were not given: they follow from other settings, as the warm-up does from the epochs."""
     now = config.as_json()
     names = [name for name in now if name in before and name not in (*IDENTITY, *LAUNCH_SETTINGS)]
     earlier = dataclasses.replace(config, **{name: before[name] for name in names})

@@ -132,9 +132,9 @@ class Supervisor:
 
         def loaded() -> Iterator[Batch]:
             with loader_errors():
-                yield from loader
+                yield from itertools.takewhile(lambda _: not self.stop, loader)
 
-        batches: Iterator[Batch] = itertools.takewhile(lambda _: not self.stop, loaded())
+        batches = loaded()
         if self.job.config.is_sharded:
             from ddp.sharded.equal_batches import equally_many
 

@@ -41,7 +41,12 @@ class FlatLayout:
         self.numel = self.shard_numel * ranks
         following = [*self._begins[1:], self.numel]
         self.gaps = [(end, begin) for end, begin in zip(self._ends, following, strict=True) if end < begin]
-        self._own_bounds = self.bounds(rank)
+        offset = rank * self.shard_numel
+        in_shard = [
+            [min(max(at - offset, 0), self.shard_numel) for at in at_all] for at_all in (self._begins, self._ends)
+        ]
+        # Where each parameter begins and ends in this rank's shard; the same twice if it has nothing there.
+        self._own_bounds = list(zip(*in_shard, strict=True))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's place in a flat tensor, in the parameter's shape."""
@@ -55,14 +60,6 @@ class FlatLayout:
     def parts(self, shard: Tensor) -> list[Tensor]:
         """Each parameter's part of this rank's shard: 1-d, perhaps empty."""
         return [shard[begin:end] for begin, end in self._own_bounds]
-
-    def bounds(self, rank: int) -> list[tuple[int, int]]:
-        """Where each parameter begins and ends in a rank's shard; the same twice if it has nothing there."""
-        offset = rank * self.shard_numel
-        in_shard = [
-            [min(max(at - offset, 0), self.shard_numel) for at in at_all] for at_all in (self._begins, self._ends)
-        ]
-        return list(zip(*in_shard, strict=True))
 
     def begins(self) -> list[int]:
         """At which of its parameter's elements each part of this rank's shard begins."""

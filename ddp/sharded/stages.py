@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from common.training.models import max_norm_problem
 from ddp.all_reduce.backend import another_group
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.all_reduce.sharded import ShardedAllReduce
@@ -41,12 +42,8 @@ def shard(
     """
     if stage not in STAGES:
         raise ValueError(f"stage={stage}: there are 1 (optimizer state), 2 (gradients too) and 3 (parameters too)")
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and dist.get_world_size() > 1:
-            raise ValueError(
-                f"{name}: with max_norm, each rank would change the rows of its own batch, and a shard is one rank's: build it without "
-                "max_norm, and normalize what it returns"
-            )
+    if problem := max_norm_problem(module):
+        raise ValueError(problem)
     originals = list(module.named_parameters())
     model = STAGES[stage](module, units, (_collectives(all_reduce), _collectives(all_reduce)), precision, device)
     kept = {*model.parameters(), *model._frozen.values()}

@@ -25,8 +25,6 @@ from ddp.sharded.stages import shard
 from ddp.sharded.units import divide, materialize
 from ddp.strategies import STAGES
 
-CPU = torch.device("cpu")
-
 
 def shard_network(
     network: nn.Module, env: DistEnv, strategy: str, all_reduce: str | None = None, precision: str = "fp32"
@@ -66,7 +64,7 @@ class FullyShard(nn.Module):
     :param low: dtype of computation, with gradients summed in fp32; the parameters' own when None
     """
 
-    def __init__(self, module: nn.Module, low: torch.dtype | None, device: torch.device = CPU) -> None:
+    def __init__(self, module: nn.Module, low: torch.dtype | None, device: torch.device) -> None:
         super().__init__()
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import

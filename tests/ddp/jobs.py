@@ -13,16 +13,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from common.data.datasets import Batch
 from common.distributed.process_group import DistEnv, process_group
 from common.reporting import report
 from common.training.device_meter import DeviceTotals
 from common.training.evaluation import evaluate
 from common.training.metrics import TIMES, read_metrics
 from ddp.checkpoint import storage
+from ddp.checkpoint.storage import RunCheckpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.train import build_job, train, train_epoch
+from ddp.train import build_job, train, train_epoch, train_step
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -54,6 +56,17 @@ def group_of(config: TrainConfig) -> contextlib.AbstractContextManager[DistEnv]:
     return process_group(config.device, config.backend, threads=config.threads)
 
 
+def start(config: TrainConfig, env: DistEnv, steps: int = 0) -> tuple[Job, Iterator[Batch]]:
+    """A job after so many steps of its first epoch, and the batches that follow."""
+    job = build_job(config, env, load_data(config, env))
+    job.sampler.set_epoch(0)
+    job.model.train()
+    batches = iter(job.loader)
+    for _ in range(steps):
+        train_step(job, batches)
+    return job, batches
+
+
 def train_epochs(config: TrainConfig) -> Outcome:
     """Train without a run directory."""
     with group_of(config) as env:
@@ -81,16 +94,26 @@ def without_figures() -> Iterator[None]:
         yield
 
 
-def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """A finished run's tensors (weights, optimizer, scaler), flat, and its metrics without the timings."""
-    newest = storage.newest(run_dir)
-    assert newest is not None
-    path, manifest = newest
+def newest(run_dir: Path) -> RunCheckpoint:
+    found = storage.newest(run_dir)
+    assert found is not None
+    return found
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds of weights, of the optimizer's state, and of each rank's buffers, flat."""
     tensors = {f"model.{name}": value for name, value in storage.read(path, "model").items()}
     for index, state in storage.read(path, "optimizer")["state"].items():
         tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
     for rank, own in enumerate(storage.read(path, "ranks")):
         tensors |= {f"rank{rank}.{name}": value for name, value in own["buffers"].items()}
+    return tensors
+
+
+def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """A finished run's tensors (weights, optimizer, scaler), flat, and its metrics without the timings."""
+    path, manifest = newest(run_dir)
+    tensors = tensors_of(path)
     tensors |= {f"scaler.{name}": torch.as_tensor(value) for name, value in manifest.progress["scaler"].items()}
     tensors["progress"] = torch.tensor([manifest.step, manifest.epoch, manifest.progress["best"]["accuracy"]])
     timings = {*TIMES, *(field.name for field in dataclasses.fields(DeviceTotals))}

@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.training.models import make_dense
-from ddp.batchnorm import SavedBuffers, SyncBatchNorm, convert_sync_batchnorm
+from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ddp.config import TrainConfig
 from ddp.data import load_data
+from ddp.resilience.undo import SavedBuffers
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import small, train_epochs
 from tests.support.launch import run_ranks

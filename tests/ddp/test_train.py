@@ -20,7 +20,6 @@ from common.errors import UsageError
 from ddp.checkpoint import storage
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.job import Job
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import (
     Outcome,
@@ -30,18 +29,10 @@ from tests.ddp.jobs import (
     group_of,
     run_job,
     small,
+    start,
     train_epochs,
 )
 from tests.support.launch import run_ranks
-
-
-def start(config: TrainConfig, env: Any) -> tuple[Job, Any]:
-    """A job on the verge of its first step."""
-    job = build_job(config, env, load_data(config, env))
-    job.sampler.set_epoch(0)
-    job.model.train()
-    return job, iter(job.loader)
-
 
 # The same mathematics, however it is divided
 

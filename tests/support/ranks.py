@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from common.distributed.process_group import process_group
 from common.distributed.worker_group import rendezvous, take_environment
 from tests.support.commands import load_command
 from tests.support.process_state import ProcessState
@@ -87,6 +88,16 @@ def run_ranks(
     except BaseException:
         close_pool()
         raise
+
+
+def run_in_group(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+    """:func:`run_ranks` of a function that is called within a process group."""
+    return run_ranks(_in_group, world_size, function, arguments, timeout_s=timeout_s)
+
+
+def _in_group(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    with process_group(timeout_s=60):
+        return function(*arguments)
 
 
 def run_with_victim(

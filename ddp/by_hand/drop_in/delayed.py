@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from ddp.by_hand.buckets import Bucket
 from ddp.by_hand.drop_in.reducer import DropInReducer, UnbucketedAverage
 
 
@@ -32,14 +33,13 @@ class DelayedAverage(UnbucketedAverage):
         reducer: DropInReducer,
     ) -> None:
         super().__init__(parameters, group, reducer)
-        first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
-        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = self._buffer.split(sizes)
-        self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        first, size = self.parameters[0], sum(parameter.numel() for parameter in self.parameters)
+        buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self._bucket = Bucket(dict(enumerate(self.parameters)), buffer, as_view=False)
         self._missing: set[int] = set()  # gradients that are waited for in this pass; the last one is the trigger's
         self._work: dist.Work | None = None
         self._trigger_node = get_gradient_edge(trigger).node
-        self.hooks.append(self._trigger_node.register_hook(functools.partial(self.ready, len(sizes))))
+        self.hooks.append(self._trigger_node.register_hook(functools.partial(self.ready, len(self.parameters))))
         reducer.before_backward.append(self._begin)
 
     def _begin(self) -> None:
@@ -52,25 +52,17 @@ class DelayedAverage(UnbucketedAverage):
         if self.reducer.expecting and not self._missing and self._work is None:
             self._start()
 
-    @torch.no_grad()
     def _start(self) -> None:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-        self._buffer.div_(self.reducer.div_factor)
-        self._work = dist.all_reduce(self._buffer, group=self.group, async_op=True)
+        bucket = self._bucket
+        bucket.to_copy = set(bucket.parameters)
+        bucket.fill(1)
+        self._work = dist.all_reduce(bucket.buffer.div_(self.reducer.div_factor), group=self.group, async_op=True)
 
     def average(self) -> None:
         if self._work is None:  # a parameter was not used
             self._start()
         self._wait()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view.detach().clone()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                parameter.grad.copy_(view)
+        self._bucket.finalize(self._bucket.parameters)
 
     def _wait(self) -> None:
         work, self._work = self._work, None

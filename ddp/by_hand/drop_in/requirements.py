@@ -43,7 +43,9 @@ def require_wrappable(
     if kinds == {"cpu"} and output_device is not None:
         raise ValueError(f"output_device={output_device}, but the module is on the CPU: leave it out")
     if kinds == {"cpu"} and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
-        raise ValueError("SyncBatchNorm layers only work with GPU modules: see ddp/batchnorm.py for one that works on a CPU")
+        raise ValueError(
+            "SyncBatchNorm layers only work with GPU modules: see ddp/batchnorm.py for one that works on a CPU"
+        )
 
 
 def require_copies_when_nested(module: nn.Module, as_view: bool) -> None:

@@ -15,12 +15,11 @@ from ddp.by_hand.drop_in.reducer import UnbucketedAverage
 
 def sparse_parameters(module: nn.Module) -> set[str]:
     """The names of the parameters that will have sparse gradients."""
-    embeddings = {
-        prefix: part
+    return {
+        f"{prefix}.weight".removeprefix(".")
         for prefix, part in module.named_modules()
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     }
-    return {f"{prefix}.weight".removeprefix(".") for prefix in embeddings}
 
 
 class SparseAverage(UnbucketedAverage):

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp.all_reduce.backend import Backend
 from ddp.all_reduce.base import AllReduce
 from ddp.by_hand import comm_hook
-from ddp.by_hand.buckets import DEFAULT_LIMITS, MIB
+from ddp.by_hand.buckets import MIB
 from ddp.by_hand.drop_in import in_backward
 from ddp.by_hand.drop_in.delayed import DelayedAverage
 from ddp.by_hand.drop_in.logging_data import LoggingDDP
@@ -48,12 +48,10 @@ class DistributedDataParallel(LoggingDDP):
     :param batched_grad_copy: of no effect: small gradients are always copied together, and on GPUs all of a bucket
     :param delay_all_reduce_named_params: their all-reduce is awaited by the end of backward, and left out under ``no_sync``
     :param mixed_precision: works on a CPU too
-    :param all_reduce: sums the buckets; the group's own backend when None. (Not in torch's.)
     :raises RuntimeError, ValueError: where torch's does, before anything is sent, or on all ranks
     :raises NotImplementedError: for what is refused
     """
 
-    broadcast_bucket_size = DEFAULT_LIMITS[-1]  # bytes of a message with parameters or buffers
     reducer_type = DropInReducer
     reducer: DropInReducer
 
@@ -80,8 +78,6 @@ class DistributedDataParallel(LoggingDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
-        *,
-        all_reduce: AllReduce | None = None,
     ) -> None:
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError("pass delay_all_reduce_named_params and param_to_hook_all_reduce together, or neither")
@@ -98,14 +94,9 @@ class DistributedDataParallel(LoggingDDP):
             process_group = group_of(device_mesh, process_group)
         require_wrappable(module, device_ids, output_device)
         require_copies_when_nested(module, gradient_as_bucket_view)
-        self.dim, self.output_device, self.mixed_precision, self.device_mesh = (
-            dim,
-            output_device,
-            mixed_precision,
-            device_mesh,
-        )
-        self.skip_all_reduce_unused_params, self.batched_grad_copy = skip_all_reduce_unused_params, batched_grad_copy
-        self._init_sync, self._own_all_reduce = init_sync, all_reduce is not None
+        self.output_device, self.device_mesh = output_device, device_mesh
+        self.mixed_precision, self.skip_all_reduce_unused_params = mixed_precision, skip_all_reduce_unused_params
+        self._init_sync = init_sync
         self._sync_buffers_at_first = forward_sync_buffers is not None or broadcast_buffers is not False
         self._limits = [int(size * MIB) for size in bucket_cap_mb_list or ()]
         self._delayed_parameters = delayed
@@ -122,14 +113,9 @@ class DistributedDataParallel(LoggingDDP):
             find_unused_parameters,
             gradient_as_bucket_view,
             static_graph,
-            all_reduce,
         )
-        self.device_type, self.is_multi_device_module = self.device.type, False
-        self.bucket_bytes_cap, self.bucket_bytes_cap_list = max(self.bucket_limits), self._limits
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         if mixed_precision is not None:
             cast_buffers(module, mixed_precision)
-            self._average_in(mixed_precision)
 
     # Construction
 
@@ -140,7 +126,6 @@ class DistributedDataParallel(LoggingDDP):
             make_equal(self.module, settings | more, self.process_group, self._sync_buffers_at_first)
 
     def build_reducer(self, trained: dict[str, nn.Parameter], all_reduce: AllReduce) -> None:
-        self._all_reduce = all_reduce
         self.bucket_limits = self._limits or self.bucket_limits
         sparse = {name: trained[name] for name in trained if name in sparse_parameters(self.module)}
         if sparse and self.mixed_precision is not None:
@@ -160,17 +145,17 @@ class DistributedDataParallel(LoggingDDP):
             for hook in part.hooks if part is not None else ():
                 self._hooks.append(hook)
                 weakref.finalize(self.begin_backward, hook.remove)
+        if self.mixed_precision is not None:
+            comm_hook.register(self.reducer, None, averaged_in(self.mixed_precision, self.process_group))
         self_or_none = weakref.ref(self)  # the parameters' hooks hold the reducer, which must not hold this wrapper
         self.reducer.after_backward.append(lambda: DistributedDataParallel._after_backward(self_or_none()))
 
     def _rebuild_reducer(self) -> None:
         self._remove_autograd_hooks()
         hook = self.reducer.hook
-        self.build_reducer(trained_parameters(self.module), self._all_reduce)
-        if self.mixed_precision is None:
+        self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
+        if self.mixed_precision is None:  # else there is a new one, of the present group
             self.reducer.hook = hook
-        else:
-            self._average_in(self.mixed_precision)
 
     def _remove_autograd_hooks(self) -> None:
         """From now on, backward passes average nothing."""
@@ -195,19 +180,10 @@ class DistributedDataParallel(LoggingDDP):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Train on with other ranks."""
         self.process_group = new_process_group
-        self._all_reduce = Backend(new_process_group)
         self._rebuild_reducer()
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Leave these parameters and buffers, by name, to each rank; before wrapping."""
-        ignored = set(params_and_buffers_to_ignore)
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in ignored:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+    # Leaves parameters and buffers, by name, to each rank; before wrapping.
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(TorchDDP._set_params_and_buffers_to_ignore_for_model)
 
     # A step
 
@@ -264,10 +240,6 @@ class DistributedDataParallel(LoggingDDP):
             raise NotImplementedError("a communication hook sees buckets alone, and sparse gradients are in none")
         super().register_comm_hook(state, hook)
 
-    def _average_in(self, precision: MixedPrecision) -> None:
-        if self._sparse is None:
-            comm_hook.register(self.reducer, None, averaged_in(precision, self.process_group))
-
     def join_hook(self, **settings: Any) -> JoinHook:
         if self._sparse is not None or self._delayed is not None:
             raise NotImplementedError(
@@ -283,15 +255,14 @@ class DistributedDataParallel(LoggingDDP):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._own_all_reduce or self.process_group is not dist.distributed_c10d._get_default_group():
+        if self.process_group is not dist.distributed_c10d._get_default_group():
             raise RuntimeError(
-                "a wrapper is copied or pickled with the default process group and its backend alone: copy its module instead"
+                "a wrapper is copied or pickled with the default process group alone: copy its module instead"
             )
         parts = {
             "process_group",
             "reducer",
             "begin_backward",
-            "_all_reduce",
             "_hooks",
             "_frozen",
             "_sparse",
@@ -305,5 +276,3 @@ class DistributedDataParallel(LoggingDDP):
         self.process_group = dist.distributed_c10d._get_default_group()
         self._sparse, self._delayed, self._fused = None, None, None
         self.build_reducer(trained_parameters(self.module), Backend(self.process_group))
-        if self.mixed_precision is not None:
-            self._average_in(self.mixed_precision)

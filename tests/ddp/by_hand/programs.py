@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp.by_hand import DistributedDataParallel
@@ -41,7 +42,8 @@ class Program:
     :param after: and after it
     :param nested: whether the model's first child with parameters gets a wrapper of its own
     :param actions: names of methods of :class:`Run`, each with a number that varies it
-    :param uneven: how many batches each rank has in a last block of ``join``; None for no such block
+    :param uneven: how many steps each rank takes in a last block of ``join``; None for no such block
+    :param by_join: with ``Join([model])`` instead of ``model.join()``
     """
 
     case: Case
@@ -49,8 +51,9 @@ class Program:
     after: tuple[str, ...] = ()
     nested: bool = False
     actions: tuple[tuple[str, int], ...] = ()
-    uneven: tuple[int, int] | None = None
+    uneven: tuple[int, ...] | None = None
     divide_by_initial_world_size: bool = True
+    by_join: bool = False
 
 
 def _clamp(parameter: nn.Parameter) -> None:
@@ -102,12 +105,30 @@ class Run:
             for results in getattr(self, action)(variant):
                 yield f"action {index}, {action}", results
         if self._program.uneven is not None:
-            with self._model.join(self._program.divide_by_initial_world_size):
-                for _ in range(self._program.uneven[dist.get_rank()]):
+            yield from self._uneven(self._program.uneven[dist.get_rank()])
+
+    def _uneven(self, steps: int) -> Iterator[tuple[str, Results]]:
+        """Steps of this rank in a block of ``join``, and a pass of all ranks after it."""
+        divide, micro_steps = self._program.divide_by_initial_world_size, self._case.grad_accumulation_steps
+        join = (
+            Join([self._model], divide_by_initial_world_size=divide)
+            if self._program.by_join
+            else self._model.join(divide)
+        )
+        with join:
+            for number in range(steps * micro_steps):
+                last = number % micro_steps == micro_steps - 1
+                with contextlib.nullcontext() if last else self._model.no_sync():
                     self._loss().backward()
+                yield f"micro-step {number} in join", self._gradients_or_zeros()
+                if last:
                     self._optimizer.step()
-                    self._optimizer.zero_grad()
-            yield "after join", self._state()
+                    self._optimizer.zero_grad(set_to_none=self._case.set_to_none)
+        yield "after join", self._state()
+        self.network.zero_grad()  # the optimizers may differ by now
+        self._loss().backward()
+        yield "a pass after join", self._gradients_or_zeros()
+        yield "the state after it", self._state()
 
     def step(self, variant: int) -> Iterator[Results]:
         """A step like any other; the gradients are dropped or zeroed."""
@@ -206,6 +227,10 @@ class Run:
     def _gradients(self) -> Results:
         return {name: parameter.grad for name, parameter in self.network.named_parameters()}
 
+    def _gradients_or_zeros(self) -> Results:
+        """Once a rank has joined, torch's DDP gives zeros for parameters that no rank uses."""
+        return {name: p * 0 if p.grad is None else p.grad for name, p in self.network.named_parameters()}
+
     def _state(self) -> Results:
         return {**self.network.state_dict(), **dict(self.network.named_buffers())}
 
@@ -266,9 +291,9 @@ def programs(draw: st.DrawFn) -> Program:
     )
 
 
-def compare(program: Program) -> str | None:
-    """Run a program with torch's DDP and with ours; returns where the results first differ by a bit."""
+def compare(program: Program, tolerance: float = 0) -> str | None:
+    """Run a program with torch's DDP and with ours; returns where the results first differ by more than the tolerance."""
     theirs = kept(Run(TorchDDP, program).run())
     ours = kept(Run(DistributedDataParallel, program).run())
-    found = first_difference(ours, theirs, 0)
+    found = first_difference(ours, theirs, tolerance)
     return found and f"{program}: {found}"

@@ -117,6 +117,15 @@ def parameters_of_every_kind_may_be_the_only_ones() -> None:
     expect_averages(engine, network, delay_all_reduce_named_params=[], param_to_hook_all_reduce=first)
 
 
+def mixed_precision_sums_in_its_reduce_dtype() -> None:
+    network = layers(3, 5, 2)
+    sums = [gradient.bfloat16() for gradient in alone(network) if gradient is not None]
+    for one in sums:
+        dist.all_reduce(one)
+    backward(DistributedDataParallel(network, mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)))
+    expect_same(gradients(network), [one.float() / 2 for one in sums])
+
+
 def tied_weights_are_cast_together_in_mixed_precision() -> None:
     network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     network[1].weight = network[0].weight
@@ -224,10 +233,8 @@ def numbers_and_names_are_torch_s_or_on_the_page_of_differences() -> None:
     missing = {name for name in names if not name.startswith("_")}
     assert all(f"`{name}`" in page for name in missing), missing
     ours.register_comm_hook(None, default_hooks.allreduce_hook)
-    with torch.profiler.profile() as profile:
-        for _ in range(3):
-            one_pass(0, 0)(ours)
-    assert sum("search_unused_parameters" in event.name for event in profile.events()) == 3
+    for _ in range(3):
+        one_pass(0, 0)(ours)
     data = ours._get_ddp_logging_data()
     assert (data["iteration"], data["num_buckets_reduced"], data["comm_hook"]) == (2, 4, "allreduce_hook")
     assert "should be called before training loop starts" in message_of(error_of(ours._set_static_graph))
@@ -240,10 +247,6 @@ def replaced_parameters_are_named_though_unused_ones_are_allowed() -> None:
     network = layers(3, 5, 2)
     model = DistributedDataParallel(network, find_unused_parameters=True)
     backward(model)
-    network.load_state_dict({name: p.clone() for name, p in network.state_dict().items()}, assign=True)
-    error = error_of(lambda: backward(model))
-    assert "4 parameters were converted or replaced after they were wrapped: 0.weight" in message_of(error)
-    model = DistributedDataParallel(network, find_unused_parameters=True)
     network[2] = nn.Linear(5, 2)
     error = error_of(lambda: backward(model))
     assert "2 parameters were converted or replaced after they were wrapped: 2.weight, 2.bias" in message_of(error)
@@ -324,6 +327,7 @@ failed, test_program = as_tests(
         what_was_accumulated_is_averaged_though_unused_buckets_are_skipped,
         another_process_group_is_that_of_mixed_precision_too,
         parameters_of_every_kind_may_be_the_only_ones,
+        mixed_precision_sums_in_its_reduce_dtype,
         tied_weights_are_cast_together_in_mixed_precision,
         a_copy_can_be_made_after_optimizers_have_stepped_in_backward,
         numbers_and_names_are_torch_s_or_on_the_page_of_differences,

@@ -27,6 +27,7 @@ from tests.ddp.by_hand.wrappers import (
     compare,
 )
 from tests.support.launch import run_ranks
+from tests.support.ranks import run_in_group
 
 
 @st.composite
@@ -142,14 +143,13 @@ BY_ALGORITHM = [
 
 def compared_by_algorithm() -> list[str]:
     failures = []
-    with process_group(timeout_s=60) as env:
-        for case in BY_ALGORITHM if env.world_size == 2 else map(in_high_precision, BY_ALGORITHM):
-            for name in ALL_REDUCES:
-                all_reduce = build_all_reduce(name)
-                found = compare(case, tolerance(case), all_reduce=all_reduce)
-                all_reduce.close()
-                if found:
-                    failures.append(f"{name}: {found}")
+    for case in BY_ALGORITHM if dist.get_world_size() == 2 else map(in_high_precision, BY_ALGORITHM):
+        for name in ALL_REDUCES:
+            all_reduce = build_all_reduce(name)
+            found = compare(case, tolerance(case), all_reduce=all_reduce)
+            all_reduce.close()
+            if found:
+                failures.append(f"{name}: {found}")
     return failures
 
 
@@ -159,5 +159,5 @@ def test_every_all_reduce_trains_as_torch_does(world_size: int) -> None:
 
     Claim (ddp/README.md, 10): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
     """
-    for found in run_ranks(compared_by_algorithm, world_size):
+    for found in run_in_group(compared_by_algorithm, world_size):
         assert found == []

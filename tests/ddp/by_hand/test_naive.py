@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.distributed.process_group import process_group
 from ddp.by_hand import NaiveDistributedDataParallel
 from tests.ddp.by_hand.wrappers import Case, first_difference, recorded
-from tests.support.launch import run_ranks
+from tests.support.ranks import run_in_group
 
 MODELS = ("images", "channels last", "odd", "tied", "frozen", "sequences", "nested", "checkpoint", "reentrant")
 CASES = [
@@ -30,13 +30,12 @@ def naive(module: nn.Module, **_: Any) -> NaiveDistributedDataParallel:
 def compared() -> list[str]:
     """Where the results of training differ from those with torch's DDP."""
     failures = []
-    with process_group(timeout_s=60) as env:
-        for case in CASES:
-            # With three ranks, sums are added in another order: in float64 they differ by little.
-            case = case if env.world_size == 2 else replace(case, dtype=torch.float64)
-            ours, theirs = recorded(naive, case), recorded(DistributedDataParallel, case)  # type: ignore[arg-type]
-            if differs := first_difference(ours, theirs, 0 if env.world_size == 2 else 1e-9):
-                failures.append(f"{case}: {differs}")
+    for case in CASES:
+        # With three ranks, sums are added in another order: in float64 they differ by little.
+        case = case if dist.get_world_size() == 2 else replace(case, dtype=torch.float64)
+        ours, theirs = recorded(naive, case), recorded(DistributedDataParallel, case)  # type: ignore[arg-type]
+        if differs := first_difference(ours, theirs, 0 if dist.get_world_size() == 2 else 1e-9):
+            failures.append(f"{case}: {differs}")
     return failures
 
 
@@ -46,5 +45,5 @@ def test_trains_as_torch_does(world_size: int) -> None:
 
     Claim (ddp/README.md, 10): the naive wrapper trains as torch's DDP.
     """
-    for found in run_ranks(compared, world_size):
+    for found in run_in_group(compared, world_size):
         assert found == []

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from common.distributed.process_group import process_group
 from tests.ddp.by_hand.programs import Program, compare, programs
 from tests.ddp.by_hand.wrappers import Case
-from tests.support.launch import run_ranks
+from tests.support.ranks import run_in_group
 
 # Programs that once ended with other bits.
 FORWARD_FAILS_AFTER_EVALUATION = Program(
@@ -18,12 +17,11 @@ FORWARD_FAILS_AFTER_EVALUATION = Program(
 
 
 def compared(some: list[Program]) -> list[str]:
-    with process_group(timeout_s=60):
-        return [found for program in some if (found := compare(program))]
+    return [found for program in some if (found := compare(program))]
 
 
 def assert_equal(some: list[Program]) -> None:
-    for found in run_ranks(compared, 2, some, timeout_s=300):
+    for found in run_in_group(compared, 2, some, timeout_s=300):
         assert found == []
 
 

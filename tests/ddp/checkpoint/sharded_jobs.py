@@ -12,15 +12,15 @@ from torch import Tensor
 
 from common.distributed.process_group import DistEnv, process_group
 from common.training.metrics import MetricsWriter
-from ddp.checkpoint import storage
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.state import restore
+from ddp.checkpoint.storage import RunCheckpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.resume import CheckpointToResume
 from ddp.sharded.zero1 import ZeRO1
 from ddp.train import build_job, train_step
+from tests.ddp.jobs import newest, tensors_of
 
 STEPS = 2  # before the checkpoint, and again after it
 # Blocks of 49,920 parameters, which are units; 12 lines divide over 1, 2, 3, 4 and 6 ranks.
@@ -75,9 +75,7 @@ def _resumed(saved: Path, again: Path, strategy: str, env: DistEnv, settings: di
 
 
 @contextlib.contextmanager
-def job_of(
-    strategy: str, env: DistEnv, settings: dict[str, Any], found: CheckpointToResume | None = None
-) -> Iterator[Job]:
+def job_of(strategy: str, env: DistEnv, settings: dict[str, Any], found: RunCheckpoint | None = None) -> Iterator[Job]:
     """A job, resumed or new."""
     config = TrainConfig(**{**TINY, "strategy": strategy, **settings})
     config.check(env.world_size)
@@ -111,15 +109,6 @@ def save(job: Job, run_dir: Path) -> None:
     Checkpointer(config, job.env, MetricsWriter(run_dir, silent=not job.env.is_main)).save(job)
 
 
-def newest(run_dir: Path) -> CheckpointToResume:
-    found = storage.newest(run_dir)
-    assert found is not None
-    return CheckpointToResume(*found)
-
-
 def contents(run_dir: Path) -> dict[str, Tensor]:
-    """All tensors of a run's newest checkpoint, whole."""
-    path, _ = newest(run_dir)
-    state = storage.read(path, "optimizer")["state"]
-    optimizer = {f"{number} {key}": value for number, kept in state.items() for key, value in kept.items()}
-    return {**storage.read(path, "model"), **{name: value for name, value in optimizer.items() if value is not None}}
+    """The weights and the optimizer's state of a run's newest checkpoint, whole."""
+    return {name: value for name, value in tensors_of(newest(run_dir).path).items() if not name.startswith("rank")}

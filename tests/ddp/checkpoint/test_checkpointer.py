@@ -23,12 +23,10 @@ from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.checkpoint.state_copy import StateCopy
 from ddp.checkpoint.storage import FOLDER, KINDS
-from ddp.data import load_data
 from ddp.job import Job
-from ddp.train import build_job, train_step
 from tests.ddp.checkpoint.samples import bits
 from tests.ddp.checkpoint.test_state_copy import tree
-from tests.ddp.jobs import small
+from tests.ddp.jobs import newest, small, start
 from tests.support.fake_gpu import CUDA, FakeGpu
 from tests.support.launch import run_ranks
 
@@ -47,9 +45,7 @@ def saved(run_dir: Path, env: DistEnv) -> Saved | None:
     """The newest, on rank 0."""
     if not env.is_main:
         return None
-    found = storage.newest(run_dir)
-    assert found is not None
-    path, manifest = found
+    path, manifest = newest(run_dir)
     facts = {name: value for name, value in vars(manifest).items() if name != "config"}
     contents = {kind: storage.read(path, kind) for kind in KINDS}
     for rank in contents["ranks"]:
@@ -72,11 +68,7 @@ def started(folder: Path, env: DistEnv) -> Started:
             run_dir.mkdir()
         config = small(**SETTINGS, run_dir=run_dir, async_checkpoint=later)
         checkpointers[later] = Checkpointer(config, env, MetricsWriter(run_dir, silent=not env.is_main))
-    job = build_job(config, env, load_data(config, env))
-    job.sampler.set_epoch(0)
-    batches = iter(job.loader)
-    for _ in range(2):
-        train_step(job, batches)
+    job, _ = start(config, env, steps=2)
     return Started(job, checkpointers, folders)
 
 
@@ -174,7 +166,7 @@ def failing(folder: Path) -> list[str]:
                 (folders[True] / storage.FOLDER).unlink()
         checkpointers[True].save(job)
         checkpointers[True].finish()
-        assert storage.newest(folders[True]) is not None
+        newest(folders[True])
         return said
 
 
@@ -292,9 +284,7 @@ def test_the_disk_is_looked_at_before_the_first_step(
     """
     with process_group(threads=1) as env:
         config = small(**SETTINGS, **settings, run_dir=tmp_path)
-        job = build_job(config, env, load_data(config, env))
-        job.sampler.set_epoch(0)
-        train_step(job, iter(job.loader))
+        job, _ = start(config, env, steps=1)
 
         def refused_with(free: int) -> bool:
             monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
@@ -307,7 +297,7 @@ def test_the_disk_is_looked_at_before_the_first_step(
         (path,) = list_checkpoints(tmp_path / FOLDER)
         size = sum(file.stat().st_size for file in path.iterdir())
         assert [refused_with(size - 30_000), refused_with(size)] == [True, False]
-        assert re.search(r"MB free, and a checkpoint takes [\d.]+, of which there may be 4 at a time", caplog.text)
+        assert re.search(r"MB free, and a checkpoint takes [\d.]+; a run keeps up to 4 at a time", caplog.text)
         caplog.clear()
         assert not refused_with(3 * size)  # one is there
         assert caplog.text == ""

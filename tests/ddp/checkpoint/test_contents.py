@@ -19,13 +19,11 @@ from ddp.checkpoint import storage
 from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.state import manifest_of, restore, state_of_job, state_of_rank
 from ddp.config import TrainConfig
-from ddp.data import load_data
 from ddp.evaluate import settings_of_run
 from ddp.job import Job
 from ddp.resilience.resume import check_identity
-from ddp.train import build_job, train_step
 from tests.ddp.checkpoint.samples import forge
-from tests.ddp.jobs import small
+from tests.ddp.jobs import small, start
 
 SETTINGS: dict[str, Any] = {"train_samples": 96, "test_samples": 20, "batch_size": 24, "model": "fashion-cnn"}
 
@@ -47,9 +45,7 @@ def saved(folder: Path) -> tuple[Job, Path]:
     """A job of one rank after one step, and its checkpoint. Within a process group."""
     config = small(**SETTINGS, run_dir=folder)
     env = find_dist_env("cpu")
-    job = build_job(config, env, load_data(config, env))
-    job.sampler.set_epoch(0)
-    train_step(job, iter(job.loader))
+    job, _ = start(config, env, steps=1)
     return job, storage.write(folder, manifest_of(job), state_of_job(job, [state_of_rank(job)]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.training.gpt import TextModel
 from ddp.checkpoint import __main__ as checkpoint
 from ddp.sharded.strategies import FullyShard
 from tests.ddp.checkpoint.sharded_jobs import TINY, contents, resume_each, save_each
+from tests.ddp.checkpoint.test_command import call
 from tests.support.launch import run_ranks
 from tests.support.user_errors import UserError
 
@@ -27,9 +29,9 @@ NAMES = [name for name, _ in TextModel(**SIZE).named_parameters()]
 
 def in_torch_s_own_job(folder: Path, saves: bool) -> dict[str, Tensor]:
     """Save by ``dcp.save``, or load by ``dcp.load``, with ``fully_shard`` and AdamW after a step; the tensors, whole."""
-    with process_group(threads=1):
+    with process_group(threads=1) as env:
         torch.manual_seed(5)
-        model = FullyShard(TextModel(**SIZE), None).module
+        model = FullyShard(TextModel(**SIZE), None, env.device).module
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.tensor([[1, 11, 2, 12, 3]])).sum().backward()
         optimizer.step()
@@ -43,15 +45,10 @@ def in_torch_s_own_job(folder: Path, saves: bool) -> dict[str, Tensor]:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=settings)
             weights, of_optimizer = get_state_dict(model, optimizer)
         of_state: dict[str, Any] = of_optimizer["state"]  # type: ignore[assignment]
-        kept = {f"{NAMES.index(n)} {key}": v for n, own in of_state.items() for key, v in own.items()}
-        everything: dict[str, Any] = {**weights, **kept}
+        everything: dict[str, Any] = {f"model.{n}": v for n, v in weights.items()}
+        for name, own in of_state.items():
+            everything |= {f"optimizer.{NAMES.index(name)}.{key}": v for key, v in own.items()}
         return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in everything.items()}
-
-
-def call(monkeypatch: pytest.MonkeyPatch, command: str, **options: str | Path) -> None:
-    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    monkeypatch.setattr("sys.argv", ["ddp.checkpoint", command, *flags])
-    checkpoint.main()
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -62,24 +59,24 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_dcp_and_we_read_each_other_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user_error: UserError, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dcp and we read each other s.
+    """``torch.distributed.checkpoint`` reads what we export, and we import what it has written.
 
     Claim (ddp/sharded/README.md, 9): `torch.distributed.checkpoint` reads ours, and we its.
     """
     run_ranks(save_each, 2, tmp_path, ["torch", "zero3"])
+    command = functools.partial(call, monkeypatch, capsys)
     for run in ("torch-2", "zero3-2"):
-        call(monkeypatch, "export", format="dcp", run_dir=tmp_path / run, output=tmp_path / f"dcp-{run}")
-        assert_same(run_ranks(in_torch_s_own_job, 3, tmp_path / f"dcp-{run}", False)[0], contents(tmp_path / run))
+        output = tmp_path / f"dcp-{run}"
+        command("export", "--format", "dcp", "--run-dir", tmp_path / run, "--output", output)
+        assert_same(run_ranks(in_torch_s_own_job, 3, output, False)[0], contents(tmp_path / run))
 
     written = run_ranks(in_torch_s_own_job, 2, tmp_path / "theirs", True)[0]
     for run in ("torch-2", "zero3-2"):
         output = tmp_path / f"from-{run}"
-        call(monkeypatch, "import", input=tmp_path / "theirs", run_dir=tmp_path / run, output=output)
+        command("import", "--input", tmp_path / "theirs", "--run-dir", tmp_path / run, "--output", output)
         assert_same(contents(output), written)
     [resumed] = run_ranks(resume_each, 3, tmp_path, ["from-zero3-2"], ["zero2"])[:1]
     assert resumed["from-zero3-2", "zero2"].differences == []
-
-    capsys.readouterr()
 
     def refusal(command: str, *arguments: str | Path) -> str:
         return user_error(checkpoint.main, command, "--run-dir", tmp_path / "torch-2", *arguments)

@@ -30,7 +30,8 @@ from ddp.checkpoint.shards import (
 )
 from ddp.sharded import shard
 from ddp.strategies import SHARDED
-from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, newest, resume_each, save_each
+from tests.ddp.checkpoint.sharded_jobs import STEPS, TINY, resume_each, save_each
+from tests.ddp.jobs import newest
 from tests.support.launch import run_ranks
 
 STRATEGIES = ["torch", *SHARDED]
@@ -126,29 +127,20 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 def test_the_files_of_a_sharded_checkpoint(saved: Path, strategy: str) -> None:
     """Each rank has a file, with its half of the model and optimizer."""
     path, manifest = newest(saved.with_name(f"{strategy}-2"))
-    files = folder.verify(path).files
-    assert sorted(files) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
-    sizes = [files[f"rank-{rank}-of-2.pt"] for rank in range(2)]
+    assert sorted(file.name for file in path.glob("*.pt")) == ["rank-0-of-2.pt", "rank-1-of-2.pt", "ranks.pt"]
+    sizes = [(path / f"rank-{rank}-of-2.pt").stat().st_size for rank in range(2)]
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]  # each its half
     assert manifest.step == STEPS and manifest.config["model"] == TINY["model"]
 
 
-@pytest.mark.parametrize("kind", ["missing", "cut", "other"])
-def test_a_damaged_part_names_its_rank(copy: Path, kind: str) -> None:
+def test_a_damaged_part_names_its_rank(copy: Path) -> None:
     """A damaged part of a sharded checkpoint is reported with its rank.
 
     Claim (ddp/sharded/README.md, 9): a part that is missing, damaged or forged is named; no rank reads more than its
     part.
     """
     part = copy / "rank-1-of-2.pt"
-    if kind == "missing":
-        part.unlink()
-    elif kind == "cut":
-        part.write_bytes(part.read_bytes()[:-100])
-    else:
-        content = bytearray(part.read_bytes())
-        content[len(content) // 2] ^= 1
-        part.write_bytes(content)
+    part.write_bytes(part.read_bytes()[:-100])  # other damage: test_damage.py
     with pytest.raises(Damaged, match=r"rank-1-of-2\.pt "):
         storage.verify(copy)
 

@@ -15,9 +15,8 @@ from ddp.checkpoint.state import manifest_of, restore, state_of_job, state_of_ra
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
-from ddp.resilience.resume import CheckpointToResume
-from ddp.train import build_job, train_step
-from tests.ddp.jobs import small
+from ddp.train import build_job
+from tests.ddp.jobs import newest, small, start
 from tests.support.launch import run_ranks
 
 
@@ -52,11 +51,7 @@ def trained_and_saved(folder: Path) -> Held:
     """Two steps, in the middle of an epoch."""
     with process_group(threads=1) as env:
         config = small(**SETTINGS, run_dir=folder)
-        job = build_job(config, env, load_data(config, env))
-        job.sampler.set_epoch(0)
-        batches = iter(job.loader)
-        for _ in range(2):
-            train_step(job, batches)
+        job, _ = start(config, env, steps=2)
         job.skipped_steps = 3
         ranks: list[Any] = [None] * env.world_size
         dist.all_gather_object(ranks, state_of_rank(job))
@@ -67,9 +62,7 @@ def trained_and_saved(folder: Path) -> Held:
 
 def restored(config: TrainConfig) -> Held:
     with process_group(threads=1) as env:
-        newest = storage.newest(config.run_dir)
-        assert newest is not None
-        found = CheckpointToResume(*newest)
+        found = newest(config.run_dir)
         job = build_job(config, env, load_data(config, env), found)
         restore(job, *found)
         return held(job)

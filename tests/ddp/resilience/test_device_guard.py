@@ -26,7 +26,7 @@ from ddp.config import TrainConfig
 from ddp.job import Job
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import ResilientGuard
-from tests.ddp.jobs import assert_identical, final_state, small, without_figures
+from tests.ddp.jobs import assert_identical, final_state, small, tensors_of, without_figures
 from tests.ddp.resilience.interrupting import newest_step
 from tests.ddp.resilience.test_nonfinite import MICRO_STEPS, NAN_IMAGES, poisoned
 from tests.support.launch import run_ranks
@@ -101,10 +101,7 @@ def saved(run_dir: Path) -> dict[str, Any]:
         found[path.name] = repr(progress)
         for rank, own in enumerate(storage.read(path, "ranks")):
             found[f"{path.name}/window{rank}"] = torch.tensor(own["window"][:3])
-            found |= {f"{path.name}/rank{rank}/{name}": value for name, value in own["buffers"].items()}
-        found |= {f"{path.name}/{name}": value for name, value in storage.read(path, "model").items()}
-        for number, state in storage.read(path, "optimizer")["state"].items():
-            found |= {f"{path.name}/{number}/{name}": value for name, value in state.items()}
+        found |= {f"{path.name}/{name}": value for name, value in tensors_of(path).items()}
     return found
 
 

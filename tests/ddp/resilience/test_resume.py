@@ -188,7 +188,7 @@ def test_differences_are_a_line_each_but_for_what_cannot_change_the_result() -> 
     assert differences(before, dataclasses.replace(config, seed=7)) == []  # refused elsewhere
 
 
-def test_a_difference_is_not_told_of_a_flag_that_nobody_gave() -> None:
+def test_settings_whose_flags_were_not_given_are_no_difference() -> None:
     longer = config_with(
         epochs=9, strategy="handwritten", grad_accumulation_steps=1
     )  # the warm-up and the all-reduce follow

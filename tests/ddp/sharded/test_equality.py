@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from common.distributed.process_group import process_group
 from tests.ddp.by_hand.wrappers import LOW_PRECISION, MODELS, OPTIMIZERS, UNUSED
 from tests.ddp.sharded.trained import Case, compare
-from tests.support.launch import run_ranks
+from tests.support.ranks import run_in_group
 
 # Not to the last bit at two ranks: torch's bf16 kernels round the last elements of a tensor, which are others in a shard, in
 # another way; and a parameter whose memory has gaps has none in a flat tensor, so that its matrix product is another kernel's.
@@ -39,19 +39,18 @@ all_cases = st.tuples(*map(cases_of, MODELS))
 
 
 def compared(cases: Sequence[Case]) -> list[str]:
-    with process_group(timeout_s=60) as env:
-        differences = []
-        for case in cases:
-            exact = env.world_size == 2  # each sum has two terms: the same bits in whatever order
-            if not exact:
-                case = replace(case, steps=3, dtype=None if case.model in LOW_PRECISION else torch.float64)
-            tolerance = ROUNDED.get(case.model, 0.0) if exact else 3e-2 if case.model in LOW_PRECISION else 1e-9
-            differences.append(compare(case, replace(case, stage=0), tolerance))
-        return [one for one in differences if one]
+    differences = []
+    for case in cases:
+        exact = dist.get_world_size() == 2  # each sum has two terms: the same bits in whatever order
+        if not exact:
+            case = replace(case, steps=3, dtype=None if case.model in LOW_PRECISION else torch.float64)
+        tolerance = ROUNDED.get(case.model, 0.0) if exact else 3e-2 if case.model in LOW_PRECISION else 1e-9
+        differences.append(compare(case, replace(case, stage=0), tolerance))
+    return [one for one in differences if one]
 
 
 def assert_equal_training(world_size: int, cases: Sequence[Case]) -> None:
-    for differences in run_ranks(compared, world_size, cases, timeout_s=300):
+    for differences in run_in_group(compared, world_size, cases, timeout_s=300):
         assert differences == []
 
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common.distributed.process_group import process_group
 from common.training.gpt import GPT
 from ddp.sharded import Precision, clip_grad_norm_, shard
 from ddp.sharded.units import divide
 from tests.ddp.by_hand.wrappers import Failing
-from tests.support.launch import run_ranks
+from tests.ddp.sharded.trained import weights
+from tests.support.ranks import run_in_group
 
 STAGES = (1, 2, 3)
 VOCABULARY, LENGTH, SEQUENCES = 17, 8, 4  # 64 bytes or a multiple in each parameter, with a width of 64
@@ -45,11 +45,6 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def whole(model: Any) -> dict[str, Tensor]:
-    with model.gathered() as module:
-        return {name: value.clone() for name, value in module.state_dict().items()}
-
-
 def in_one_process(step: Callable[[GPT, torch.optim.Optimizer, int], None], steps: int = 4) -> dict[str, Tensor]:
     model = network()
     optimizer = adamw(model)
@@ -69,28 +64,27 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 def accumulated(stage: int, local: bool) -> None:
     """Two micro-steps, the first with or without ``no_sync``, and clipping: at each step the norm, and at the end the weights."""
-    with process_group(timeout_s=60) as env:
 
-        def alone(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
-            parts = [tokens(2 * number + micro, rank) for micro in range(2) for rank in range(env.world_size)]
-            loss_of(model, torch.cat(parts)).backward()
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
-            optimizer.zero_grad()
+    def alone(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
+        parts = [tokens(2 * number + micro, rank) for micro in range(2) for rank in range(dist.get_world_size())]
+        loss_of(model, torch.cat(parts)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
 
-        norms: list[float] = []
-        expected = in_one_process(alone)
-        model = shard(network(env.rank), stage)  # rank 0's weights are sent to all
-        optimizer = adamw(model)
-        for number in range(4):
-            with model.no_sync() if local else contextlib.nullcontext():
-                (loss_of(model, tokens(2 * number)) / 2).backward()
-            assert all((flat.gradient is not None) == (local or stage == 1) for flat in model.flats)
-            (loss_of(model, tokens(2 * number + 1)) / 2).backward()
-            assert clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(norms[number], rel=1e-4)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_close(whole(model), expected, 1e-4)
+    norms: list[float] = []
+    expected = in_one_process(alone)
+    model = shard(network(dist.get_rank()), stage)  # rank 0's weights are sent to all
+    optimizer = adamw(model)
+    for number in range(4):
+        with model.no_sync() if local else contextlib.nullcontext():
+            (loss_of(model, tokens(2 * number)) / 2).backward()
+        assert all((flat.gradient is not None) == (local or stage == 1) for flat in model.flats)
+        (loss_of(model, tokens(2 * number + 1)) / 2).backward()
+        assert clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(norms[number], rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights(model), expected, 1e-4)
 
 
 @pytest.mark.parametrize(("local", "ranks"), [(True, 2), (False, 3)])
@@ -102,89 +96,61 @@ def test_accumulation_and_clipping_are_those_of_one_process(stage: int, local: b
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """
-    run_ranks(accumulated, ranks, stage, local)
+    run_in_group(accumulated, ranks, stage, local)
 
 
 def against_fully_shard(stage: int) -> None:
     """In bf16, with gradients summed in fp32. (In fp32 it trains to the bits of replicas: test_equality.py.)"""
-    with process_group(timeout_s=60):
-        ours, theirs = network(), network()
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for block in theirs.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(theirs, mp_policy=policy)
-        model = shard(ours, stage, units=ours.blocks, precision=Precision(torch.bfloat16, torch.float32))
-        optimizers = [adamw(one) for one in (model, theirs)]
-        for number in range(5):
-            losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
-            torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
-            for loss, optimizer in zip(losses, optimizers, strict=True):
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        expected = {name: value.full_tensor() for name, value in theirs.state_dict().items()}
-        with model.gathered():  # the values that are computed with are rounded; those that are optimized are not
-            pass
-        trained: dict[str, Tensor] = {}
-        for flat in model.flats:
-            values = torch.zeros(flat.numel)
-            flat.own(values).copy_(flat.shard)
-            dist.all_reduce(values)
-            trained |= dict(zip(flat.owners, flat.views(values), strict=True))
-        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-        assert_close({name: trained[name] for name in expected}, expected, 2e-3)
+    ours, theirs = network(), network()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in theirs.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(theirs, mp_policy=policy)
+    model = shard(ours, stage, units=ours.blocks, precision=Precision(torch.bfloat16, torch.float32))
+    optimizers = [adamw(one) for one in (model, theirs)]
+    for number in range(5):
+        losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
+        torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = {name: value.full_tensor() for name, value in theirs.state_dict().items()}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert_close(weights(model), expected, 2e-3)  # the values that are computed with are rounded; these are not
 
 
 def unit_by_unit(stage: int) -> None:
     """A precision for each unit, inputs cast to it, and gradients of the first unit that are sent once in two micro-steps."""
-    with process_group(timeout_s=60):
-        ours, theirs = network(), network()
-        dtypes = (torch.bfloat16, torch.float32)
-        for block, dtype in zip(theirs.blocks, dtypes, strict=True):
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-        fully_shard(theirs)
-        first: Any = theirs.blocks[0]
-        precisions = {
-            block: Precision(dtype, torch.float32, cast_inputs=True)
-            for block, dtype in zip(ours.blocks, dtypes, strict=True)
-        }
-        model = shard(ours, stage, units=ours.blocks, precision=precisions)
-        optimizers = [adamw(one) for one in (model, theirs)]
-        for number in range(6):
-            last = number % 2 == 1
-            first.set_requires_gradient_sync(last)
-            losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
-            torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
-            with contextlib.nullcontext() if last else model.no_sync(ours.blocks[0]):
-                losses[0].backward()
-            losses[1].backward()
-            local = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks.0.")]
-            assert all((parameter.grad is None) != last for parameter in local if parameter.numel())
-            if last:
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        assert_close(whole(model), {name: value.full_tensor() for name, value in theirs.state_dict().items()}, 2e-3)
-        with pytest.raises(ValueError, match="Linear is no unit"), model.no_sync(ours.head):
-            pass
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_units_have_a_precision_and_a_switch_of_their_own(stage: int) -> None:
-    """Each unit may have its precision and its ``no_sync``, as with ``fully_shard``.
-
-    Claim (ddp/sharded/README.md, 3): a precision, inputs cast to it, and `no_sync` may be of one unit.
-    """
-    run_ranks(unit_by_unit, 2, stage)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_fully_shard(stage: int) -> None:
-    """Each ZeRO stage trains as torch's ``fully_shard``.
-
-    Claim (ddp/sharded/README.md): each stage trains as `fully_shard`, in fp32 and bf16.
-    """
-    run_ranks(against_fully_shard, 2, stage)
+    ours, theirs = network(), network()
+    dtypes = (torch.bfloat16, torch.float32)
+    for block, dtype in zip(theirs.blocks, dtypes, strict=True):
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+    fully_shard(theirs)
+    first: Any = theirs.blocks[0]
+    precisions = {
+        block: Precision(dtype, torch.float32, cast_inputs=True)
+        for block, dtype in zip(ours.blocks, dtypes, strict=True)
+    }
+    model = shard(ours, stage, units=ours.blocks, precision=precisions)
+    optimizers = [adamw(one) for one in (model, theirs)]
+    for number in range(6):
+        last = number % 2 == 1
+        first.set_requires_gradient_sync(last)
+        losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
+        torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
+        with contextlib.nullcontext() if last else model.no_sync(ours.blocks[0]):
+            losses[0].backward()
+        losses[1].backward()
+        local = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks.0.")]
+        assert all((parameter.grad is None) != last for parameter in local if parameter.numel())
+        if last:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_close(weights(model), {name: value.full_tensor() for name, value in theirs.state_dict().items()}, 2e-3)
+    with pytest.raises(ValueError, match="Linear is no unit"), model.no_sync(ours.head):
+        pass
 
 
 # GradScaler
@@ -192,31 +158,28 @@ def test_it_trains_as_fully_shard(stage: int) -> None:
 
 def torn(stage: int) -> None:
     """An inf in one element of one rank's gradients, so in one shard; one of two optimizers has that parameter."""
-    with process_group(timeout_s=60) as env:
-        torch.manual_seed(0)
-        net = nn.ModuleDict({"unused": nn.Linear(64, 8), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
-        net.forward = lambda x: net["b"](net["a"](x))
-        model = shard(net, stage, units=[])
-        named = dict(model.named_parameters())
-        groups = [[one for name, one in named.items() if name.startswith(part)] for part in ("a", "b")]
-        optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
-        before = {name: one.detach().clone() for name, one in named.items()}
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for finite in (False, True):
-            output = model(torch.ones(2, 64)).sum()
-            if env.rank == 1 and not finite:
-                output = output + net.get_parameter("a.weight")[0, 0] * torch.inf
-            scaler.scale(output).backward()
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()
-            assert scaler.get_scale() == 4.0
-            changed = [
-                not torch.equal(before[name], one) for name, one in named.items() if name[0] in "ab" and one.numel()
-            ]
-            assert changed == [finite] * len(changed)
-            assert named["unused.weight"].grad is None
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"unused": nn.Linear(64, 8), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    net.forward = lambda x: net["b"](net["a"](x))
+    model = shard(net, stage, units=[])
+    named = dict(model.named_parameters())
+    groups = [[one for name, one in named.items() if name.startswith(part)] for part in ("a", "b")]
+    optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
+    before = {name: one.detach().clone() for name, one in named.items()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for finite in (False, True):
+        output = model(torch.ones(2, 64)).sum()
+        if dist.get_rank() == 1 and not finite:
+            output = output + net.get_parameter("a.weight")[0, 0] * torch.inf
+        scaler.scale(output).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+        changed = [not torch.equal(before[name], one) for name, one in named.items() if name[0] in "ab" and one.numel()]
+        assert changed == [finite] * len(changed)
+        assert named["unused.weight"].grad is None
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -226,7 +189,7 @@ def test_an_inf_in_one_shard_skips_the_steps_of_all_optimizers_on_all_ranks(stag
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """
-    run_ranks(torn, 3, stage)
+    run_in_group(torn, 3, stage)
 
 
 # Memory and bytes
@@ -234,58 +197,56 @@ def test_an_inf_in_one_shard_skips_the_steps_of_all_optimizers_on_all_ranks(stag
 
 def frozen_below() -> tuple[int, int]:
     """The most units that are whole at once in forward, and in backward, where all but the last are frozen."""
-    with process_group(timeout_s=60):
-        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-        layers[:-1].requires_grad_(False)
-        model = shard(layers, 3, units=layers)
-        whole = {"forward": 0, "backward": 0}
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    layers[:-1].requires_grad_(False)
+    model = shard(layers, 3, units=layers)
+    whole = {"forward": 0, "backward": 0}
 
-        def look(phase: str) -> None:
-            whole[phase] = max(whole[phase], sum(flat.gathered for flat in model.flats))
+    def look(phase: str) -> None:
+        whole[phase] = max(whole[phase], sum(flat.gathered for flat in model.flats))
 
-        for layer in layers:
-            layer.register_forward_hook(lambda *_: look("forward"))
-            layer.register_full_backward_hook(lambda *_: look("backward"))
-        for inputs in (torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)):
-            for _ in range(3):
-                model(inputs).sum().backward()
-        assert inputs.grad is not None
-        return whole["forward"], whole["backward"]
+    for layer in layers:
+        layer.register_forward_hook(lambda *_: look("forward"))
+        layer.register_full_backward_hook(lambda *_: look("backward"))
+    for inputs in (torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)):
+        for _ in range(3):
+            model(inputs).sum().backward()
+    assert inputs.grad is not None
+    return whole["forward"], whole["backward"]
 
 
 def test_frozen_units_are_freed_too() -> None:
-    for forward, backward in run_ranks(frozen_below, 2):
+    for forward, backward in run_in_group(frozen_below, 2):
         assert forward <= 3  # one that runs, the next, and one that is not freed before this is counted
         assert backward <= 3
 
 
 def counted(stage: int) -> dict[str, int]:
-    with process_group(timeout_s=60) as env:
-        net = network()
-        parameters = sum(parameter.numel() for parameter in net.parameters())
-        model: Any = shard(net, stage, units=net.blocks, all_reduce="ring")
-        optimizer = adamw(model)
-        for number in range(2):
-            before = sum(one._p2p.sent_bytes for one in model._collectives)
-            loss_of(model, tokens(number)).backward()
-            full = sum(flat.full.untyped_storage().nbytes() for flat in model.flats)
-            gradients = sum(0 if flat.gradient is None else flat.gradient.nbytes for flat in model.flats)
-            optimizer.step()
-            optimizer.zero_grad()
-        sent = sum(one._p2p.sent_bytes for one in model._collectives) - before
-        padded = sum(flat.shard_numel for flat in model.flats) * env.world_size
-        flags = 4 * (1 + (8 if stage == 3 else 0) + len(list(net.parameters())))
-        model.close()
-        return {
-            "parameters": parameters,
-            "padded": padded,
-            "full": full,
-            "gradients": gradients,
-            "sent": sent,
-            "flags": flags,
-            "root": sum(flat.numel for flat in model._flats_of[""]),
-            "moments": sum(s["exp_avg"].nbytes for s in optimizer.state.values()),
-        }
+    net = network()
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    model: Any = shard(net, stage, units=net.blocks, all_reduce="ring")
+    optimizer = adamw(model)
+    for number in range(2):
+        before = sum(one._p2p.sent_bytes for one in model._collectives)
+        loss_of(model, tokens(number)).backward()
+        full = sum(flat.full.untyped_storage().nbytes() for flat in model.flats)
+        gradients = sum(0 if flat.gradient is None else flat.gradient.nbytes for flat in model.flats)
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = sum(one._p2p.sent_bytes for one in model._collectives) - before
+    padded = sum(flat.shard_numel for flat in model.flats) * dist.get_world_size()
+    flags = 4 * (1 + (8 if stage == 3 else 0) + len(list(net.parameters())))
+    model.close()
+    return {
+        "parameters": parameters,
+        "padded": padded,
+        "full": full,
+        "gradients": gradients,
+        "sent": sent,
+        "flags": flags,
+        "root": sum(flat.numel for flat in model._flats_of[""]),
+        "moments": sum(s["exp_avg"].nbytes for s in optimizer.state.values()),
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -295,7 +256,7 @@ def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
 
     Claim (ddp/sharded/README.md, 6): a rank holds and sends what the formulas say.
     """
-    all_counts = run_ranks(counted, ranks, stage)
+    all_counts = run_in_group(counted, ranks, stage)
     counts = all_counts[0]
     # The sizes of parameters are multiples of 16.
     assert counts["parameters"] <= counts["padded"] < counts["parameters"] + 3 * ranks
@@ -314,44 +275,32 @@ def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
 
 def looked_at_in_between(stage: int) -> None:
     """A forward pass, or a look at the parameters, between backward and the step: the next pass has the step's parameters."""
-    with process_group(timeout_s=60) as env:
-        control = network()
-        model: Any = shard(network(), stage)
-        optimizers = [adamw(one) for one in (model, control)]
-        for number in range(3):
-            loss_of(model, tokens(number)).backward()
-            loss_of(control, torch.cat([tokens(number, rank) for rank in range(env.world_size)])).backward()
-            with torch.no_grad():
-                model(tokens(99))
-            with model.gathered():
-                pass
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            with torch.no_grad():
-                assert torch.allclose(model(tokens(99)), control(tokens(99)), atol=1e-4)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_forward_pass_between_backward_and_step(stage: int) -> None:
-    """A forward pass between backward and the step does not hide the step's parameters from the next."""
-    run_ranks(looked_at_in_between, 2, stage)
+    control = network()
+    model: Any = shard(network(), stage)
+    optimizers = [adamw(one) for one in (model, control)]
+    for number in range(3):
+        loss_of(model, tokens(number)).backward()
+        loss_of(control, torch.cat([tokens(number, rank) for rank in range(dist.get_world_size())])).backward()
+        with torch.no_grad():
+            model(tokens(99))
+        with model.gathered():
+            pass
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.allclose(model(tokens(99)), control(tokens(99)), atol=1e-4)
 
 
 def quantized() -> None:
     """Integers are not computed with in bfloat16."""
-    with process_group(timeout_s=60):
-        net = nn.Linear(8, 8)
-        codes = torch.arange(100_000, dtype=torch.int32)
-        net.codes = nn.Parameter(codes.clone(), requires_grad=False)
-        model = shard(net, 3, precision=Precision(torch.bfloat16))
-        with model.gathered():
-            assert torch.equal(net.codes, codes)
-            assert net.weight.dtype == torch.float32
-
-
-def test_frozen_integers_keep_their_dtype() -> None:
-    run_ranks(quantized, 2)
+    net = nn.Linear(8, 8)
+    codes = torch.arange(100_000, dtype=torch.int32)
+    net.codes = nn.Parameter(codes.clone(), requires_grad=False)
+    model = shard(net, 3, precision=Precision(torch.bfloat16))
+    with model.gathered():
+        assert torch.equal(net.codes, codes)
+        assert net.weight.dtype == torch.float32
 
 
 class Twice(nn.Module):
@@ -369,36 +318,24 @@ class Twice(nn.Module):
 
 
 def shared_module(stage: int) -> None:
-    with process_group(timeout_s=60):
-        torch.manual_seed(0)
-        net = Twice()
-        control = copy.deepcopy(net)
-        model = shard(net, stage, units=net.parts)
-        assert sorted(model.units[0].owners) == ["parts.0.1.bias", "parts.0.1.weight"]
-        assert torch.equal(model(torch.ones(2, 6)), control(torch.ones(2, 6)))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_module_that_two_units_share_belongs_to_the_root(stage: int) -> None:
-    run_ranks(shared_module, 2, stage)
+    torch.manual_seed(0)
+    net = Twice()
+    control = copy.deepcopy(net)
+    model = shard(net, stage, units=net.parts)
+    assert sorted(model.units[0].owners) == ["parts.0.1.bias", "parts.0.1.weight"]
+    assert torch.equal(model(torch.ones(2, 6)), control(torch.ones(2, 6)))
 
 
 def unused_on_one_rank() -> None:
     """Reductions start at other moments on each rank, between other gathers: they have a group of their own."""
-    with process_group(timeout_s=60) as env:
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        model = shard(net, 3, units=list(net))
-        for _ in range(2):
-            if env.rank:
-                net[3].forward = lambda x: x @ net[3].weight.T
-            model(torch.ones(2, 8)).sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_parameter_that_one_rank_does_not_use() -> None:
-    """A parameter that one rank does not use gets a gradient on all."""
-    run_ranks(unused_on_one_rank, 2)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model = shard(net, 3, units=list(net))
+    for _ in range(2):
+        if dist.get_rank():
+            net[3].forward = lambda x: x @ net[3].weight.T
+        model(torch.ones(2, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 class Encoder(nn.Linear):
@@ -418,46 +355,35 @@ class Encoding(nn.Module):
 
 
 def by_another_method(stage: int) -> None:
-    with process_group(timeout_s=60):
-        torch.manual_seed(0)
-        net = Encoding()
-        control = copy.deepcopy(net)
-        model = shard(net, stage, units=[net.encoder])
-        x = torch.ones(2, 4)
-        if stage < 3:  # parameters are whole until a step follows
-            for one in (model, control):
-                one(x).sum().backward()
-                torch.optim.SGD(one.parameters(), lr=0.1).step()
-                one.zero_grad()
-        with pytest.raises(RuntimeError, match="must be a matrix"):  # shards: neither old values nor a crash
-            model(x)
-        model.add_forward_method(net.encoder, "encode")
-        result = model(x)
-        assert torch.allclose(result, control(x))
-        result.sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        with pytest.raises(ValueError, match="Linear is no unit"):
-            model.add_forward_method(nn.Linear(1, 1), "forward")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_method_other_than_forward(stage: int) -> None:
-    """A unit whose method other than forward is called gathers its parameters.
-
-    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
-    """
-    run_ranks(by_another_method, 2, stage)
+    torch.manual_seed(0)
+    net = Encoding()
+    control = copy.deepcopy(net)
+    model = shard(net, stage, units=[net.encoder])
+    x = torch.ones(2, 4)
+    if stage < 3:  # parameters are whole until a step follows
+        for one in (model, control):
+            one(x).sum().backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+    with pytest.raises(RuntimeError, match="must be a matrix"):  # shards: neither old values nor a crash
+        model(x)
+    model.add_forward_method(net.encoder, "encode")
+    result = model(x)
+    assert torch.allclose(result, control(x))
+    result.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(ValueError, match="Linear is no unit"):
+        model.add_forward_method(nn.Linear(1, 1), "forward")
 
 
 def from_meta(stage: int) -> dict[str, Tensor]:
-    with process_group(timeout_s=60):
-        with torch.device("meta"):
-            net = GPT(VOCABULARY, 64, 2, LENGTH)
-        torch.manual_seed(5)
-        model = shard(net, stage)
-        loss_of(model, tokens(0)).backward()
-        assert all(parameter.grad is not None for parameter in model.parameters())
-        return whole(model)
+    with torch.device("meta"):
+        net = GPT(VOCABULARY, 64, 2, LENGTH)
+    torch.manual_seed(5)
+    model = shard(net, stage)
+    loss_of(model, tokens(0)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return weights(model)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -466,7 +392,7 @@ def test_a_model_on_the_meta_device(stage: int) -> None:
 
     Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
     """
-    first, second = run_ranks(from_meta, 2, stage)
+    first, second = run_in_group(from_meta, 2, stage)
     assert_close(first, second, 0)
     expected = network().state_dict()
     assert [(name, value.shape) for name, value in first.items()] == [
@@ -476,114 +402,81 @@ def test_a_model_on_the_meta_device(stage: int) -> None:
 
 
 def tied_on_meta() -> None:
-    with process_group(timeout_s=60):
-        with torch.device("meta"):
-            net = network()
-            net.head.weight = net.tokens.weight
-        model = shard(net, 3, units=[*net.blocks, net.head])
-        assert "head.weight" not in dict(model.named_parameters())
-        before = whole(model)
-        assert torch.equal(before["head.weight"], before["tokens.weight"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        loss_of(model, tokens(0)).backward()
-        optimizer.step()
-        after = whole(model)
-        assert torch.equal(after["head.weight"], after["tokens.weight"])
-        assert not torch.equal(after["head.weight"], before["head.weight"])
-
-
-def test_parameters_that_are_tied_across_units_on_the_meta_device() -> None:
-    """Tied parameters of different units stay tied after the meta device.
-
-    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
-    """
-    run_ranks(tied_on_meta, 2)
+    with torch.device("meta"):
+        net = network()
+        net.head.weight = net.tokens.weight
+    model = shard(net, 3, units=[*net.blocks, net.head])
+    assert "head.weight" not in dict(model.named_parameters())
+    before = weights(model)
+    assert torch.equal(before["head.weight"], before["tokens.weight"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss_of(model, tokens(0)).backward()
+    optimizer.step()
+    after = weights(model)
+    assert torch.equal(after["head.weight"], after["tokens.weight"])
+    assert not torch.equal(after["head.weight"], before["head.weight"])
 
 
 def after_an_exception(stage: int) -> None:
     """A backward pass that is abandoned leaves nothing behind that the next would trip over."""
-    with process_group(timeout_s=60):
-        net, control = network(), network()
-        model, expected = (shard(one, stage, units=one.blocks) for one in (net, control))
-        handle = net.blocks[1].register_forward_pre_hook(lambda _, inputs: Failing.apply(inputs[0]))
-        with pytest.raises(ArithmeticError):
-            loss_of(model, tokens(0)).backward()
-        handle.remove()
-        with model.no_sync():
-            loss_of(model, tokens(2)).backward()
-        model.zero_grad()  # also what is on this rank alone
-        for one in (model, expected):
-            loss_of(one, tokens(1)).backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert ours.grad is not None
-            assert theirs.grad is not None
-            assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_pass_after_one_that_failed(stage: int) -> None:
-    """After a pass that failed, the next one trains as if it had not been.
-
-    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
-    all ranks alike.
-    """
-    run_ranks(after_an_exception, 2, stage)
+    net, control = network(), network()
+    model, expected = (shard(one, stage, units=one.blocks) for one in (net, control))
+    handle = net.blocks[1].register_forward_pre_hook(lambda _, inputs: Failing.apply(inputs[0]))
+    with pytest.raises(ArithmeticError):
+        loss_of(model, tokens(0)).backward()
+    handle.remove()
+    with model.no_sync():
+        loss_of(model, tokens(2)).backward()
+    model.zero_grad()  # also what is on this rank alone
+    for one in (model, expected):
+        loss_of(one, tokens(1)).backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 def different_units() -> None:
-    with process_group(timeout_s=60) as env:
-        torch.manual_seed(0)
-        experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
-        model = shard(experts, 3, units=experts)
+    torch.manual_seed(0)
+    experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+    model = shard(experts, 3, units=experts)
 
-        class Choice(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                result: Tensor = experts[env.rank](x)
-                return result
+    class Choice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = experts[dist.get_rank()](x)
+            return result
 
-        model.module.forward = Choice().forward
-        with pytest.raises(RuntimeError, match="the ranks have run different units"):
-            model(torch.ones(2, 8)).sum().backward()
-
-
-def test_ranks_that_run_different_units() -> None:
-    """Ranks that run different units are refused with the units' names.
-
-    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
-    all ranks alike.
-    """
-    run_ranks(different_units, 2)
+    model.module.forward = Choice().forward
+    with pytest.raises(RuntimeError, match="the ranks have run different units"):
+        model(torch.ones(2, 8)).sum().backward()
 
 
 # Mistakes
 
 
 def mistakes() -> None:
-    with process_group(timeout_s=60):
-        net = network()
-        early = torch.optim.AdamW(net.parameters())
-        model = shard(net, 3)
-        loss_of(model, tokens(0)).backward()
-        with pytest.raises(
-            RuntimeError, match=r"AdamW was built before shard\(\): it has the parameter 'tokens\.weight'"
-        ):
-            early.step()
-        with pytest.raises(ValueError, match="stage=4: there are 1"):
-            shard(network(), 4)
-        with pytest.raises(
-            ValueError, match="'tree' has no reduce-scatter and all-gather: choose backend, ring or shared-memory"
-        ):
-            shard(network(), 1, all_reduce="tree")
-        with pytest.raises(ValueError, match="Linear has no parameters to train"):
-            shard(nn.Linear(1, 1).requires_grad_(False), 1)
-        embedding = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
-        sharded = shard(embedding, 1)
-        with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight is sparse"):
-            sharded(torch.tensor([1])).sum().backward()
-        with torch.device("meta"):
-            lonely = nn.Sequential(nn.Linear(3, 3), Lonely())
-        with pytest.raises(ValueError, match=r"Lonely is on the meta device and has no reset_parameters\(\)"):
-            shard(lonely, 3)
+    net = network()
+    early = torch.optim.AdamW(net.parameters())
+    model = shard(net, 3)
+    loss_of(model, tokens(0)).backward()
+    with pytest.raises(RuntimeError, match=r"AdamW was built before shard\(\): it has the parameter 'tokens\.weight'"):
+        early.step()
+    with pytest.raises(ValueError, match="stage=4: there are 1"):
+        shard(network(), 4)
+    with pytest.raises(
+        ValueError, match="'tree' has no reduce-scatter and all-gather: choose backend, ring or shared-memory"
+    ):
+        shard(network(), 1, all_reduce="tree")
+    with pytest.raises(ValueError, match="Linear has no parameters to train"):
+        shard(nn.Linear(1, 1).requires_grad_(False), 1)
+    embedding = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    sharded = shard(embedding, 1)
+    with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight is sparse"):
+        sharded(torch.tensor([1])).sum().backward()
+    with torch.device("meta"):
+        lonely = nn.Sequential(nn.Linear(3, 3), Lonely())
+    with pytest.raises(ValueError, match=r"Lonely is on the meta device and has no reset_parameters\(\)"):
+        shard(lonely, 3)
 
 
 class Lonely(nn.Module):
@@ -592,41 +485,39 @@ class Lonely(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
 
-def state_dicts(stage: int) -> None:
-    with process_group(timeout_s=60):
-        model: Any = shard(network(), stage)
-        optimizer = adamw(model)
-        loss_of(model, tokens(0)).backward()
-        optimizer.step()
-        for one in (model, model.module):
-            with pytest.raises(RuntimeError, match="the parameters may not be whole"):
-                one.state_dict()
-        with model.gathered() as module:
-            state = module.state_dict()
-            assert [(name, value.shape) for name, value in state.items()] == [
-                (name, value.shape) for name, value in network().state_dict().items()
-            ]
-        with pytest.raises(RuntimeError, match="does not reach the shards"):
-            model.module.load_state_dict(state)
+EACH_STAGE = (
+    against_fully_shard,
+    unit_by_unit,
+    looked_at_in_between,
+    shared_module,
+    by_another_method,
+    after_an_exception,
+)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_state_dict_is_whole_or_refused(stage: int) -> None:
-    """A state dict is whole or refused.
+@pytest.mark.parametrize("function", EACH_STAGE)
+def test_each_stage(function: Callable[[int], None], stage: int) -> None:
+    """Each stage trains as ``fully_shard``, also around other methods than forward, and failed passes.
 
+    Claim (ddp/sharded/README.md): each stage trains as `fully_shard`, in fp32 and bf16.
+    Claim (ddp/sharded/README.md, 3): a precision, inputs cast to it, and `no_sync` may be of one unit.
+    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """
-    run_ranks(state_dicts, 2, stage)
+    run_in_group(function, 2, stage)
 
 
-def test_mistakes() -> None:
-    """Misuse of a sharded model is refused in one line each.
+@pytest.mark.parametrize("function", [quantized, unused_on_one_rank, tied_on_meta, different_units, mistakes])
+def test_stage_3_and_mistakes(function: Callable[[], None]) -> None:
+    """Frozen integers, parameters that one rank leaves out or that are tied on the meta device train; misuse is refused by name.
 
+    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """
-    run_ranks(mistakes, 2)
+    run_in_group(function, 2)
 
 
 def test_units_that_do_not_fit() -> None:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from common.distributed.process_group import process_group
 from ddp.sharded import Precision, clip_grad_norm_, shard
-from tests.support.launch import run_ranks
+from tests.support.ranks import run_in_group
 
 STAGES = (1, 2, 3)
 Model = Any
@@ -68,11 +67,6 @@ class Pair:
         torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
         with self.model.gathered() as module:
             torch.testing.assert_close(module.state_dict(), self.plain.state_dict(), rtol=1e-5, atol=1e-5)
-
-
-def inside(function: Callable[[int], None], stage: int) -> None:
-    with process_group(timeout_s=60):
-        function(stage)
 
 
 # Writes between passes
@@ -132,17 +126,6 @@ def alone(stage: int) -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("function", [written_shards, written_whole, alone])
-def test_parameters_that_are_written_between_passes(function: Callable[[int], None], stage: int) -> None:
-    """Weights that are written between passes, and layers called by themselves, compute as in one process.
-
-    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
-    process, or are refused by name.
-    """
-    run_ranks(inside, 2, function, stage)
-
-
 # Writes in forward
 
 
@@ -170,16 +153,6 @@ def written_in_forward(stage: int) -> None:
     pair.check()
     with pytest.raises(ValueError, match=r"^0: with max_norm, each rank would change the rows of its own batch"):
         shard(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), stage)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_parameters_that_forward_writes(stage: int) -> None:
-    """Writes that forward makes to parameters are kept, and those that differ by rank are refused.
-
-    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
-    process, or are refused by name.
-    """
-    run_ranks(inside, 2, written_in_forward, stage)
 
 
 # Conversions, freezing, copies
@@ -247,24 +220,16 @@ def kept_state(stage: int) -> None:
     for refuse in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy(one.module)):
         with pytest.raises(TypeError, match="a sharded model cannot be copied or pickled"):
             refuse(model)
-    with pytest.raises(RuntimeError, match="the parameters may not be whole"):
-        net[1].state_dict()
+    for one in (model, net, net[1]):
+        with pytest.raises(RuntimeError, match="the parameters may not be whole"):
+            one.state_dict()
+    with pytest.raises(RuntimeError, match="does not reach the shards"):
+        net.load_state_dict(state)
     whole = torch.optim.SGD(net.parameters(), lr=0.1) if stage < 3 else None
     model(inputs(0).bfloat16()).sum().backward()
     if whole is not None:
         with pytest.raises(RuntimeError, match=r"has the parameter '0\.weight' from before, or whole"):
             whole.step()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("function", [converted, frozen_and_unfrozen, kept_state])
-def test_conversions_freezing_and_copies(function: Callable[[int], None], stage: int) -> None:
-    """A model that is converted, copied, frozen or unfrozen after ``shard()`` trains right, or is refused by name.
-
-    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
-    process, or are refused by name.
-    """
-    run_ranks(inside, 2, function, stage)
 
 
 # Small and wrapped models
@@ -296,13 +261,6 @@ def checkpointed(stage: int) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_small_and_wrapped_models(stage: int) -> None:
-    """Models with fewer elements than fill all shards, and checkpointed ones, train as in one process."""
-    run_ranks(inside, 4, small, stage)
-    run_ranks(inside, 2, checkpointed, stage)
-
-
 class Kinds(nn.Module):
     """Parameters of three dtypes, of which a rank may have shards of one only; the gradient is each value."""
 
@@ -324,7 +282,25 @@ def clipped(stage: int) -> None:
         torch.testing.assert_close(parameter.grad.float(), parameter.detach().float() * 10 / norm, rtol=1e-3, atol=0)
 
 
+ON_TWO_RANKS = (
+    written_shards,
+    written_whole,
+    alone,
+    written_in_forward,
+    converted,
+    frozen_and_unfrozen,
+    kept_state,
+    checkpointed,
+    clipped,
+)
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_norm_of_gradients_of_several_dtypes(stage: int) -> None:
-    """The norm of fp16, fp32 and fp64 gradients is that of one process, and they are clipped by it."""
-    run_ranks(inside, 2, clipped, stage)
+@pytest.mark.parametrize(("function", "ranks"), [*((function, 2) for function in ON_TWO_RANKS), (small, 4)])
+def test_what_users_do_to_a_model(function: Callable[[int], None], ranks: int, stage: int) -> None:
+    """Models of any size, whose weights are written, converted, frozen or copied, train as in one process, or are refused by name.
+
+    Claim (ddp/sharded/README.md, 5): weights that are written, converted, frozen or copied after `shard()` train as in one
+    process, or are refused by name.
+    """
+    run_in_group(function, ranks, stage)

@@ -79,7 +79,7 @@ def gradients(model: Any) -> Results:
     return {name: results[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def weights(model: Any) -> Results:
+def weights(model: Any) -> dict[str, Any]:
     """The whole parameters and buffers by name."""
     if isinstance(model, HandwrittenDistributedDataParallel):
         return {name: value.clone() for name, value in model.module.state_dict().items()}
