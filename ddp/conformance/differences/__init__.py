@@ -30,5 +30,5 @@ calls, `logger`, `modules_buffers`, `named_module_buffers`, `broadcast_bucket_si
 times, no latest error and none of the wrapper's settings, and it names types as Python does (`float32`). Its `has_rebuilt_buckets` is 1
 with `find_unused_parameters` as well, since ours groups the buckets anew then too. A gradient that reaches a parameter with no forward
 pass of the wrapper before is not averaged by either; ours says so, once. Ours averages nothing silently after parameters are unfrozen:
-it raises an error. And `broadcast_buffers` is not deprecated. In profiles, the search for unused parameters has no event of its own.
+it raises an error. And `broadcast_buffers` is not deprecated.
 """

@@ -233,8 +233,10 @@ def numbers_and_names_are_torch_s_or_on_the_page_of_differences() -> None:
     missing = {name for name in names if not name.startswith("_")}
     assert all(f"`{name}`" in page for name in missing), missing
     ours.register_comm_hook(None, default_hooks.allreduce_hook)
-    for _ in range(3):
-        one_pass(0, 0)(ours)
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            one_pass(0, 0)(ours)
+    assert sum("search_unused_parameters" in event.name for event in profile.events()) == 3
     data = ours._get_ddp_logging_data()
     assert (data["iteration"], data["num_buckets_reduced"], data["comm_hook"]) == (2, 4, "allreduce_hook")
     assert "should be called before training loop starts" in message_of(error_of(ours._set_static_graph))
