@@ -10,6 +10,6 @@ join.py               ranks with different numbers of batches
 hooks.py              communication hooks as torch takes them, and buffers that a function of the user synchronizes
 mixed_precision.py    a forward and backward pass in a lower precision
 in_backward.py        optimizers that step within backward
-logging_data.py       numbers about ranks, parameters and buckets
+logging_data.py       numbers about settings and buckets
 requirements.py       what is refused
 """

@@ -1,12 +1,13 @@
-"""The numbers of ``_get_ddp_logging_data``: how many ranks and parameters there are, and how gradients are bucketed, by torch's names.
+"""The numbers of ``_get_ddp_logging_data``: settings, and how gradients are bucketed, by torch's names.
 
-Times are not among them: ``python -m ddp.timeline`` and ``python -m ddp.bench`` measure the parts of a step. Settings are attributes of
-the wrapper.
+Times are not among them: ``python -m ddp.timeline`` and ``python -m ddp.bench`` measure the parts of a step.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from ddp.by_hand.drop_in.hooks import HookedDDP
 from ddp.by_hand.drop_in.reducer import DropInReducer, Skipped
@@ -17,9 +18,10 @@ class LoggingDDP(HookedDDP):
     """The lesson with ``join``, torch's hooks, and numbers."""
 
     reducer: DropInReducer
+    output_device: int | torch.device | None
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Ranks, sizes in bytes, and the parameters' numbers in the order in which their gradients are sent.
+        """Settings, sizes in bytes, and the parameters' numbers in the order in which their gradients are sent.
 
         ``iteration`` is the number of the latest backward pass that synchronized, from 0, and ``num_buckets_reduced`` is of that pass.
         """
@@ -29,6 +31,13 @@ class LoggingDDP(HookedDDP):
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
             "backend_name": self.process_group.name(),
+            "device_ids": ", ".join(map(str, self.device_ids)),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "bucket_cap_bytes": max(self.bucket_limits),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
             "module_name": type(self.module).__name__,
             "num_parameter_tensors": len(trained),
             "total_parameter_size_bytes": sum(parameter.nbytes for parameter in trained.values()),
