@@ -77,11 +77,9 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("--ranks", "1"), "--ranks 1 is out of range"),
-        (("--algorithms", "ring"), "--algorithms is no longer there: "),
         (("--sizes", "4,6"), "--sizes 6 is no multiple of the 4 bytes of a float32"),
         (("--sizes", "4"), "--sizes 4: give two or more"),
         (("--sizes", "4,0"), "--sizes 0 is out of range"),
-        (("--hosts", "2"), "--hosts is no longer there: "),
         (("--output", __file__), "is a file: give a folder"),
     ],
 )

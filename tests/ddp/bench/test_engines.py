@@ -131,7 +131,6 @@ def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     [
         (("--ranks", "0"), "--ranks 0 is out of range"),
         (("--device", "cuda"), "--device cuda, but no CUDA device is usable here"),
-        (("--no-keep-memory",), "--no-keep-memory is no longer there: "),
         (("--model", "transformer"), "invalid choice: 'transformer'"),
         (("--turn", "0"), "--turn 0.0 is out of range"),
     ],
