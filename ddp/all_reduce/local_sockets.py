@@ -7,20 +7,15 @@ sockets are in Linux's abstract namespace: they leave nothing behind in the file
 from __future__ import annotations
 
 import array
-import hashlib
 import os
 import secrets
 import select
 import socket
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import torch
 
-from common.errors import UsageError
-from ddp.all_reduce.naive import Naive
 from ddp.all_reduce.p2p import P2P
 
 MESSAGE_BYTES = 1024
@@ -131,20 +126,3 @@ def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
             connection.settimeout(None)
             return connection
         connection.close()
-
-
-def find_hosts(p2p: P2P) -> list[int]:
-    """A number for each rank, which is the same for the ranks of one host only. A collective.
-
-    A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
-
-    :raises UsageError: outside Linux
-    """
-    if sys.platform != "linux":
-        raise UsageError("--all-reduce shared-memory and hierarchical need Linux: use another, such as ring")
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    host = f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
-    hosts = torch.zeros(p2p.size, dtype=torch.int64)
-    hosts[p2p.rank] = int.from_bytes(hashlib.sha256(host.encode()).digest()[:8], "little", signed=True)
-    Naive(p2p).run(hosts)  # each rank has filled in its own number
-    return hosts.tolist()
