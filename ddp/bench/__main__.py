@@ -22,7 +22,8 @@ import sys
 from common.cli import command
 from common.errors import UsageError
 
-BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "costs", "sharding", "memory", "safety")
+ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes
+BENCHMARKS = (*ON_RANKS, "strategies", "allreduce", "engines", "costs", "sharding", "memory")
 
 
 @command
@@ -30,11 +31,17 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print(f"{__doc__}\nbenchmarks: {', '.join(BENCHMARKS)} (NAME --help lists its options)")
-    elif name in BENCHMARKS:
-        # Each benchmark is a module of that name. Only the requested one is imported, so that --help stays fast.
-        importlib.import_module(f"ddp.bench.{name}").main(arguments)
-    else:
+        return
+    if name not in BENCHMARKS:
         raise UsageError(f"unknown benchmark {name!r}: there is {', '.join(BENCHMARKS)}")
+    # Each benchmark is a module of that name. Only the requested one is imported, so that --help stays fast.
+    one = importlib.import_module(f"ddp.bench.{name}")
+    if name in ON_RANKS:
+        one.main(arguments)
+    else:
+        from common.reporting.turns import run_benchmark
+
+        run_benchmark(one.Config, f"ddp.bench {name}", one.__doc__, arguments, one.measure, one.report)
 
 
 if __name__ == "__main__":

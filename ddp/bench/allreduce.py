@@ -38,7 +38,6 @@ from common.reporting.turns import (
     calls_of_a_turn,
     cells,
     ratios,
-    run_benchmark,
     table,
     timed_steps,
     write_report,
@@ -59,7 +58,7 @@ Times = Mapping[int, list[float]]  # seconds of one all-reduce, by bytes; one en
 
 
 @dataclass(frozen=True)
-class AllReduceConfig:
+class Config:
     """Settings of ``ddp.bench allreduce``.
 
     :raises UsageError: for a size that is not a whole number of elements
@@ -127,11 +126,7 @@ class AllReduceWorker:
         return [timed_steps(lambda: tensor.mul_(1), 1)[0] for _ in range(WARMUP + rounds)][WARMUP:]
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(AllReduceConfig, "ddp.bench allreduce", __doc__, argv, measure, report)
-
-
-def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
+def measure(config: Config) -> tuple[Mapping[str, Times], float]:
     """Start the ranks, let the algorithms take turns, and end the ranks. The backend's own algorithm comes first.
 
     :returns: also the bytes per second that the host's memory reads and writes for all ranks together; 0 for tensors of GPUs
@@ -166,7 +161,7 @@ def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
     return seconds, memory
 
 
-def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float]) -> str:
+def report(config: Config, measured: tuple[Mapping[str, Times], float]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     seconds, memory = measured
     medians = {name: {size: statistics.median(own) for size, own in of.items()} for name, of in seconds.items()}
@@ -211,7 +206,7 @@ def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float])
 
 
 def _plot(
-    config: AllReduceConfig,
+    config: Config,
     seconds: Mapping[str, Times],
     fits: Mapping[str, AlphaBeta],
     bandwidths: Mapping[str, Mapping[int, float]],

@@ -31,7 +31,7 @@ Then, on one model, the options of the wrappers:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from common.cli import option
 from common.distributed.placement import Placement, place_ranks
 from common.distributed.process_group import DEVICES
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.turns import cells, progress_of, ratios, run_benchmark, table, write_report
+from common.reporting.turns import cells, progress_of, ratios, table, write_report
 from ddp.bench.turns import Comparison, TurnsConfig, compare
 from ddp.bench.variants import (
     BUCKETED,
@@ -60,7 +60,7 @@ from ddp.bench.variants import (
 
 
 @dataclass(frozen=True)
-class EnginesConfig(TurnsConfig):
+class Config(TurnsConfig):
     """Settings of ``ddp.bench engines``."""
 
     models: tuple[str, ...] = option(
@@ -88,11 +88,7 @@ class EnginesConfig(TurnsConfig):
         return place_ranks(self.device, self.ranks)
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(EnginesConfig, "ddp.bench engines", __doc__, argv, measure, report)
-
-
-def measure(config: EnginesConfig) -> tuple[list[Comparison], list[Comparison]]:
+def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
     """Measure the variants on each model, and the options on one model."""
     # On a GPU only the backend can sum.
     variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
@@ -107,7 +103,7 @@ def measure(config: EnginesConfig) -> tuple[list[Comparison], list[Comparison]]:
         return compared, [of(subject, config.model, options, VIEWS) for subject, options in subjects.items()]
 
 
-def report(config: EnginesConfig, measured: tuple[list[Comparison], list[Comparison]]) -> str:
+def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) -> str:
     """Write the JSON and the figures, and return the summary to print."""
     compared, varied = measured
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"

@@ -16,7 +16,6 @@ flight. The peak adds activations, the units that are whole at the moment and th
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup, preload
 from common.machine import set_malloc
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.turns import Rounds, run_benchmark, table, write_report
+from common.reporting.turns import Rounds, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.sharding import STAGES, VOCABULARY, parameters_of, share
@@ -41,7 +40,7 @@ LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory")
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class Config:
     """Settings of ``ddp.bench memory``.
 
     :raises UsageError: for a width that heads do not divide
@@ -71,7 +70,7 @@ def formula(stage: int | None, ranks: int) -> dict[str, float]:
 class LedgerWorker:
     """The service of one rank: builds one variant, trains it for some steps, and counts."""
 
-    def __init__(self, env: DistEnv, config: MemoryConfig, stage: int | None) -> None:
+    def __init__(self, env: DistEnv, config: Config, stage: int | None) -> None:
         set_malloc(mmap_threshold=128 << 10)  # freed tensors go back to the kernel at once
         self._config, self._stage = config, stage
 
@@ -120,11 +119,7 @@ def process_bytes(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(MemoryConfig, "ddp.bench memory", __doc__, argv, measure, report)
-
-
-def measure(config: MemoryConfig) -> list[dict[str, Any]]:
+def measure(config: Config) -> list[dict[str, Any]]:
     """For each number of ranks and each variant, the ledger of rank 0, beside the bytes of the formula."""
     preload(*LATE_IMPORTS)
     parameters = parameters_of(config.width, config.layers, config.length)
@@ -141,7 +136,7 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
+def report(config: Config, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, fp32"

@@ -12,7 +12,7 @@ sends more, since a reduce-scatter there is a whole all-reduce.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,7 @@ from torch import nn
 from common.cli import option
 from common.distributed.process_group import DistEnv
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.turns import Step, Times, cells, progress_of, ratios, run_benchmark, table, write_report
+from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.turns import TurnsConfig, compare, training_step
@@ -77,7 +77,7 @@ def parameters_of(width: int, layers: int, length: int) -> int:
 
 
 @dataclass(frozen=True)
-class ShardingConfig(TurnsConfig):
+class Config(TurnsConfig):
     """Settings of ``ddp.bench sharding``.
 
     :raises UsageError: for a width that heads do not divide
@@ -93,7 +93,7 @@ class ShardingConfig(TurnsConfig):
         require_heads(self.width)
 
 
-def sharded_step(config: ShardingConfig, stage: int | None, all_reduce: str, env: DistEnv) -> Step:
+def sharded_step(config: Config, stage: int | None, all_reduce: str, env: DistEnv) -> Step:
     """The step of the transformer, shared in this way, on one batch that is in memory. A collective.
 
     The learning rate is 0: constant weights make every step the same work.
@@ -106,18 +106,14 @@ def sharded_step(config: ShardingConfig, stage: int | None, all_reduce: str, env
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=0.0), tokens, targets)
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(ShardingConfig, "ddp.bench sharding", __doc__, argv, measure, report)
-
-
-def measure(config: ShardingConfig) -> Times:
+def measure(config: Config) -> Times:
     """Measure the seconds of a step of each variant, one entry per round."""
     steps = {name: functools.partial(sharded_step, config, *variant) for name, variant in SHARDED_VARIANTS.items()}
     with progress_of(config, 1) as progress:
         return compare(config, "sharding", steps, [REPLICAS], progress).seconds
 
 
-def report(config: ShardingConfig, seconds: Times) -> str:
+def report(config: Config, seconds: Times) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = parameters_of(config.width, config.layers, config.length)
     title = f"{config.placement}; a transformer of {parameters / 1e6:.1f} M parameters"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp.bench import __main__ as bench
-from ddp.bench.allreduce import AllReduceConfig, report
+from ddp.bench.allreduce import Config, report
 from tests.support.launch import run_command
 from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
@@ -51,9 +51,9 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
 
 def test_on_gpus_nccl_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_gpus(monkeypatch, 4)
-    config = AllReduceConfig(sizes=(4, 4096), rounds=2, output=tmp_path)
+    config = Config(sizes=(4, 4096), rounds=2, output=tmp_path)
     assert (config.ranks, config.device, config.algorithms) == (4, "cuda", ("backend",))
-    assert list(AllReduceConfig(device="cpu").algorithms) == ALGORITHMS
+    assert list(Config(device="cpu").algorithms) == ALGORITHMS
     text = report(config, ({"backend": {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]}}, 0.0))
     assert text.startswith("all-reduce, 4 ranks on 4 GPUs, nccl, float32; 2 rounds")
     assert "memory" not in text

@@ -19,7 +19,7 @@ from ddp.bench.costs import (
     VARIANTS,
     WAITING,
     WHOLE,
-    CostsConfig,
+    Config,
     costs,
     report,
 )
@@ -55,7 +55,7 @@ def test_the_bars_are_as_high_as_the_whole_and_negative_parts_hang_below(
     seconds[str(DDPS["by hand, gloo"][SUMS])] = [0.05, 0.06, 0.07]
     drawn: dict[str, dict[str, list[float]]] = {}
     monkeypatch.setattr("ddp.bench.costs.plot_stacked", lambda path, panels, *_, **__: drawn.update(panels))
-    report(CostsConfig(output=tmp_path), [Comparison("mlp", seconds, processor, FLOOR)])
+    report(Config(output=tmp_path), [Comparison("mlp", seconds, processor, FLOOR)])
     assert np.sum(list(drawn["mlp"].values()), axis=0) == pytest.approx([70, 40, 70])
     assert min(drawn["mlp"][WAITING]) < 0
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.distributed.process_group import process_group
 from ddp.bench import __main__ as bench
-from ddp.bench.engines import EnginesConfig
+from ddp.bench.engines import Config
 from ddp.bench.variants import (
     CLIMB,
     DDP_VARIANTS,
@@ -108,10 +108,10 @@ def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
     monkeypatch: pytest.MonkeyPatch, gpus: int, large: bool, ranks: int
 ) -> None:
     pretend_gpus(monkeypatch, gpus)
-    config = EnginesConfig()
+    config = Config()
     assert config.models == ("fashion-cnn", "mlp", "resnet18", *["resnet50"] * large, DEEP)
     assert (config.ranks, config.device) == (ranks, "cuda" if gpus else "cpu")
-    assert EnginesConfig(models=(DEEP,), device="cpu").models == (DEEP,)
+    assert Config(models=(DEEP,), device="cpu").models == (DEEP,)
 
 
 @pytest.mark.gpu
