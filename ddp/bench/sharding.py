@@ -69,16 +69,9 @@ SHARDED_VARIANTS: Mapping[str, tuple[int | None, str]] = {
 } | {FULLY_SHARD: (None, "backend")}
 
 
-def parameters_of(width: int, layers: int, length: int) -> int:
-    """The number of parameters of the transformer."""
-    with torch.device("meta"):
-        network = GPT(VOCABULARY, width, layers, length)
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 @dataclass(frozen=True)
-class Config(TurnsConfig):
-    """Settings of ``ddp.bench sharding``.
+class TransformerConfig:
+    """The size of the transformer.
 
     :raises UsageError: for a width that heads do not divide
     """
@@ -86,11 +79,27 @@ class Config(TurnsConfig):
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
     length: int = option(128, "tokens of a sequence", minimum=1)
-    turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
-    output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
         require_heads(self.width)
+
+    def build(self) -> GPT:
+        """Build it on torch's default device."""
+        return GPT(VOCABULARY, self.width, self.layers, self.length)
+
+    @property
+    def parameters(self) -> int:
+        """Their number."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
+
+@dataclass(frozen=True)
+class Config(TransformerConfig, TurnsConfig):
+    """Settings of ``ddp.bench sharding``."""
+
+    turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
+    output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
 
 
 def sharded_step(config: Config, stage: int | None, all_reduce: str, env: DistEnv) -> Step:
@@ -102,7 +111,7 @@ def sharded_step(config: Config, stage: int | None, all_reduce: str, env: DistEn
     size = (SEQUENCES, config.length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     torch.manual_seed(0)
-    model = share(GPT(VOCABULARY, config.width, config.layers, config.length), stage, all_reduce)
+    model = share(config.build(), stage, all_reduce)
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=0.0), tokens, targets)
 
 
@@ -115,7 +124,7 @@ def measure(config: Config) -> Times:
 
 def report(config: Config, seconds: Times) -> str:
     """Write the JSON and the figure, and return the summary to print."""
-    parameters = parameters_of(config.width, config.layers, config.length)
+    parameters = config.parameters
     title = f"{config.placement}; a transformer of {parameters / 1e6:.1f} M parameters"
     by = {f"by {reference}": ratios(seconds, reference) for reference in (REPLICAS, FULLY_SHARD)}
     plot_rounds(config.output / "sharding.png", by, title=title, x_title="time per step, as a multiple")
