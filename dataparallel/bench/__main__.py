@@ -37,7 +37,7 @@ def main() -> None:
 
 def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
     """Time all variants, for each mode and batch size; and whether other programs used the cores meanwhile."""
-    torch.set_num_threads(config.threads or usable_cores())
+    torch.set_num_threads(usable_cores())
     devices, points, others = config.parsed_devices, [], OtherWork()
     rounds = len(config.mode) * len(config.batch_sizes) * (config.rounds + WARMUP)
     timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP

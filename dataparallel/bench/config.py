@@ -35,9 +35,6 @@ class DataParallelBenchConfig:
     mode: tuple[str, ...] = option(MODES, "what to time", choices=MODES)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     rounds: int = option(7, "measured rounds; in each, every variant takes one turn", minimum=2)
-    threads: int = option(
-        0, "CPU threads of the plain module, shared by CPU devices; 0 takes the usable cores", minimum=0, maximum=1024
-    )
     output: Path = option(Path("runs/bench-dataparallel"), "folder of the JSON and the figures")
 
     def __post_init__(self) -> None:
