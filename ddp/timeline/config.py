@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.cli import flag_of, option
 from common.distributed import DEVICES
-from common.distributed.placement import Placement, place_ranks
+from common.distributed.placement import PlacedConfig
 from common.errors import UsageError
 from common.training.models import MODELS
 from ddp.all_reduce import ALL_REDUCES
@@ -20,7 +20,7 @@ OF_REPLICAS = ("model", "bucket_mib")  # flags that the sharded strategies do no
 
 
 @dataclass(frozen=True)
-class StepTimelineConfig:
+class StepTimelineConfig(PlacedConfig):
     """Settings of ``ddp.timeline``.
 
     :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples, for a flag
@@ -42,7 +42,6 @@ class StepTimelineConfig:
         minimum=1,
         maximum=12_000,
     )
-    ranks: int = option(None, "processes (default: one per GPU; on the CPU 2)", minimum=1, maximum=64)
     device: str = option(
         "auto",
         "auto takes CUDA where there is a GPU for each rank; shards and all-reduces by hand are recorded on the CPU",
@@ -68,9 +67,8 @@ class StepTimelineConfig:
                 )
         if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
             object.__setattr__(self, "device", "cpu")
-        placement = place_ranks(self.device, self.ranks)
-        object.__setattr__(self, "ranks", placement.ranks)
-        object.__setattr__(self, "device", placement.device)
+        super().__post_init__()
+        placement = self.placement
         if placement.gpus:
             if self.stage:
                 raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
@@ -88,10 +86,6 @@ class StepTimelineConfig:
         require_samples(self.model, self.batch_size, self.ranks)
         if self.stage:
             require_shardable(self.all_reduce, self.strategy)
-
-    @property
-    def placement(self) -> Placement:
-        return place_ranks(self.device, self.ranks)
 
     @property
     def stage(self) -> int:
