@@ -37,18 +37,17 @@ def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
     """Time all variants, for each mode and batch size; and whether other programs used the cores meanwhile."""
     torch.set_num_threads(usable_cores())
     devices, points, others = config.parsed_devices, [], OtherWork()
-    rounds = len(MODES) * len(config.batch_sizes) * (config.rounds + WARMUP)
     timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP
     with (
-        Rounds(rounds) as progress,
+        Rounds(len(MODES) * len(config.batch_sizes)) as progress,
         WorkerGroup(
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
         for mode, batch_size in itertools.product(MODES, config.batch_sizes):
             variants: Any = build_variants(config, mode, batch_size, timed, processes)
-            facts = f"{mode}, batch size {batch_size}"
-            turns: Any = interleave(variants, config.rounds, WARMUP, lambda _, facts=facts: progress.advance(1, facts))
+            turns: Any = interleave(variants, config.rounds, WARMUP)
+            progress.advance(1, f"{mode}, batch size {batch_size}")
             seconds = {name: [total for total, _ in own] for name, own in turns.items()}
             points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
     return points, others.doubt() is not None
