@@ -41,24 +41,16 @@ class HandwrittenDataParallel(nn.Module):
     :param module: on the first device; its parameters and ``state_dict`` stay there, below ``module.``
     :param devices: GPUs, or the CPU several times (see :mod:`dataparallel.devices`); the first holds the module
     :param dim: the dimension of inputs and outputs that counts samples
-    :param output_device: where outputs are gathered; the first device when None
     :raises ValueError: for devices that are not there or of two kinds
     """
 
     step: StepContext = staticmethod(record_function)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[torch.device | str | int],
-        dim: int = 0,
-        output_device: torch.device | str | int | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device | str | int], dim: int = 0) -> None:
         super().__init__()
         self.module = module
         self.devices = check_devices(devices)
         self.dim = dim
-        self.output_device = self.devices[0] if output_device is None else check_devices([output_device])[0]
         self._threads = DeviceThreads(self.devices)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +74,7 @@ class HandwrittenDataParallel(nn.Module):
             with self.step("forward"):
                 outputs = parallel_apply(replicas, parts, self._threads)
             with self.step("gather"):
-                return gather(outputs, self.output_device, self.dim)
+                return gather(outputs, self.devices[0], self.dim)
 
     def _check_module(self) -> None:
         for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
@@ -256,8 +248,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
             "only tensors can be joined, the rest must be the same"
         )
     if isinstance(first, Tensor):
-        # A non-blocking copy to the CPU could be read before it is complete.
-        there = [output.to(device, non_blocking=device.type == "cuda") for output in outputs]
+        there = [output.to(device) for output in outputs]
         return torch.stack(there) if first.dim() == 0 else torch.cat(there, dim)
     if isinstance(first, dict):
         return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)

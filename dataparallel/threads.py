@@ -86,22 +86,18 @@ class DeviceThreads:
 
 
 def _start(devices: Sequence[torch.device]) -> list[ThreadPoolExecutor]:
-    count = len(devices)
-    share, all_there = share_of_threads(count), threading.Barrier(count)
+    share = share_of_threads(len(devices))
 
     def prepare(device: torch.device) -> None:
-        try:
-            if device.type == "cpu":
-                torch.get_num_threads()  # the first call adopts the process's number; after the next line, it would undo that
-                torch.set_num_threads(share)
-            else:
-                # A thread has no CUDA context before its first kernel. A matrix product that comes first finds none, and
-                # warns: getCurrentCUDABlasHandle in torch's aten/src/ATen/cuda/CublasHandlePool.cpp.
-                torch.zeros(1, device=device)
-        finally:
-            all_there.wait()
+        if device.type == "cpu":
+            torch.get_num_threads()  # the first call adopts the process's number; after the next line, it would undo that
+            torch.set_num_threads(share)
+        else:
+            # A thread has no CUDA context before its first kernel. A matrix product that comes first finds none, and
+            # warns: getCurrentCUDABlasHandle in torch's aten/src/ATen/cuda/CublasHandlePool.cpp.
+            torch.zeros(1, device=device)
 
-    pools = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(count)]
+    pools = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(len(devices))]
     with ThreadPoolExecutor(1) as fresh:
         # Each thread keeps its own number, but the last one set is what new threads begin with.
         number = fresh.submit(torch.get_num_threads).result()

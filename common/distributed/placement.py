@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.cli import option
+from common.distributed import DEVICES
 from common.errors import UsageError
 from common.gpu.devices import count_gpus, why_no_gpu
 from common.machine import usable_cores
@@ -55,3 +57,25 @@ def place_ranks(device: str, ranks: int | None, least: int = 1) -> Placement:
     if device == "auto" and gpus < (ranks or least):
         gpus = 0
     return Placement(ranks or max(least, gpus or RANKS_ON_THE_CPU), gpus)
+
+
+@dataclass(frozen=True)
+class PlacedConfig:
+    """Settings of a command that starts its ranks. What is not given is filled in on construction, see :func:`place_ranks`."""
+
+    LEAST_RANKS = 1  # with which there is something to measure
+
+    ranks: int = option(
+        None, "processes (default: one per GPU; on the CPU 2, each with one thread)", minimum=1, maximum=64
+    )
+    device: str = option("auto", "auto takes CUDA where there is a GPU for each rank", choices=DEVICES)
+
+    def __post_init__(self) -> None:
+        placement = self.placement
+        object.__setattr__(self, "ranks", placement.ranks)
+        object.__setattr__(self, "device", placement.device)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        return place_ranks(self.device, self.ranks, self.LEAST_RANKS)

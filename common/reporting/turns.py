@@ -165,14 +165,15 @@ def take_turns(
 
 
 def timed_steps(step: Step, steps: int, device: torch.device = CPU) -> tuple[float, float]:
-    """Call ``step`` ``steps`` times, on all ranks at once.
+    """Call ``step`` ``steps`` times, on all ranks at once if there is a group of them.
 
     :param device: where its work is done
     :returns: wall seconds of a step, until its work is done, and processor seconds of all threads of this rank in it, both
         means. (On a GPU the latter are those that it takes to queue the work.)
     """
     clock = clock_of(device)
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     clock.start()
     began, processor_began = clock.stamp(), time.process_time()
     for _ in range(steps):

@@ -10,7 +10,6 @@ the cost of each step, and from which batch size on each pays.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from common.reporting.benchmark_figures import plot_stacked, plot_sweep
 from common.reporting.other_work import OtherWork
 from common.reporting.timing import interleave
 from common.reporting.turns import WARMUP, Rounds, run_benchmark, write_report
-from dataparallel.bench.config import DataParallelBenchConfig
+from dataparallel.bench.config import MODES, DataParallelBenchConfig
 from dataparallel.bench.explanation import Point, explain
 from dataparallel.bench.variants import HANDWRITTEN, PLAIN, STEP_BY_STEP, ReplicaWorker, build_variants
 
@@ -35,24 +34,22 @@ def main() -> None:
 
 def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
     """Time all variants, for each mode and batch size; and whether other programs used the cores meanwhile."""
-    torch.set_num_threads(config.threads or usable_cores())
+    torch.set_num_threads(usable_cores())
     devices, points, others = config.parsed_devices, [], OtherWork()
-    rounds = len(config.mode) * len(config.batch_sizes) * (config.rounds + WARMUP)
     timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP
     with (
-        Rounds(rounds) as progress,
+        Rounds(len(MODES) * len(config.batch_sizes)) as progress,
         WorkerGroup(
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
-        for mode, batch_size in (
-            (mode, size) for mode in progress.until_stopped(config.mode) for size in config.batch_sizes
-        ):
-            variants: Any = build_variants(config, mode, batch_size, timed, processes)
-            after_round = functools.partial(progress.round_done, f"{mode}, batch size {batch_size}")
-            turns: Any = interleave(variants, config.rounds, WARMUP, after_round)
-            seconds = {name: [total for total, _ in own] for name, own in turns.items()}
-            points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
+        for mode in progress.until_stopped(MODES):
+            for batch_size in config.batch_sizes:
+                variants: Any = build_variants(config, mode, batch_size, timed, processes)
+                turns: Any = interleave(variants, config.rounds, WARMUP, lambda: progress.stopped)
+                progress.advance(1, f"{mode}, batch size {batch_size}")
+                seconds = {name: [total for total, _ in own] for name, own in turns.items()}
+                points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
     return points, others.doubt() is not None
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.timing import synchronize
 from common.reporting.turns import Step, calls_of_a_turn, timed_steps
 from common.training.precision import autocast
 from dataparallel.bench.config import DataParallelBenchConfig
@@ -58,7 +56,7 @@ def build_variants(
             model.step = watch = stopwatch  # type: ignore[assignment]
         call = call_of(model, mode, config.images(batch_size), first, config.precision, watch)
         threads = config.threads_of_one if name == ONE_DEVICE else torch.get_num_threads()
-        variants[name] = TimedVariant(functools.partial(_timed, call, devices, threads), stopwatch)
+        variants[name] = TimedVariant(functools.partial(_timed, call, first, threads), stopwatch)
     on_ranks = functools.partial(_timed_on_ranks, processes, mode, batch_size)
     return variants | {PROCESSES: TimedVariant(on_ranks, Stopwatch(devices))}
 
@@ -115,15 +113,13 @@ class OneDevice(nn.Module):
         return logits
 
 
-def _timed(call: Step, devices: Sequence[torch.device], threads: int, calls: int) -> float:
-    """The mean seconds of a call, with so many intra-op threads in this process."""
+def _timed(call: Step, device: torch.device, threads: int, calls: int) -> float:
+    """The mean seconds of a call, with so many intra-op threads in this process.
+
+    :param device: the first, where each call ends
+    """
     with intra_op_threads(threads):
-        synchronize(devices)
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(devices)
-        return (time.perf_counter() - began) / calls
+        return timed_steps(call, calls, device)[0]
 
 
 def _timed_on_ranks(processes: WorkerGroup, mode: str, batch_size: int, calls: int) -> float:

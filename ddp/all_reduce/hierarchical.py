@@ -8,13 +8,10 @@ other's memory. Here only the sum of a host is sent, in as many steps as there a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from ddp.all_reduce.base import AllReduce
-from ddp.all_reduce.local_sockets import find_hosts
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
 from ddp.all_reduce.shared_memory import SharedMemory
@@ -33,17 +30,15 @@ class Hierarchical(AllReduce):
     host instead of 2n(h-1)/h.
 
     :param p2p: the ranks over which tensors are summed
-    :param hosts: the host of each rank, by any name; determined when None
     :raises UsageError: on all ranks of a host that has not enough memory; outside Linux
     """
 
-    def __init__(self, p2p: P2P, hosts: Sequence[str] | None = None) -> None:
+    def __init__(self, p2p: P2P) -> None:
         super().__init__()
-        members: dict[object, list[int]] = {}
-        keys = find_hosts(p2p) if hosts is None else hosts
-        for rank, key in enumerate(keys):
-            members.setdefault(key, []).append(rank)
-        neighbours = members[keys[p2p.rank]]
+        members: dict[str, list[int]] = {}
+        for rank, host in enumerate(p2p.host_ids):
+            members.setdefault(host, []).append(rank)
+        neighbours = members[p2p.host_ids[p2p.rank]]
         index = neighbours.index(p2p.rank)
         rings = min(len(ranks) for ranks in members.values())
         self._ring = Ring(p2p.among([ranks[index] for ranks in members.values()])) if index < rings else None

@@ -7,20 +7,15 @@ sockets are in Linux's abstract namespace: they leave nothing behind in the file
 from __future__ import annotations
 
 import array
-import hashlib
 import os
 import secrets
 import select
 import socket
-import sys
 import time
 import weakref
-from pathlib import Path
 
 import torch
 
-from common.errors import UsageError
-from ddp.all_reduce.naive import Naive
 from ddp.all_reduce.p2p import P2P
 
 MESSAGE_BYTES = 1024
@@ -47,7 +42,9 @@ class LocalSockets:
             invitation = listener.getsockname() + secrets.token_bytes(SECRET_BYTES)
             try:
                 for peer in range(p2p.rank):
-                    self._connections[peer] = _connect(_receive(p2p, peer, len(invitation)), p2p.timeout_s)
+                    theirs = torch.empty(len(invitation), dtype=torch.uint8)
+                    p2p.receive(theirs, peer)
+                    self._connections[peer] = _connect(bytes(theirs.tolist()), p2p.timeout_s)
                 for peer in range(p2p.rank + 1, p2p.size):
                     p2p.send(torch.tensor(list(invitation), dtype=torch.uint8), peer)
                     self._connections[peer] = _accept(listener, invitation[-SECRET_BYTES:])
@@ -101,12 +98,6 @@ class LocalSockets:
             connection.close()
 
 
-def _receive(p2p: P2P, source: int, nbytes: int) -> bytes:
-    message = torch.empty(nbytes, dtype=torch.uint8)
-    p2p.receive(message, source)
-    return bytes(message.tolist())
-
-
 def _new_socket(timeout_s: float) -> socket.socket:
     new = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     new.settimeout(timeout_s)
@@ -131,20 +122,3 @@ def _accept(listener: socket.socket, secret: bytes) -> socket.socket:
             connection.settimeout(None)
             return connection
         connection.close()
-
-
-def find_hosts(p2p: P2P) -> list[int]:
-    """A number for each rank, which is the same for the ranks of one host only. A collective.
-
-    A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
-
-    :raises UsageError: outside Linux
-    """
-    if sys.platform != "linux":
-        raise UsageError("--all-reduce shared-memory and hierarchical need Linux: use another, such as ring")
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    host = f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
-    hosts = torch.zeros(p2p.size, dtype=torch.int64)
-    hosts[p2p.rank] = int.from_bytes(hashlib.sha256(host.encode()).digest()[:8], "little", signed=True)
-    Naive(p2p).run(hosts)  # each rank has filled in its own number
-    return hosts.tolist()

@@ -13,7 +13,9 @@ import copy
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,8 @@ class P2P:
     To make one is a collective. Each object has a tag of its own, so that its messages are never taken for those of another
     object, or of the group's collectives in another thread. Its methods are for one thread at a time.
 
-    ``hosts`` has the host name of each rank, ``group`` is the whole group (also after :meth:`among`), ``timeout_s`` is how long
-    that waits for a rank, and ``sent_bytes`` counts what this object has sent.
+    ``hosts`` has the host name of each rank, ``host_ids`` what only the ranks of one host share, ``group`` is the whole group (also
+    after :meth:`among`), ``timeout_s`` is how long that waits for a rank, and ``sent_bytes`` counts what this object has sent.
 
     :param group: the default group when None
     """
@@ -43,12 +45,13 @@ class P2P:
         self.timeout_s = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
         self.group = group
         self.sent_bytes = 0
-        introductions: list[tuple[str, int, int]] = [("", 0, 0)] * self.size
-        dist.all_gather_object(introductions, (socket.gethostname(), os.getpid(), secrets.randbits(31)), group)
-        self.hosts = [host for host, _, _ in introductions]
-        self._tag = introductions[0][2]
+        introductions = [("", "", 0, 0)] * self.size
+        own = socket.gethostname(), host_id(), os.getpid(), secrets.randbits(31)
+        dist.all_gather_object(introductions, own, group)
+        hosts, host_ids, pids, tags = zip(*introductions, strict=True)
+        self.hosts, self.host_ids, self._tag = list(hosts), list(host_ids), tags[0]
         self._members = list(range(self.size))  # in the group
-        processes = [(host, pid) for host, pid, _ in introductions]
+        processes = list(zip(hosts, pids, strict=True))
         self._suspicions = Suspicions(f"rank-lost/{self._tag}", self.rank, processes, self.timeout_s)
 
     def among(self, ranks: Sequence[int]) -> P2P:
@@ -59,6 +62,7 @@ class P2P:
         few = copy.copy(self)
         few.rank, few.size = list(ranks).index(self.rank), len(ranks)
         few.hosts = [self.hosts[rank] for rank in ranks]
+        few.host_ids = [self.host_ids[rank] for rank in ranks]
         few._members = [self._members[rank] for rank in ranks]
         return few
 
@@ -125,6 +129,17 @@ class P2P:
         :param cause: what this rank saw
         """
         return self._suspicions.report(None if suspect is None else self._members[suspect], cause)
+
+
+def host_id() -> str:
+    """What only the ranks of one host share.
+
+    A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
+    """
+    if sys.platform != "linux":
+        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 class SendReceiveAllReduce(AllReduce):

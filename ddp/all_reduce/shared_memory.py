@@ -20,13 +20,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from common.errors import UsageError
-from ddp.all_reduce.local_sockets import LocalSockets, find_hosts
+from ddp.all_reduce.local_sockets import LocalSockets
 from ddp.all_reduce.p2p import P2P, require_cpu
 from ddp.all_reduce.sharded import ShardedAllReduce
 
@@ -54,9 +55,10 @@ class SharedMemory(ShardedAllReduce):
 
     def __init__(self, p2p: P2P, parts: int | None = None, between: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()
-        hosts = find_hosts(p2p)
-        if len(set(hosts)) > 1:
-            names = ", ".join(p2p.hosts[hosts.index(host)] for host in dict.fromkeys(hosts))
+        if sys.platform != "linux":
+            raise UsageError("--all-reduce shared-memory and hierarchical need Linux: use another, such as ring")
+        if len(set(p2p.host_ids)) > 1:
+            names = ", ".join(p2p.hosts[p2p.host_ids.index(host)] for host in dict.fromkeys(p2p.host_ids))
             raise UsageError(
                 f"--all-reduce shared-memory needs all ranks on one host; these are on {names}: use hierarchical"
             )

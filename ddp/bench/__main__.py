@@ -22,38 +22,26 @@ import sys
 from common.cli import command
 from common.errors import UsageError
 
-REMOVED = {
-    "--keep-memory": "malloc always keeps freed memory",
-    "--no-keep-memory": "malloc always keeps freed memory",
-    "--hosts": "the tests of ddp/all_reduce simulate hosts",
-    "--dtype": "tensors are float32; give the --sizes in bytes",
-    "--workers": "compare loaders by dataloading.bench",
-    "--algorithms": "all are compared on the CPU: --device cpu",
-    "--sequences": "the batch of a rank is fixed; give the --length",
-    "strategies --image-size": "give the --model",
-    "--looks": "safety times whole steps",
-    "--limit": "divide a rank's memory by the bytes per parameter at the peak",
-    "memory --precision": "parameters are float32",
-    "--interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
-    "--threads": "the ranks share the usable cores: restrict these by taskset",
-}
-BENCHMARKS = ("overhead", "strategies", "allreduce", "engines", "costs", "sharding", "memory", "safety")
+ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes
+BENCHMARKS = (*ON_RANKS, "strategies", "allreduce", "engines", "costs", "sharding", "memory")
 
 
 @command
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
-    for flag in (argument.partition("=")[0] for argument in arguments):
-        for removed in (flag, f"{name} {flag}"):
-            if removed in REMOVED:
-                raise UsageError(f"{removed} is no longer there: {REMOVED[removed]}")
     if name in ("-h", "--help"):
         print(f"{__doc__}\nbenchmarks: {', '.join(BENCHMARKS)} (NAME --help lists its options)")
-    elif name in BENCHMARKS:
-        # Each benchmark is a module of that name. Only the requested one is imported, so that --help stays fast.
-        importlib.import_module(f"ddp.bench.{name}").main(arguments)
-    else:
+        return
+    if name not in BENCHMARKS:
         raise UsageError(f"unknown benchmark {name!r}: there is {', '.join(BENCHMARKS)}")
+    # Each benchmark is a module of that name. Only the requested one is imported, so that --help stays fast.
+    one = importlib.import_module(f"ddp.bench.{name}")
+    if name in ON_RANKS:
+        one.main(arguments)
+    else:
+        from common.reporting.turns import run_benchmark
+
+        run_benchmark(one.Config, f"ddp.bench {name}", one.__doc__, arguments, one.measure, one.report)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from common.cli import option
-from common.distributed.placement import Placement, place_ranks
-from common.distributed.process_group import DEVICES, DistEnv
+from common.distributed.placement import PlacedConfig
+from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
 from common.reporting.run_figures import COLORS, new_figure
@@ -38,7 +38,6 @@ from common.reporting.turns import (
     calls_of_a_turn,
     cells,
     ratios,
-    run_benchmark,
     table,
     timed_steps,
     write_report,
@@ -59,16 +58,17 @@ Times = Mapping[int, list[float]]  # seconds of one all-reduce, by bytes; one en
 
 
 @dataclass(frozen=True)
-class AllReduceConfig:
+class Config(PlacedConfig):
     """Settings of ``ddp.bench allreduce``.
 
     :raises UsageError: for a size that is not a whole number of elements
     """
 
+    LEAST_RANKS = 2
+
     ranks: int = option(
         None, "processes (default: one per GPU; on the CPU 2, each with one thread)", minimum=2, maximum=64
     )
-    device: str = option("auto", "auto takes CUDA where there is a GPU for each rank", choices=DEVICES)
     sizes: tuple[int, ...] = option(SIZES, "sizes of the float32 tensors in bytes", minimum=ELEMENT)
     rounds: int = option(15, "measured rounds; in each, every algorithm takes one turn", minimum=2)
     output: Path = option(Path("runs/bench-allreduce"), "folder of the JSON and the figure")
@@ -79,19 +79,13 @@ class AllReduceConfig:
                 raise UsageError(f"--sizes {size} is no multiple of the {ELEMENT} bytes of a float32")
         if len(self.sizes) < 2:
             raise UsageError(f"--sizes {self.sizes[0]}: give two or more, which a line needs")
-        placement = self.placement
-        defaults = {"ranks": placement.ranks, "device": placement.device, "sizes": tuple(sorted(self.sizes))}
-        for name, value in defaults.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def placement(self) -> Placement:
-        return place_ranks(self.device, self.ranks, least=2)
+        super().__post_init__()
+        object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
 
     @property
     def algorithms(self) -> tuple[str, ...]:
         """The backend's own first, then those by hand, which sum tensors of the CPU."""
-        return (BACKEND,) if self.placement.gpus else (BACKEND, *BY_HAND)
+        return (BACKEND, *BY_HAND) if self.device == "cpu" else (BACKEND,)
 
 
 def size_name(size: int) -> str:
@@ -127,11 +121,7 @@ class AllReduceWorker:
         return [timed_steps(lambda: tensor.mul_(1), 1)[0] for _ in range(WARMUP + rounds)][WARMUP:]
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(AllReduceConfig, "ddp.bench allreduce", __doc__, argv, measure, report)
-
-
-def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
+def measure(config: Config) -> tuple[Mapping[str, Times], float]:
     """Start the ranks, let the algorithms take turns, and end the ranks. The backend's own algorithm comes first.
 
     :returns: also the bytes per second that the host's memory reads and writes for all ranks together; 0 for tensors of GPUs
@@ -167,7 +157,7 @@ def measure(config: AllReduceConfig) -> tuple[Mapping[str, Times], float]:
     return seconds, memory
 
 
-def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float]) -> str:
+def report(config: Config, measured: tuple[Mapping[str, Times], float]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     seconds, memory = measured
     medians = {name: {size: statistics.median(own) for size, own in of.items()} for name, of in seconds.items()}
@@ -212,7 +202,7 @@ def report(config: AllReduceConfig, measured: tuple[Mapping[str, Times], float])
 
 
 def _plot(
-    config: AllReduceConfig,
+    config: Config,
     seconds: Mapping[str, Times],
     fits: Mapping[str, AlphaBeta],
     bandwidths: Mapping[str, Mapping[int, float]],

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.cli import option
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import Spread
-from common.reporting.turns import Times, cells, progress_of, run_benchmark, table, write_report
+from common.reporting.turns import Times, cells, progress_of, table, write_report
 from ddp.bench.turns import Comparison, TurnsConfig, compare
 from ddp.bench.variants import FLOOR, NETWORKS, NO_SUM, ON_THE_CPU, DDPVariant
 
@@ -52,18 +52,14 @@ VARIANTS = {FLOOR: DDPVariant("none")} | {str(one): one for parts in DDPS.values
 
 
 @dataclass(frozen=True)
-class CostsConfig(TurnsConfig):
+class Config(TurnsConfig):
     """Settings of ``ddp.bench costs``."""
 
     models: tuple[str, ...] = option(ON_THE_CPU, "models on which the DDPs are taken apart", choices=NETWORKS)
     output: Path = option(Path("runs/bench-costs"), "folder of the JSON and the figure")
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(CostsConfig, "ddp.bench costs", __doc__, argv, measure, report)
-
-
-def measure(config: CostsConfig) -> list[Comparison]:
+def measure(config: Config) -> list[Comparison]:
     """Measure all variants on each model."""
     with progress_of(config, len(config.models)) as progress:
         steps = {m: {name: functools.partial(one.step, m) for name, one in VARIANTS.items()} for m in config.models}
@@ -93,7 +89,7 @@ def _differences(times: Times, more: str, less: str) -> list[float]:
     return [1e3 * (a - b) for a, b in zip(times[more], times[less], strict=True)]
 
 
-def report(config: CostsConfig, comparisons: list[Comparison]) -> str:
+def report(config: Config, comparisons: list[Comparison]) -> str:
     """Write the JSON and the figure, and return the tables to print."""
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
     lines = [f"{title}, milliseconds per step, median [quartiles] of the differences round by round"]

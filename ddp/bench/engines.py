@@ -31,15 +31,14 @@ Then, on one model, the options of the wrappers:
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.cli import option
-from common.distributed.placement import Placement, place_ranks
-from common.distributed.process_group import DEVICES
+from common.distributed.placement import PlacedConfig
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.turns import cells, progress_of, ratios, run_benchmark, table, write_report
+from common.reporting.turns import cells, progress_of, ratios, table, write_report
 from ddp.bench.turns import Comparison, TurnsConfig, compare
 from ddp.bench.variants import (
     BUCKETED,
@@ -60,7 +59,7 @@ from ddp.bench.variants import (
 
 
 @dataclass(frozen=True)
-class EnginesConfig(TurnsConfig):
+class Config(PlacedConfig, TurnsConfig):
     """Settings of ``ddp.bench engines``."""
 
     models: tuple[str, ...] = option(
@@ -70,29 +69,15 @@ class EnginesConfig(TurnsConfig):
     )
     variations: bool = option(True, "compare also the options of the wrappers")
     model: str = option("mlp", "the model on which options are compared", choices=NETWORKS)
-    ranks: int = option(
-        None, "processes (default: one per GPU; on the CPU 2, each with one thread)", minimum=1, maximum=64
-    )
-    device: str = option("auto", "auto takes CUDA where there is a GPU for each rank", choices=DEVICES)
     output: Path = option(Path("runs/bench-engines"), "folder of the JSON and the figures")
 
     def __post_init__(self) -> None:
-        placement = self.placement
-        models = NETWORKS if placement.gpus else ON_THE_CPU
-        defaults = {"ranks": placement.ranks, "device": placement.device, "models": self.models or models}
-        for name, value in defaults.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def placement(self) -> Placement:
-        return place_ranks(self.device, self.ranks)
+        super().__post_init__()
+        models = ON_THE_CPU if self.device == "cpu" else NETWORKS
+        object.__setattr__(self, "models", self.models or models)
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(EnginesConfig, "ddp.bench engines", __doc__, argv, measure, report)
-
-
-def measure(config: EnginesConfig) -> tuple[list[Comparison], list[Comparison]]:
+def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
     """Measure the variants on each model, and the options on one model."""
     # On a GPU only the backend can sum.
     variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
@@ -108,7 +93,7 @@ def measure(config: EnginesConfig) -> tuple[list[Comparison], list[Comparison]]:
         return compared, [of(subject, config.model, options, VIEWS) for subject, options in left]
 
 
-def report(config: EnginesConfig, measured: tuple[list[Comparison], list[Comparison]]) -> str:
+def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) -> str:
     """Write the JSON and the figures, and return the summary to print."""
     compared, varied = measured
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"

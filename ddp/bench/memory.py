@@ -16,8 +16,7 @@ flight. The peak adds activations, the units that are whole at the moment and th
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,8 @@ from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup, preload
 from common.machine import set_malloc
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.turns import Rounds, run_benchmark, table, write_report
-from common.training.gpt import GPT
-from common.training.models import require_heads
-from ddp.bench.sharding import STAGES, VOCABULARY, parameters_of, share
+from common.reporting.turns import Rounds, table, write_report
+from ddp.bench.sharding import STAGES, VOCABULARY, TransformerConfig, share
 from ddp.timeline.memory import bytes_of, state_of
 
 PARTS = ("parameters", "gradients", "optimizer state")
@@ -41,20 +38,12 @@ LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "ddp.bench.memory")
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
-    """Settings of ``ddp.bench memory``.
+class Config(TransformerConfig):
+    """Settings of ``ddp.bench memory``."""
 
-    :raises UsageError: for a width that heads do not divide
-    """
-
-    width: int = option(256, "of the transformer", minimum=64)
-    layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
     length: int = option(64, "tokens of a sequence", minimum=1)
     ranks: tuple[int, ...] = option((2, 3, 4), "numbers of ranks", minimum=1, maximum=8)
     output: Path = option(Path("runs/bench-memory"), "folder of the JSON and the figure")
-
-    def __post_init__(self) -> None:
-        require_heads(self.width)
 
 
 def formula(stage: int | None, ranks: int) -> dict[str, float]:
@@ -71,7 +60,7 @@ def formula(stage: int | None, ranks: int) -> dict[str, float]:
 class LedgerWorker:
     """The service of one rank: builds one variant, trains it for some steps, and counts."""
 
-    def __init__(self, env: DistEnv, config: MemoryConfig, stage: int | None) -> None:
+    def __init__(self, env: DistEnv, config: Config, stage: int | None) -> None:
         set_malloc(mmap_threshold=128 << 10)  # freed tensors go back to the kernel at once
         self._config, self._stage = config, stage
 
@@ -83,19 +72,19 @@ class LedgerWorker:
             hand-written ring sends in a step, or 0 where that is not used
         """
         # The first step of a process takes memory that is not the model's: code, caches, buffers of gloo.
-        self._train(1, 64)
+        self._train(replace(self._config, layers=1, width=64))
         gc.collect()
         before = process_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what there is now
-        resident, sent = self._train(self._config.layers, self._config.width)
+        resident, sent = self._train(self._config)
         return {"resident": resident, "peak": process_bytes("VmHWM") - before, "sent": sent}
 
-    def _train(self, layers: int, width: int) -> tuple[dict[str, int], int]:
-        length, stage = self._config.length, self._stage
-        tokens, targets = (torch.randint(VOCABULARY, (1, length)) for _ in range(2))
+    def _train(self, config: Config) -> tuple[dict[str, int], int]:
+        stage = self._stage
+        tokens, targets = (torch.randint(VOCABULARY, (1, config.length)) for _ in range(2))
         torch.manual_seed(0)
         with torch.device("meta" if stage != 0 else "cpu"):  # only replicas are whole anywhere
-            network = GPT(VOCABULARY, width, layers, length)
+            network = config.build()
         model: Any = share(network, stage, "ring" if stage else "backend")
         flats, rings = (model.flats, model._collectives) if stage else ([], [])
         optimizer = torch.optim.AdamW(model.parameters())
@@ -120,14 +109,10 @@ def process_bytes(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(MemoryConfig, "ddp.bench memory", __doc__, argv, measure, report)
-
-
-def measure(config: MemoryConfig) -> list[dict[str, Any]]:
+def measure(config: Config) -> list[dict[str, Any]]:
     """For each number of ranks and each variant, the ledger of rank 0, beside the bytes of the formula."""
     preload(*LATE_IMPORTS)
-    parameters = parameters_of(config.width, config.layers, config.length)
+    parameters = config.parameters
     rows = []
     with Rounds(len(config.ranks) * len(STAGES)) as progress:
         for ranks in progress.until_stopped(config.ranks):
@@ -141,9 +126,9 @@ def measure(config: MemoryConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def report(config: MemoryConfig, rows: list[dict[str, Any]]) -> str:
+def report(config: Config, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
-    parameters = parameters_of(config.width, config.layers, config.length)
+    parameters = config.parameters
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, fp32"
     measured = dict.fromkeys(row["ranks"] for row in rows)
     panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in measured}

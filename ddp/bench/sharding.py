@@ -12,7 +12,7 @@ sends more, since a reduce-scatter there is a whole all-reduce.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,7 +23,7 @@ from torch import nn
 from common.cli import option
 from common.distributed.process_group import DistEnv
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.turns import Step, Times, cells, progress_of, ratios, run_benchmark, table, write_report
+from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
 from ddp.bench.turns import TurnsConfig, compare, training_step
@@ -69,16 +69,9 @@ SHARDED_VARIANTS: Mapping[str, tuple[int | None, str]] = {
 } | {FULLY_SHARD: (None, "backend")}
 
 
-def parameters_of(width: int, layers: int, length: int) -> int:
-    """The number of parameters of the transformer."""
-    with torch.device("meta"):
-        network = GPT(VOCABULARY, width, layers, length)
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 @dataclass(frozen=True)
-class ShardingConfig(TurnsConfig):
-    """Settings of ``ddp.bench sharding``.
+class TransformerConfig:
+    """The size of the transformer.
 
     :raises UsageError: for a width that heads do not divide
     """
@@ -86,14 +79,30 @@ class ShardingConfig(TurnsConfig):
     width: int = option(256, "of the transformer", minimum=64)
     layers: int = option(8, "its blocks, of 12 width² parameters each", minimum=1)
     length: int = option(128, "tokens of a sequence", minimum=1)
-    turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
-    output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
         require_heads(self.width)
 
+    def build(self) -> GPT:
+        """Build it on torch's default device."""
+        return GPT(VOCABULARY, self.width, self.layers, self.length)
 
-def sharded_step(config: ShardingConfig, stage: int | None, all_reduce: str, env: DistEnv) -> Step:
+    @property
+    def parameters(self) -> int:
+        """Their number."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.build().parameters())
+
+
+@dataclass(frozen=True)
+class Config(TransformerConfig, TurnsConfig):
+    """Settings of ``ddp.bench sharding``."""
+
+    turn: float = option(0.5, "seconds of a variant's turn, rounded to whole steps", above=0)
+    output: Path = option(Path("runs/bench-sharding"), "folder of the JSON and the figure")
+
+
+def sharded_step(config: Config, stage: int | None, all_reduce: str, env: DistEnv) -> Step:
     """The step of the transformer, shared in this way, on one batch that is in memory. A collective.
 
     The learning rate is 0: constant weights make every step the same work.
@@ -102,24 +111,20 @@ def sharded_step(config: ShardingConfig, stage: int | None, all_reduce: str, env
     size = (SEQUENCES, config.length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     torch.manual_seed(0)
-    model = share(GPT(VOCABULARY, config.width, config.layers, config.length), stage, all_reduce)
+    model = share(config.build(), stage, all_reduce)
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=0.0), tokens, targets)
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(ShardingConfig, "ddp.bench sharding", __doc__, argv, measure, report)
-
-
-def measure(config: ShardingConfig) -> Times:
+def measure(config: Config) -> Times:
     """Measure the seconds of a step of each variant, one entry per round."""
     steps = {name: functools.partial(sharded_step, config, *variant) for name, variant in SHARDED_VARIANTS.items()}
     with progress_of(config, 1) as progress:
         return compare(config, "sharding", steps, [REPLICAS], progress).seconds
 
 
-def report(config: ShardingConfig, seconds: Times) -> str:
+def report(config: Config, seconds: Times) -> str:
     """Write the JSON and the figure, and return the summary to print."""
-    parameters = parameters_of(config.width, config.layers, config.length)
+    parameters = config.parameters
     title = f"{config.placement}; a transformer of {parameters / 1e6:.1f} M parameters"
     by = {f"by {reference}": ratios(seconds, reference) for reference in (REPLICAS, FULLY_SHARD)}
     plot_rounds(config.output / "sharding.png", by, title=title, x_title="time per step, as a multiple")

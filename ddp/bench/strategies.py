@@ -25,7 +25,7 @@ from common.errors import UsageError
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import NOISE, Spread, paired_ratio
-from common.reporting.turns import cells, progress_of, run_benchmark, table, take_turns, write_report
+from common.reporting.turns import cells, progress_of, table, take_turns, write_report
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
 from common.training.recipes import load_dataset
@@ -37,7 +37,7 @@ MOST_PROCESSES = 4  # the largest default of --processes
 
 
 @dataclass(frozen=True)
-class StrategiesConfig:
+class Config:
     """Settings of ``ddp.bench strategies``.
 
     :raises UsageError: for a global batch that does not divide, or more processes than GPUs
@@ -91,7 +91,7 @@ class Strategy:
     threads: int
 
 
-def strategies(config: StrategiesConfig) -> list[Strategy]:
+def strategies(config: Config) -> list[Strategy]:
     """The strategies that this machine allows. The single process on one device comes first."""
     most = max(config.processes)
     share = max(1, usable_cores() // most)
@@ -107,11 +107,7 @@ def strategies(config: StrategiesConfig) -> list[Strategy]:
     return chosen + ranks
 
 
-def main(argv: Sequence[str]) -> None:
-    run_benchmark(StrategiesConfig, "ddp.bench strategies", __doc__, argv, measure, report)
-
-
-def measure(config: StrategiesConfig) -> dict[str, list[StepParts]]:
+def measure(config: Config) -> dict[str, list[StepParts]]:
     """Start all jobs, let them take turns, and end them; once per build.
 
     :returns: for each strategy the parts of a step, one entry per round, means over ranks and steps
@@ -184,7 +180,7 @@ CAUSES = {
 }
 
 
-def report(config: StrategiesConfig, measured: Mapping[str, list[StepParts]]) -> str:
+def report(config: Config, measured: Mapping[str, list[StepParts]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     chosen = strategies(config)
     seconds = {name: [sum(parts) for parts in own] for name, own in measured.items()}

@@ -1,15 +1,15 @@
-"""The ranks that a launcher has started: which came, from where, with which software, and how fast they reach each other.
+"""The ranks that a launcher has started: from where, with which devices, and how fast they reach each other.
 
     python -m ddp.launch.doctor                                      # this host
     torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
     srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
 
-Rank 0 prints what is wrong first, then a table of the ranks and one of the links between their hosts. The exit status is 1 if
-something is wrong.
+The ranks meet as those of ddp.train do: if one is missing, or was started differently, one line says so, and the exit status is 2.
+Otherwise rank 0 prints a table of the ranks and one of the links between their hosts. The exit status is 1 if a clock is wrong.
 
-The ranks need only reach MASTER_ADDR: they exchange facts about themselves through the store there. Only when all have come, and
-run the same software, do they form a group, in which the links are measured: a message goes there and back (the latency is half of
-that), and larger ones go one way and are answered by a byte (the bandwidth).
+Until then, the ranks need only reach MASTER_ADDR: they exchange facts about themselves through the store there. Then they form
+a group, in which the links are measured: a message goes there and back (the latency is half of that), and larger ones go one way
+and are answered by a byte (the bandwidth).
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
-from common.distributed import STORE_POLL_S
 from common.distributed.addresses import addresses_by_interface, interface_towards
-from common.distributed.agreement import READ_S, differences, different_gpus, shared_gpu, wait_for
-from common.distributed.launch_facts import gpu_facts, software
-from common.distributed.process_group import DEVICES, DistEnv, clean_exit, find_dist_env, open_store, rendezvous_errors
+from common.distributed.launch_facts import software
+from common.distributed.process_group import (
+    DEVICES,
+    DistEnv,
+    clean_exit,
+    find_dist_env,
+    rendezvous_errors,
+    rendezvous_store,
+)
 from common.distributed.rank_logging import rank_logging
 from common.launchers import launcher_name
 from common.stdout import print_results
@@ -42,8 +47,7 @@ ROUND_TRIPS, TRANSFERS = 20, 3
 MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
 
-# Facts that may differ between the ranks of a job: the columns of the table.
-OWN = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
+COLUMNS = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
 
 Facts = Mapping[str, str]
 
@@ -62,14 +66,13 @@ class DoctorConfig:
 def main() -> None:
     config = parse(DoctorConfig, "ddp.launch.doctor", __doc__)
     env = find_dist_env(config.device)
-    with clean_exit(env), rank_logging(env):
-        with rendezvous_errors(env):
-            store = open_store(env, config.timeout, config)
-            everyone = exchange_facts(store, env, facts_of(env, config), config.timeout)
-        problems = what_is_wrong(everyone, env.world_size) if env.is_main else []
+    with clean_exit(env), rank_logging(env), rendezvous_errors(env):
+        store = rendezvous_store(env, config.timeout, config)  # there the ranks compare what they were started with
+        everyone = exchange_facts(store, env)
+        problems = wrong_clocks(everyone)
         if env.is_main:
-            print_results(report(problems, everyone, env))
-        hosts = agree(store, env, first_ranks(everyone) if not problems else {}, config.timeout)
+            print_results(report(problems, everyone))
+        hosts = first_ranks(everyone)
         if len(hosts) > 1:
             links = measure(hosts, store, env, config)
             if env.is_main:
@@ -78,7 +81,16 @@ def main() -> None:
             sys.exit(1)
 
 
-def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
+def exchange_facts(store: Store, env: DistEnv) -> list[Facts]:
+    """The facts of all ranks, by way of the store."""
+    facts = {"time": str(time.time()), **facts_of(env)}  # first the time: the ranks are here within milliseconds
+    store.set(f"doctor/{env.rank}", json.dumps(facts))
+    everyone = [json.loads(store.get(f"doctor/{rank}")) for rank in range(env.world_size)]
+    first = float(everyone[0]["time"])
+    return [{**facts, "clock": f"{float(facts['time']) - first:+.1f} s"} for facts in everyone]
+
+
+def facts_of(env: DistEnv) -> dict[str, str]:
     """This rank's own facts."""
     towards = interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or towards or "lo"
@@ -92,53 +104,16 @@ def facts_of(env: DistEnv, config: DoctorConfig) -> dict[str, str]:
         "device": f"{env.device} {gpu}".strip(),
         "GPUs": str(torch.cuda.device_count()),
         "cores": str(env.share_of_cores * env.local_world_size),
-        **software(),
-        "started by": launcher_name(),
-        **(gpu_facts(env) if env.device.type == "cuda" else {}),
     }
 
 
-def exchange_facts(store: Store, env: DistEnv, facts: dict[str, str], timeout_s: float) -> dict[int, Facts]:
-    """Put this rank's facts into the store, for rank 0 to read.
-
-    :returns: on rank 0, the facts by rank, of those that came; on the others, their own
-    :raises torch.distributed.DistStoreError: when rank 0 does not answer
-    """
-    deadline = time.monotonic() + timeout_s
-    if env.is_main:
-        everyone: dict[int, Facts] = {0: {**facts, "clock": "+0.0 s"}}
-        while len(everyone) < env.world_size and time.monotonic() < deadline:
-            store.set("time", repr(time.time()))  # what the others read is as old as one turn of this loop
-            for rank in set(range(env.world_size)) - everyone.keys():
-                if store.check([f"facts/{rank}"]):
-                    everyone[rank] = json.loads(store.get(f"facts/{rank}"))
-            time.sleep(STORE_POLL_S)
-        return dict(sorted(everyone.items()))
-    if wait_for(["time"], store, deadline):
-        raise dist.DistStoreError("rank 0 did not answer")
-    facts = {**facts, "clock": f"{time.time() - float(store.get('time')):+.1f} s"}
-    store.set(f"facts/{env.rank}", json.dumps(facts))
-    return {env.rank: facts}
-
-
-def what_is_wrong(everyone: Mapping[int, Facts], world_size: int) -> list[str]:
-    """A line for each thing that would keep a job from running, or make it hard to read."""
-    problems = []
-    if absent := [rank for rank in range(world_size) if rank not in everyone]:
-        hosts = ", ".join(dict.fromkeys(facts["host"] for facts in everyone.values()))
-        problems.append(
-            f"{len(everyone)} of {world_size} ranks came, from {hosts}. Not rank {', '.join(map(str, absent))}: start the others, "
-            "and check that their hosts can reach MASTER_ADDR and MASTER_PORT"
-        )
-    same = {rank: {k: v for k, v in facts.items() if k not in OWN} for rank, facts in everyone.items()}
-    problems += differences(same)
-    problems += [line for line in (shared_gpu(everyone), different_gpus(everyone)) if line is not None]
-    for rank, facts in everyone.items():
-        if abs(float(facts["clock"].split()[0])) > MOST_CLOCK_S:
-            problems.append(
-                f"the clock of {facts['host']} (rank {rank}) differs by {facts['clock']} from that of rank 0"
-            )
-    return problems
+def wrong_clocks(everyone: Sequence[Facts]) -> list[str]:
+    """A line for each clock that would make the logs of two hosts hard to read."""
+    return [
+        f"wrong: the clock of {facts['host']} (rank {rank}) differs by {facts['clock']} from that of rank 0"
+        for rank, facts in enumerate(everyone)
+        if abs(float(facts["clock"].split()[0])) > MOST_CLOCK_S
+    ]
 
 
 def _host_of(facts: Facts) -> tuple[str, str]:
@@ -146,29 +121,14 @@ def _host_of(facts: Facts) -> tuple[str, str]:
     return facts["host"], facts["interface"]
 
 
-def first_ranks(everyone: Mapping[int, Facts]) -> dict[str, int]:
+def first_ranks(everyone: Sequence[Facts]) -> dict[str, int]:
     """The lowest rank of each host. On one host, every rank counts as a host of its own."""
     firsts: dict[tuple[str, str], int] = {}
-    for rank, facts in everyone.items():
+    for rank, facts in enumerate(everyone):
         firsts.setdefault(_host_of(facts), rank)
     if len(firsts) == 1:
-        return {f"rank {rank}": rank for rank in everyone}
+        return {f"rank {rank}": rank for rank in range(len(everyone))}
     return {f"{everyone[rank]['host']} (rank {rank})": rank for rank in firsts.values()}
-
-
-def agree(store: Store, env: DistEnv, hosts: dict[str, int], timeout_s: float) -> dict[str, int]:
-    """Rank 0 tells all between which ranks they measure; none if something is wrong. It waits until they have read that,
-    since it may serve the store."""
-    if env.is_main:
-        store.set("hosts", json.dumps(hosts))
-        if not hosts:
-            wait_for([f"read/{rank}" for rank in range(1, env.world_size)], store, time.monotonic() + READ_S)
-        return hosts
-    if wait_for(["hosts"], store, time.monotonic() + timeout_s):
-        return {}
-    told: dict[str, int] = json.loads(store.get("hosts"))
-    store.set(f"read/{env.rank}", "")
-    return told
 
 
 def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: DoctorConfig) -> list[list[str]]:
@@ -180,8 +140,7 @@ def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: Doctor
     """
     size = config.mebibytes * 2**20
     timeout = datetime.timedelta(seconds=config.timeout)
-    with rendezvous_errors(env):
-        dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     links = [["from", "to", "latency", "bandwidth"]]
     for (first, sender), (second, receiver) in itertools.combinations(hosts.items(), 2):
         if sender > 0 and len(hosts) > MOST_PAIRS_OF:
@@ -214,19 +173,18 @@ def _median_seconds(times: int, size: int, sends: bool, other: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def report(problems: Sequence[str], everyone: Mapping[int, Facts], env: DistEnv) -> str:
+def report(problems: Sequence[str], everyone: Sequence[Facts]) -> str:
     """The problems, the software, and a table of the ranks."""
-    lines = [f"wrong: {problem}" for problem in problems] or ["nothing is wrong"]
-    facts = everyone[0]
-    hosts = len({_host_of(facts) for facts in everyone.values()})
+    ranks, hosts = len(everyone), len(set(map(_host_of, everyone)))
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if "RANK" in os.environ else "nowhere"
-    lines.append(
-        f"started by {facts['started by']}: {len(everyone)} of {env.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
-        f"which meet at {where}"
-    )
-    lines.append(f"rank 0 has {', '.join(f'{name} {facts[name]}' for name in software())}")
-    rows = [["rank", *OWN], *([str(rank), *(facts[name] for name in OWN)] for rank, facts in everyone.items())]
-    return "\n".join([*lines, "", *_aligned(rows)])
+    lines = [
+        *(problems or ["nothing is wrong"]),
+        f"started by {launcher_name()}: {ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}, meeting at {where}",
+        f"rank 0 has {', '.join(f'{name} {value}' for name, value in software().items())}",
+        "",
+    ]
+    rows = [["rank", *COLUMNS], *([str(rank), *map(facts.__getitem__, COLUMNS)] for rank, facts in enumerate(everyone))]
+    return "\n".join([*lines, *_aligned(rows)])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.cli import flag_of, option
 from common.distributed import DEVICES
-from common.distributed.placement import Placement, place_ranks
+from common.distributed.placement import PlacedConfig
 from common.errors import UsageError
 from common.training.models import MODELS
 from ddp.all_reduce import ALL_REDUCES
@@ -20,7 +20,7 @@ OF_REPLICAS = ("model", "bucket_mib")  # flags that the sharded strategies do no
 
 
 @dataclass(frozen=True)
-class StepTimelineConfig:
+class StepTimelineConfig(PlacedConfig):
     """Settings of ``ddp.timeline``.
 
     :raises UsageError: for a global batch that does not divide over the ranks, or leaves a rank too few samples, for a flag
@@ -42,7 +42,6 @@ class StepTimelineConfig:
         minimum=1,
         maximum=12_000,
     )
-    ranks: int = option(None, "processes (default: one per GPU; on the CPU 2)", minimum=1, maximum=64)
     device: str = option(
         "auto",
         "auto takes CUDA where there is a GPU for each rank; shards and all-reduces by hand are recorded on the CPU",
@@ -61,32 +60,21 @@ class StepTimelineConfig:
                 raise UsageError(
                     f"{flag_of(name)} {value} is for --strategy {REPLICAS}: leave it out with --strategy {self.strategy}"
                 )
-        if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
+        of_the_cpu = self.stage > 0 or self.all_reduce != "backend"
+        if self.device == "auto" and of_the_cpu:
             object.__setattr__(self, "device", "cpu")
-        placement = place_ranks(self.device, self.ranks)
-        object.__setattr__(self, "ranks", placement.ranks)
-        object.__setattr__(self, "device", placement.device)
-        if placement.gpus:
-            if self.stage:
-                raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
-            if self.all_reduce != "backend":
-                raise UsageError(
-                    f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu"
-                )
-            if placement.backend != "nccl":
-                raise UsageError(
-                    f"--ranks {self.ranks} is more than the {placement.gpus} usable GPUs: give fewer, or --device cpu"
-                )
+        super().__post_init__()
+        if self.device == "cuda" and (of_the_cpu or self.placement.backend != "nccl"):
+            raise UsageError(
+                f"--device cuda records --strategy {REPLICAS} with --all-reduce backend, and one rank on each of {self.placement.gpus} "
+                "usable GPUs: use --device cpu for all else"
+            )
         defaults = {"batch_size": 12} if self.stage else {"batch_size": 144, "model": "mlp"}
         for name, default in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or default)
         require_samples(self.model, self.batch_size, self.ranks)
         if self.stage:
             require_shardable(self.all_reduce, self.strategy)
-
-    @property
-    def placement(self) -> Placement:
-        return place_ranks(self.device, self.ranks)
 
     @property
     def stage(self) -> int:

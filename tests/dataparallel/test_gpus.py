@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dataparallel.parallel import HandwrittenDataParallel, gather, scatter
+from dataparallel.parallel import HandwrittenDataParallel
 from tests.dataparallel.modules import (
-    CPU,
     assert_same,
     batch_sizes,
     images,
@@ -48,12 +47,12 @@ def test_one_gpu_several_times_equals_the_plain_module(model: nn.Module, dim: in
 
 
 @pytest.mark.gpu
-def test_batches_come_from_the_cpu_and_outputs_go_there() -> None:
+def test_batches_come_from_the_cpu() -> None:
     module, x = linear(300, 200).cuda(0), rows(64, 300)
-    wrapper = HandwrittenDataParallel(module, [0, 0, 0], output_device="cpu")
+    wrapper = HandwrittenDataParallel(module, [0, 0, 0])
     for _ in range(20):
-        assert_same(wrapper(x), module(x.cuda(0)).cpu())
-        assert_same(wrapper(x.detach().pin_memory()), module(x.detach().cuda(0)).cpu())
+        assert_same(wrapper(x), module(x.cuda(0)))
+        assert_same(wrapper(x.detach().pin_memory()), module(x.detach().cuda(0)))
 
 
 @pytest.mark.gpu
@@ -117,17 +116,6 @@ def test_training_with_batchnorm_equals_torch_s_own() -> None:
             learner.step()
     assert_same(ours.state_dict(), theirs.state_dict())
     assert_same(ours.eval()(rows(samples)), theirs.eval()(rows(samples)))
-
-
-@pytest.mark.gpu
-@two_gpus
-def test_outputs_are_joined_on_another_gpu_when_asked() -> None:
-    module, x = linear().cuda(0), rows(5)
-    wrapper = HandwrittenDataParallel(module, [0, 1], output_device=1)
-    assert_same(wrapper(x), module(x.cuda(0)).cuda(1))
-    parts = scatter(((x,), {}), [torch.device("cuda", 0), torch.device("cuda", 1)])
-    assert [args[0].device.index for args, _ in parts] == [0, 1]
-    assert_same(gather([args[0] for args, _ in parts], CPU), x.clone())
 
 
 @pytest.mark.gpu

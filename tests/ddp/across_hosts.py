@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import torch.distributed as dist
+
 from common.files.atomic_files import write_json
-from ddp.all_reduce import ALL_REDUCES, hierarchical
-from ddp.all_reduce.p2p import P2P
+from ddp.all_reduce import ALL_REDUCES, p2p
 from tests.ddp.jobs import small, train_epochs
 
 SETTINGS = {"train_samples": 720, "test_samples": 50, "lr": 0.01, "threads": 1}
@@ -37,10 +38,10 @@ def digests() -> dict[str, str]:
 def digests_as_if(ranks_per_host: int) -> dict[str, str]:
     """On one host, whose ranks take each other for those of several: by hosts, ``hierarchical`` adds in another order."""
 
-    def hosts(p2p: P2P) -> list[int]:
-        return [rank // ranks_per_host for rank in range(p2p.size)]
+    def host_id() -> str:
+        return str(dist.get_rank() // ranks_per_host)
 
-    with mock.patch.object(hierarchical, "find_hosts", hosts):
+    with mock.patch.object(p2p, "host_id", host_id):
         return digests()
 
 

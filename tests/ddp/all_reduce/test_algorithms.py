@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 from unittest import mock
@@ -108,7 +108,8 @@ def summed(
             group = cast(dist.ProcessGroup, dist.new_group(list(range(len(hosts)))))
             for build in builds if env.rank < len(hosts) else ():
                 p2p = P2P(group)
-                all_reduce = Hierarchical(p2p, hosts) if build is Hierarchical else build(p2p)
+                p2p.host_ids = list(hosts)
+                all_reduce = build(p2p)
                 sums.append(checksums(all_reduce, examples, group))
                 all_reduce.close()
     return sums
@@ -174,8 +175,13 @@ def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: 
             return str(lost)
 
 
-def on_hosts(hosts: Sequence[str]) -> Build:
-    return partial(Hierarchical, hosts=hosts)
+def hierarchical(hosts: str, p2p: P2P) -> Hierarchical:
+    p2p.host_ids = list(hosts)
+    return Hierarchical(p2p)
+
+
+def on_hosts(hosts: str) -> Build:
+    return partial(hierarchical, hosts)
 
 
 @pytest.mark.faults

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp.bench import __main__ as bench
-from ddp.bench.allreduce import AllReduceConfig, report
+from ddp.bench.allreduce import Config, report
 from tests.support.launch import run_command
 from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
@@ -51,9 +51,9 @@ def test_every_algorithm_is_measured(tmp_path: Path) -> None:
 
 def test_on_gpus_nccl_is_measured_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend_gpus(monkeypatch, 4)
-    config = AllReduceConfig(sizes=(4, 4096), rounds=2, output=tmp_path)
+    config = Config(sizes=(4, 4096), rounds=2, output=tmp_path)
     assert (config.ranks, config.device, config.algorithms) == (4, "cuda", ("backend",))
-    assert list(AllReduceConfig(device="cpu").algorithms) == ALGORITHMS
+    assert list(Config(device="cpu").algorithms) == ALGORITHMS
     text = report(config, ({"backend": {4: [1e-5, 2e-5], 4096: [2e-5, 3e-5]}}, 0.0))
     assert text.startswith("all-reduce, 4 ranks on 4 GPUs, nccl, float32; 2 rounds")
     assert "memory" not in text
@@ -76,13 +76,8 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "--ranks 1 is out of range"),
-        (("--algorithms", "ring"), "--algorithms is no longer there: "),
         (("--sizes", "4,6"), "--sizes 6 is no multiple of the 4 bytes of a float32"),
         (("--sizes", "4"), "--sizes 4: give two or more"),
-        (("--sizes", "4,0"), "--sizes 0 is out of range"),
-        (("--hosts", "2"), "--hosts is no longer there: "),
-        (("--output", __file__), "is a file: give a folder"),
     ],
 )
 def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:

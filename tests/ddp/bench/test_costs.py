@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddp.bench import __main__ as bench
 from ddp.bench.costs import (
     COPIES,
     DDPS,
@@ -19,14 +18,13 @@ from ddp.bench.costs import (
     VARIANTS,
     WAITING,
     WHOLE,
-    CostsConfig,
+    Config,
     costs,
     report,
 )
 from ddp.bench.turns import Comparison
 from ddp.bench.variants import FLOOR
 from tests.support.launch import run_command
-from tests.support.user_errors import UserError
 
 
 def test_a_part_is_the_difference_of_two_variants_and_waiting_is_the_rest() -> None:
@@ -55,7 +53,7 @@ def test_the_bars_are_as_high_as_the_whole_and_negative_parts_hang_below(
     seconds[str(DDPS["by hand, gloo"][SUMS])] = [0.05, 0.06, 0.07]
     drawn: dict[str, dict[str, list[float]]] = {}
     monkeypatch.setattr("ddp.bench.costs.plot_stacked", lambda path, panels, *_, **__: drawn.update(panels))
-    report(CostsConfig(output=tmp_path), [Comparison("mlp", seconds, processor, FLOOR)])
+    report(Config(output=tmp_path), [Comparison("mlp", seconds, processor, FLOOR)])
     assert np.sum(list(drawn["mlp"].values()), axis=0) == pytest.approx([70, 40, 70])
     assert min(drawn["mlp"][WAITING]) < 0
 
@@ -76,7 +74,3 @@ def test_every_part_is_measured(tmp_path: Path) -> None:
     (model,) = json.loads((tmp_path / "costs.json").read_text())["models"]
     assert list(model["parts"]) == list(DDPS)
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_mistake_is_one_line(user_error: UserError) -> None:
-    assert "invalid choice: 'transformer'" in user_error(bench.main, "costs", "--models", "transformer")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.distributed.process_group import process_group
 from ddp.bench import __main__ as bench
-from ddp.bench.engines import EnginesConfig
+from ddp.bench.engines import Config
 from ddp.bench.variants import (
     CLIMB,
     DDP_VARIANTS,
@@ -108,10 +108,10 @@ def test_all_models_are_compared_by_default_but_large_ones_on_gpus_alone(
     monkeypatch: pytest.MonkeyPatch, gpus: int, large: bool, ranks: int
 ) -> None:
     pretend_gpus(monkeypatch, gpus)
-    config = EnginesConfig()
+    config = Config()
     assert config.models == ("fashion-cnn", "mlp", "resnet18", *["resnet50"] * large, DEEP)
     assert (config.ranks, config.device) == (ranks, "cuda" if gpus else "cpu")
-    assert EnginesConfig(models=(DEEP,), device="cpu").models == (DEEP,)
+    assert Config(models=(DEEP,), device="cpu").models == (DEEP,)
 
 
 @pytest.mark.gpu
@@ -124,20 +124,6 @@ def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "engines.json").read_text())
     assert SHARED not in written["models"][0]["seconds"]
     assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--ranks", "0"), "--ranks 0 is out of range"),
-        (("--device", "cuda"), "--device cuda, but no CUDA device is usable here"),
-        (("--no-keep-memory",), "--no-keep-memory is no longer there: "),
-        (("--model", "transformer"), "invalid choice: 'transformer'"),
-        (("--turn", "0"), "--turn 0.0 is out of range"),
-    ],
-)
-def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
-    assert words in user_error(bench.main, "engines", *arguments)
 
 
 def test_it_is_refused_under_torchrun(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:

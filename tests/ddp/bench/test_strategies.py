@@ -10,7 +10,7 @@ import pytest
 from common.reporting.timing import Spread
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
-from ddp.bench.strategies import CAUSES, ONE, SINGLE, StrategiesConfig, as_fast, lost, strategies
+from ddp.bench.strategies import CAUSES, ONE, SINGLE, Config, as_fast, lost, strategies
 from tests.support.launch import run_command
 from tests.support.user_errors import UserError
 
@@ -56,18 +56,17 @@ def test_what_is_within_the_noise_is_as_fast() -> None:
 
 def test_the_strategies_on_cpus() -> None:
     """On CPUs, DDP is compared with each number of processes, and DataParallel with the largest."""
-    config = StrategiesConfig(device="cpu", processes=(4, 1, 2))
+    config = Config(device="cpu", processes=(4, 1, 2))
     names = [strategy.name for strategy in strategies(config)]
     assert names[-3:] == ["DDP, 1 process", "DDP, 2 processes", "DDP, 4 processes"]
     assert names[2] == "dataparallel, 4 CPU devices"
-    assert len(strategies(StrategiesConfig(device="cpu", processes=(1,)))) == 2
+    assert len(strategies(Config(device="cpu", processes=(1,)))) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--batch-size", "145", "--processes", "1,2"), "--batch-size 145 does not divide"),
-        (("--processes", "0"), "--processes 0"),
         (("--device", "cuda", "--processes", "1,64"), "usable"),
     ],
 )

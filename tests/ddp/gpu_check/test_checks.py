@@ -11,11 +11,9 @@ import pytest
 
 from common.cli import parse
 from dataparallel.train import DataParallelConfig
-from ddp.bench.allreduce import AllReduceConfig
-from ddp.bench.engines import EnginesConfig
+from ddp.bench import allreduce, engines, strategies
 from ddp.bench.overhead import OverheadConfig
 from ddp.bench.safety import SafetyConfig
-from ddp.bench.strategies import StrategiesConfig
 from ddp.config import TrainConfig, require_samples
 from ddp.gpu_check.checks import Machine, checks, sizes_of
 from ddp.gpu_check.equivalence import EquivalenceConfig
@@ -35,9 +33,9 @@ CONFIGS: dict[str, type[Any]] = {
     "dataparallel.train": DataParallelConfig,
     "ddp.bench overhead": OverheadConfig,
     "ddp.bench safety": SafetyConfig,
-    "ddp.bench engines": EnginesConfig,
-    "ddp.bench strategies": StrategiesConfig,
-    "ddp.bench allreduce": AllReduceConfig,
+    "ddp.bench engines": engines.Config,
+    "ddp.bench strategies": strategies.Config,
+    "ddp.bench allreduce": allreduce.Config,
 }
 MACHINES = [
     Machine(0),
