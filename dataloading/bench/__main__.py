@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from common.cli import command, option
+from common.cli import command, option, refuse_removed
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.errors import UsageError
@@ -129,9 +129,7 @@ class LoadingBenchConfig:
 
 @command
 def main() -> None:
-    for flag in (argument.partition("=")[0] for argument in sys.argv[1:]):
-        if flag in REMOVED:
-            raise UsageError(f"{flag} is gone: {REMOVED[flag]}")
+    refuse_removed(sys.argv[1:], REMOVED)
     run_benchmark(
         LoadingBenchConfig, "dataloading.bench", __doc__, None, run, lambda config, measured: report(config, *measured)
     )

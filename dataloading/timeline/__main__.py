@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import command, option
+from common.cli import command, option, refuse_removed
 from common.data import DECODERS
 from common.data.loaders import loader_errors
-from common.errors import UsageError
 from common.files.run_directory import files_line
 from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from common.reporting.turns import run_benchmark
@@ -37,6 +36,10 @@ from dataloading.synthetic import face_cache
 from dataloading.timeline.figure import first_batch, plot_timeline
 from dataloading.timeline.tracing import MAIN, LoaderTrace, Numbered, TracedFetch, traced_collate, traced_start
 
+REMOVED = {
+    "--loader": "this draws DataLoader; dataloading.bench --loader compares the loaders",
+    "--slow-batch": "the third batch is the late one",
+}
 SLOW_BATCH = 2  # number of the batch with one late file, counted from 0
 START_METHODS = tuple(multiprocessing.get_all_start_methods())
 
@@ -60,8 +63,7 @@ class LoadingTimelineConfig:
 
 @command
 def main() -> None:
-    if any(argument.startswith("--loader") for argument in sys.argv):
-        raise UsageError("--loader is gone: this draws DataLoader; dataloading.bench --loader compares the loaders")
+    refuse_removed(sys.argv[1:], REMOVED)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 
