@@ -56,13 +56,15 @@ class Broadcast(torch.autograd.Function):
 
 def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], device: torch.device) -> None:
     """Add one replica's gradients to the sums, which are on ``device``."""
-    used = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
-    arrived = list(used.values())
+    used = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+    indices, arrived = [index for index, _ in used], [gradient for _, gradient in used]
     if arrived and arrived[0].device != device:
         arrived = send(arrived, device)
-    for index, gradient in zip(used, arrived, strict=True):
-        total = sums[index]
-        sums[index] = gradient if total is None else total + gradient
+    before = [sums[index] for index in indices]
+    both = [(total, gradient) for total, gradient in zip(before, arrived, strict=True) if total is not None]
+    added = iter(torch._foreach_add([total for total, _ in both], [gradient for _, gradient in both]) if both else [])
+    for index, total, gradient in zip(indices, before, arrived, strict=True):
+        sums[index] = gradient if total is None else next(added)
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
