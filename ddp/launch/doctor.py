@@ -5,7 +5,8 @@
     srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
 
 The ranks meet as those of ddp.train do: if one is missing, or was started differently, one line says so, and the exit status is 2.
-Otherwise rank 0 prints a table of the ranks and one of the links between their hosts. The exit status is 1 if a clock is wrong.
+Otherwise rank 0 prints what is wrong, a table of the ranks and one of the links between their hosts. Wrong are clocks that differ, hosts
+with little disk, shared memory or open files, and a run directory that not all hosts see. Then the exit status is 1.
 
 Until then, the ranks need only reach MASTER_ADDR: they exchange facts about themselves through the store there. Then they form
 a group, in which the links are measured: a message goes there and back (the latency is half of that), and larger ones go one way
@@ -18,11 +19,15 @@ import datetime
 import itertools
 import json
 import os
+import resource
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +45,7 @@ from common.distributed.process_group import (
     rendezvous_store,
 )
 from common.distributed.rank_logging import rank_logging
+from common.files.run_directory import writing
 from common.launchers import launcher_name
 from common.stdout import print_results
 
@@ -47,7 +53,12 @@ ROUND_TRIPS, TRANSFERS = 20, 3
 MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
 
-COLUMNS = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "clock")
+GB = 10**9
+LEAST_BYTES = GB  # free, of the disk and of /dev/shm; a container gets 64 MB of the latter by default
+LEAST_FILES = 1024  # open files: each batch on its way from a loader worker takes one per tensor
+SHARED_MEMORY = "/dev/shm"
+
+COLUMNS = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "load", "clock")
 
 Facts = Mapping[str, str]
 
@@ -60,6 +71,7 @@ class DoctorConfig:
     mebibytes: int = option(16, "size of the message whose time tells the bandwidth", minimum=1, maximum=1024)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     interface: str | None = option(None, "as in ddp.train", per_node=True)
+    run_dir: Path = option(Path("runs"), "folder of the runs, whose disk is looked at, and whether all hosts see it")
 
 
 @command
@@ -69,7 +81,7 @@ def main() -> None:
     with clean_exit(env), rank_logging(env), rendezvous_errors(env):
         store = rendezvous_store(env, config.timeout, config)  # there the ranks compare what they were started with
         everyone = exchange_facts(store, env)
-        problems = wrong_clocks(everyone)
+        problems = [*wrong_clocks(everyone), *wrong_hosts(everyone, store, env, config.run_dir)]
         if env.is_main:
             print_results(report(problems, everyone))
         hosts = first_ranks(everyone)
@@ -84,10 +96,15 @@ def main() -> None:
 def exchange_facts(store: Store, env: DistEnv) -> list[Facts]:
     """The facts of all ranks, by way of the store."""
     facts = {"time": str(time.time()), **facts_of(env)}  # first the time: the ranks are here within milliseconds
-    store.set(f"doctor/{env.rank}", json.dumps(facts))
-    everyone = [json.loads(store.get(f"doctor/{rank}")) for rank in range(env.world_size)]
+    everyone = _exchange(store, env, "facts", facts)
     first = float(everyone[0]["time"])
     return [{**facts, "clock": f"{float(facts['time']) - first:+.1f} s"} for facts in everyone]
+
+
+def _exchange(store: Store, env: DistEnv, name: str, value: object) -> list[Any]:
+    """The values of all ranks."""
+    store.set(f"doctor/{name}/{env.rank}", json.dumps(value))
+    return [json.loads(store.get(f"doctor/{name}/{rank}")) for rank in range(env.world_size)]
 
 
 def facts_of(env: DistEnv) -> dict[str, str]:
@@ -104,6 +121,7 @@ def facts_of(env: DistEnv) -> dict[str, str]:
         "device": f"{env.device} {gpu}".strip(),
         "GPUs": str(torch.cuda.device_count()),
         "cores": str(env.share_of_cores * env.local_world_size),
+        "load": f"{os.getloadavg()[0]:.1f}",
     }
 
 
@@ -114,6 +132,41 @@ def wrong_clocks(everyone: Sequence[Facts]) -> list[str]:
         for rank, facts in enumerate(everyone)
         if abs(float(facts["clock"].split()[0])) > MOST_CLOCK_S
     ]
+
+
+def wrong_hosts(everyone: Sequence[Facts], store: Store, env: DistEnv, run_dir: Path) -> list[str]:
+    """A line for each thing of which a host has too little, and for each host that does not see rank 0's run directory."""
+    path = run_dir.absolute()
+    folder = next(one for one in (path, *path.parents) if one.is_dir())
+    shown = folder / f".doctor-{everyone[0]['pid']}"
+    with writing(folder, "give another --run-dir"):
+        if env.is_main:
+            shown.touch()
+        _exchange(store, env, "shown", None)
+        found = list(scarce(folder))
+        if shown.name not in os.listdir(folder):
+            found.append(f"does not see rank 0's {folder}: only logs of its ranks will be there")
+        of_all = _exchange(store, env, "found", found)
+        if env.is_main:
+            shown.unlink()
+    by_host = {_host_of(facts): (facts["host"], lines) for facts, lines in zip(everyone, of_all, strict=True)}
+    return [f"wrong: {host} {line}" for host, lines in by_host.values() for line in lines]
+
+
+def scarce(folder: Path) -> Iterator[str]:
+    """Words for each thing of which this host has so little that training may fail, with what to do.
+
+    :param folder: where the runs will be
+    """
+    shared_memory = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else folder
+    disk, shared = (shutil.disk_usage(path).free for path in (folder, shared_memory))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if disk < LEAST_BYTES:
+        yield f"has {disk / GB:.2f} GB free for runs: make room, or give another --run-dir"
+    if shared < LEAST_BYTES:
+        yield f"has {shared / GB:.2f} GB free in {SHARED_MEMORY}, for loader workers: in a container, give --shm-size or --ipc=host"
+    if 0 <= files < LEAST_FILES:  # without a limit it is -1
+        yield f"lets a process open {files} files: raise it by ulimit -n"
 
 
 def _host_of(facts: Facts) -> tuple[str, str]:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.distributed.process_group import DistEnv
+from ddp.launch import doctor
 from ddp.launch.doctor import Facts, first_ranks, wrong_clocks
 from tests.support.launch import error_lines, free_port, run_command
 
@@ -29,6 +37,27 @@ def test_clocks_that_differ_are_named() -> None:
     assert wrong_clocks([FACTS, {**FACTS, "clock": "-59.0 s"}]) == []
     (line,) = wrong_clocks([FACTS, {**FACTS, "host": "host2", "clock": "-300.2 s"}])
     assert line == "wrong: the clock of host2 (rank 1) differs by -300.2 s from that of rank 0"
+
+
+def test_what_a_host_lacks_and_a_run_directory_that_it_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "LEAST_BYTES", 10**18)
+    monkeypatch.setattr(doctor, "LEAST_FILES", 10**9)
+    store = dist.HashStore()
+    store.set("doctor/shown/0", "null")
+    store.set("doctor/found/0", "[]")
+    rank_1 = replace(DistEnv.alone(torch.device("cpu")), rank=1, world_size=2)
+    everyone = [{**FACTS, "pid": "1"}, {**FACTS, "pid": "2", "host": "host2"}]
+    lines = doctor.wrong_hosts(everyone, store, rank_1, tmp_path / "runs")
+    words = (
+        r"\d GB free for runs",
+        r"GB free in /dev/shm",
+        r"open \d+ files",
+        f"does not see rank 0's {tmp_path}: only logs",
+    )
+    for line, word in zip(lines, words, strict=True):
+        assert line.startswith("wrong: host2 ") and re.search(word, line)
 
 
 def test_hosts_are_measured_and_on_one_host_its_ranks() -> None:
