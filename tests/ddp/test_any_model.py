@@ -17,7 +17,7 @@ from common.training.models import make_dense
 from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from ddp.resilience.undo import SavedBuffers
+from ddp.resilience.guard import SavedBuffers
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import small, train_epochs
 from tests.support.launch import run_ranks
