@@ -1,13 +1,12 @@
-"""Inspect a run's checkpoints, verify them, export the weights of one, and exchange them with torch.distributed.checkpoint.
+"""Inspect a run's checkpoints, export the weights of one, and exchange them with torch.distributed.checkpoint.
 
     python -m ddp.checkpoint inspect --run-dir runs/glyphs-fashion-cnn
-    python -m ddp.checkpoint verify --run-dir runs/glyphs-fashion-cnn
     python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --checkpoint best --output weights.pt
     python -m ddp.checkpoint export --run-dir runs/glyphs-fashion-cnn --format dcp --output for-dcp
     python -m ddp.checkpoint import --input from-dcp --run-dir runs/glyphs-fashion-cnn --output runs/imported
 
-``inspect`` lists them, with the data, versions and settings of the newest that is whole. ``verify`` reads every byte and
-ends with status 1 if any is damaged; ``sha256sum -c SHA256SUMS`` in a checkpoint's folder does the same. ``export`` writes a
+``inspect`` reads every byte and lists them, with the data, versions and settings of the newest that is whole; it ends with status 1
+if any is damaged. ``sha256sum -c SHA256SUMS`` in a checkpoint's folder reads them, too. ``export`` writes a
 state dict for the plain module of common/training/models.py, which ``torch.load(weights_only=True)`` reads, or in DCP's
 format a folder with the weights and the optimizer's state. ``import`` writes a new run whose only checkpoint has the tensors
 of a folder of DCP, and all else of the run's: ``ddp.train --run-dir runs/imported --resume`` continues it. DCP's index is a
@@ -42,7 +41,7 @@ from ddp.checkpoint.storage import CHOICE, Manifest, choose, existing
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Settings of ``ddp.checkpoint inspect`` and ``verify``."""
+    """Settings of ``ddp.checkpoint inspect``."""
 
     run_dir: Path = option(Path("runs/glyphs-fashion-cnn"), "directory of the run")
 
@@ -84,7 +83,8 @@ def main() -> None:
 
 
 def inspect(argv: Sequence[str]) -> None:
-    """Print a table of all checkpoints, and the data, versions and settings of the newest that is whole."""
+    """Print a table of all checkpoints, and the data, versions and settings of the newest that is whole; exit status 1 if any is
+    damaged."""
     config = parse(InspectConfig, "ddp.checkpoint inspect", __doc__, argv)
     paths = existing(config.run_dir)
     checked = [_verified(path) for path in paths]
@@ -110,20 +110,7 @@ def inspect(argv: Sequence[str]) -> None:
         print(f"\n{one.name}, the newest that is whole (all of its facts are in its manifest.json):")
         print(f"{one.dataset_length:,} training samples with digest {one.dataset_fingerprint}; {versions}")
         print(textwrap.fill(settings, 100, break_on_hyphens=False))
-
-
-def verify(argv: Sequence[str]) -> None:
-    """Print a line for each checkpoint; exit status 1 if any is damaged."""
-    config = parse(InspectConfig, "ddp.checkpoint verify", __doc__, argv)
-    damaged = False
-    for path in existing(config.run_dir):
-        checked = _verified(path)
-        if isinstance(checked, Damaged):
-            damaged = True
-            print(f"{path.name}: damaged: {checked.problem}")
-        else:
-            print(f"{path.name}: whole, {_size(path)}")
-    if damaged:
+    if len(whole) < len(paths):
         sys.exit(1)
 
 
@@ -177,7 +164,7 @@ def _require_free(output: Path, overwrite: bool = False) -> None:
         )
 
 
-COMMANDS = {"inspect": inspect, "verify": verify, "export": export, "import": import_dcp}
+COMMANDS = {"inspect": inspect, "export": export, "import": import_dcp}
 
 
 def _verified(path: Path) -> Manifest | Damaged:

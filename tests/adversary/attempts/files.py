@@ -17,7 +17,6 @@ from tests.ddp.checkpoint.samples import forge
 
 CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
 IN_A_CHECKPOINT = ("manifest.json", "SHA256SUMS", "model.pt", "optimizer.pt", "ranks.pt")
-VERIFY = "ddp.checkpoint verify --run-dir {run}"
 
 
 # What may become of a file.

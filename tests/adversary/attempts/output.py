@@ -17,7 +17,6 @@ WITH_RESULTS = [
 WITHOUT = [
     EVALUATE,
     "ddp.checkpoint inspect --run-dir {run}",
-    "ddp.checkpoint verify --run-dir {run}",
     "ddp.train --help",
     "ddp.bench --help",
     "dataloading.bench --help",

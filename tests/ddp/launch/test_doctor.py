@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from common.distributed.process_group import DistEnv
 from ddp.launch import doctor
@@ -44,7 +44,7 @@ def test_what_a_host_lacks_and_a_run_directory_that_it_does_not_see(
 ) -> None:
     monkeypatch.setattr(doctor, "LEAST_BYTES", 10**18)
     monkeypatch.setattr(doctor, "LEAST_FILES", 10**9)
-    store = dist.HashStore()
+    store = HashStore()
     store.set("doctor/shown/0", "null")
     store.set("doctor/found/0", "[]")
     rank_1 = replace(DistEnv.alone(torch.device("cpu")), rank=1, world_size=2)
