@@ -10,7 +10,6 @@ the cost of each step, and from which batch size on each pays.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 
 from common.cli import command
-from common.distributed.rank_logging import Progress
 from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
@@ -39,25 +37,20 @@ def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
     """Time all variants, for each mode and batch size; and whether other programs used the cores meanwhile."""
     torch.set_num_threads(usable_cores())
     devices, points, others = config.parsed_devices, [], OtherWork()
-    rounds = len(config.mode) * len(config.batch_sizes) * (config.rounds + WARMUP)
     timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP
     with (
-        Rounds(rounds) as progress,
+        Rounds(len(config.mode) * len(config.batch_sizes)) as progress,
         WorkerGroup(
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
         for mode, batch_size in itertools.product(config.mode, config.batch_sizes):
             variants: Any = build_variants(config, mode, batch_size, timed, processes)
-            after_round = functools.partial(_advance, progress, f"{mode}, batch size {batch_size}")
-            turns: Any = interleave(variants, config.rounds, WARMUP, after_round)
+            turns: Any = interleave(variants, config.rounds, WARMUP)
+            progress.advance(1, f"{mode}, batch size {batch_size}")
             seconds = {name: [total for total, _ in own] for name, own in turns.items()}
             points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
     return points, others.doubt() is not None
-
-
-def _advance(progress: Progress, facts: str, _: int) -> None:
-    progress.advance(1, facts)
 
 
 def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) -> str:
