@@ -90,5 +90,3 @@ def test_numbers_and_torch_devices_are_devices_too(machine: Callable[[int, int],
         check_devices([-1])
     with pytest.raises(ValueError, match="None is no device"):
         check_devices([None])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="cuda:3 is not there: this machine has 3 usable GPUs"):
-        check_devices([0, 3])

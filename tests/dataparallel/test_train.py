@@ -225,8 +225,6 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Sig
         (["--batch-size", "1", "--devices", "cpu,cpu"], ["--batch-size 1", "1 of 2 devices", "multiple of 2"]),
         (["--batch-size", "5", "--devices", "cpu,cpu,cpu,cpu"], ["--batch-size 5", "1 of 4 devices", "multiple of 4"]),
         (["--batch-size", "2", "--devices", "cpu,cpu", "--model", "resnet18"], ["resnet18", "larger --batch-size"]),
-        (["--batch-size", "500", "--train-samples", "144"], ["--batch-size 500", "144 training samples"]),
-        (["--devices", "cuda:77"], ["--devices cuda:77", "not there"]),
         (["--dataset", "lfw"], ["--dataset", "lfw", "fashion-mnist"]),
         (["--resume"], ["--resume"]),
     ],
@@ -240,16 +238,6 @@ def test_a_mistake_is_one_line(
     line = user_error(train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
     for word in words:
         assert word in line, line
-
-
-def test_a_run_is_not_overwritten(user_error: UserError, finished: Path) -> None:
-    line = user_error(train.main, *TINY, "--devices", "cpu", "--run-dir", str(finished))
-    assert line.endswith(f"--run-dir {finished} holds a run: give --overwrite to delete it, or another folder")
-
-
-def test_torchrun_is_refused(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert "and not by torchrun" in user_error(train.main, *TINY)
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -51,18 +51,12 @@ def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--batch-sizes", "0"), "--batch-sizes 0"),
-        (("--batch-sizes", "-4"), "--batch-sizes"),
         (("--batch-sizes", "1", "--devices", "cpu,cpu"), "has no sample for each of 2 devices"),
         (
             ("--batch-sizes", "2", "--devices", "cpu,cpu", "--model", "resnet18"),
             "is trained with several samples per device",
         ),
         (("--devices", "cpu"), "--devices cpu is a single device"),
-        (("--devices", "cpu,cuda:0"), "--devices cpu,cuda:0: "),
-        (("--devices", "tpu,tpu"), "--devices tpu,tpu: "),
-        (("--devices", "cuda:0,cuda:64"), "--devices cuda:0,cuda:64: "),
-        (("--output", __file__), "is a file: give a folder"),
     ],
 )
 def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:

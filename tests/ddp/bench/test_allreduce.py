@@ -76,11 +76,8 @@ def test_two_ranks_that_share_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "--ranks 1 is out of range"),
         (("--sizes", "4,6"), "--sizes 6 is no multiple of the 4 bytes of a float32"),
         (("--sizes", "4"), "--sizes 4: give two or more"),
-        (("--sizes", "4,0"), "--sizes 0 is out of range"),
-        (("--output", __file__), "is a file: give a folder"),
     ],
 )
 def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:

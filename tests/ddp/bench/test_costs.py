@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddp.bench import __main__ as bench
 from ddp.bench.costs import (
     COPIES,
     DDPS,
@@ -26,7 +25,6 @@ from ddp.bench.costs import (
 from ddp.bench.turns import Comparison
 from ddp.bench.variants import FLOOR
 from tests.support.launch import run_command
-from tests.support.user_errors import UserError
 
 
 def test_a_part_is_the_difference_of_two_variants_and_waiting_is_the_rest() -> None:
@@ -76,7 +74,3 @@ def test_every_part_is_measured(tmp_path: Path) -> None:
     (model,) = json.loads((tmp_path / "costs.json").read_text())["models"]
     assert list(model["parts"]) == list(DDPS)
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_mistake_is_one_line(user_error: UserError) -> None:
-    assert "invalid choice: 'transformer'" in user_error(bench.main, "costs", "--models", "transformer")

@@ -126,19 +126,6 @@ def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--ranks", "0"), "--ranks 0 is out of range"),
-        (("--device", "cuda"), "--device cuda, but no CUDA device is usable here"),
-        (("--model", "transformer"), "invalid choice: 'transformer'"),
-        (("--turn", "0"), "--turn 0.0 is out of range"),
-    ],
-)
-def test_a_mistake_is_one_line(user_error: UserError, arguments: tuple[str, ...], words: str) -> None:
-    assert words in user_error(bench.main, "engines", *arguments)
-
-
 def test_it_is_refused_under_torchrun(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert "ddp.bench engines is started once, and not by torchrun" in user_error(bench.main, "engines")

@@ -67,7 +67,6 @@ def test_the_strategies_on_cpus() -> None:
     ("arguments", "words"),
     [
         (("--batch-size", "145", "--processes", "1,2"), "--batch-size 145 does not divide"),
-        (("--processes", "0"), "--processes 0"),
         (("--device", "cuda", "--processes", "1,64"), "usable"),
     ],
 )
