@@ -42,7 +42,9 @@ class LocalSockets:
             invitation = listener.getsockname() + secrets.token_bytes(SECRET_BYTES)
             try:
                 for peer in range(p2p.rank):
-                    self._connections[peer] = _connect(_receive(p2p, peer, len(invitation)), p2p.timeout_s)
+                    theirs = torch.empty(len(invitation), dtype=torch.uint8)
+                    p2p.receive(theirs, peer)
+                    self._connections[peer] = _connect(bytes(theirs.tolist()), p2p.timeout_s)
                 for peer in range(p2p.rank + 1, p2p.size):
                     p2p.send(torch.tensor(list(invitation), dtype=torch.uint8), peer)
                     self._connections[peer] = _accept(listener, invitation[-SECRET_BYTES:])
@@ -94,12 +96,6 @@ class LocalSockets:
         """Close the connections; ranks that wait for this one see that at once."""
         for connection in self._connections.values():
             connection.close()
-
-
-def _receive(p2p: P2P, source: int, nbytes: int) -> bytes:
-    message = torch.empty(nbytes, dtype=torch.uint8)
-    p2p.receive(message, source)
-    return bytes(message.tolist())
 
 
 def _new_socket(timeout_s: float) -> socket.socket:
