@@ -65,21 +65,15 @@ class StepTimelineConfig(PlacedConfig):
                 raise UsageError(
                     f"{flag_of(name)} {value} is for --strategy {REPLICAS}: leave it out with --strategy {self.strategy}"
                 )
-        if self.device == "auto" and (self.stage or self.all_reduce != "backend"):
+        of_the_cpu = self.stage > 0 or self.all_reduce != "backend"
+        if self.device == "auto" and of_the_cpu:
             object.__setattr__(self, "device", "cpu")
         super().__post_init__()
-        placement = self.placement
-        if placement.gpus:
-            if self.stage:
-                raise UsageError(f"--device cuda is for --strategy {REPLICAS}: {self.strategy} is recorded on the CPU")
-            if self.all_reduce != "backend":
-                raise UsageError(
-                    f"--all-reduce {self.all_reduce} sums tensors of the CPU: use backend, or --device cpu"
-                )
-            if placement.backend != "nccl":
-                raise UsageError(
-                    f"--ranks {self.ranks} is more than the {placement.gpus} usable GPUs: give fewer, or --device cpu"
-                )
+        if self.device == "cuda" and (of_the_cpu or self.placement.backend != "nccl"):
+            raise UsageError(
+                f"--device cuda records --strategy {REPLICAS} with --all-reduce backend, and one rank on each of {self.placement.gpus} "
+                "usable GPUs: use --device cpu for all else"
+            )
         defaults = {"batch_size": 12} if self.stage else {"batch_size": 144, "model": "mlp"}
         for name, default in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or default)

@@ -168,9 +168,9 @@ def test_the_end_of_nccls_sum_is_told_by_a_stream_that_only_waits(monkeypatch: p
         ({"ranks": 3}, ("cpu", 3)),
         ({"all_reduce": "ring"}, ("cpu", 2)),
         ({"strategy": "zero3"}, ("cpu", 2)),
-        ({"device": "cuda", "ranks": 3}, "--ranks 3 is more than the 2 usable GPUs"),
-        ({"device": "cuda", "all_reduce": "ring"}, "--all-reduce ring sums tensors of the CPU"),
-        ({"device": "cuda", "strategy": "zero1"}, "--device cuda is for --strategy handwritten: zero1"),
+        ({"device": "cuda", "ranks": 3}, "one rank on each of 2 usable GPUs: use --device cpu"),
+        ({"device": "cuda", "all_reduce": "ring"}, "with --all-reduce backend, .* use --device cpu"),
+        ({"device": "cuda", "strategy": "zero1"}, "--device cuda records --strategy handwritten .* use --device cpu"),
     ],
 )
 def test_where_a_step_is_recorded(
