@@ -23,7 +23,7 @@ from common.reporting.benchmark_figures import plot_stacked, plot_sweep
 from common.reporting.other_work import OtherWork
 from common.reporting.timing import interleave
 from common.reporting.turns import WARMUP, Rounds, run_benchmark, write_report
-from dataparallel.bench.config import DataParallelBenchConfig
+from dataparallel.bench.config import MODES, DataParallelBenchConfig
 from dataparallel.bench.explanation import Point, explain
 from dataparallel.bench.variants import HANDWRITTEN, PLAIN, STEP_BY_STEP, ReplicaWorker, build_variants
 
@@ -39,12 +39,12 @@ def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
     devices, points, others = config.parsed_devices, [], OtherWork()
     timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP
     with (
-        Rounds(len(config.mode) * len(config.batch_sizes)) as progress,
+        Rounds(len(MODES) * len(config.batch_sizes)) as progress,
         WorkerGroup(
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
-        for mode, batch_size in itertools.product(config.mode, config.batch_sizes):
+        for mode, batch_size in itertools.product(MODES, config.batch_sizes):
             variants: Any = build_variants(config, mode, batch_size, timed, processes)
             turns: Any = interleave(variants, config.rounds, WARMUP)
             progress.advance(1, f"{mode}, batch size {batch_size}")
@@ -59,7 +59,7 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
     devices = [str(device) for device in config.parsed_devices]
     title = f"{config.model}, {len(devices)} x {devices[0]}, {config.precision}"
     panels, others = {}, {}
-    for mode in config.mode:
+    for mode in MODES:
         ours = [point for point in points if point.mode == mode]
         drawn = [name for name in ours[0].seconds if name != STEP_BY_STEP]
         plot_sweep(
@@ -91,7 +91,7 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
     )
     content = {"devices": devices, "points": [asdict(point) for point in points]}
     lines = [title, *explain(config, points, disturbed)]
-    return write_report(config, "dataparallel", content, [*config.mode, "steps"], lines)
+    return write_report(config, "dataparallel", content, [*MODES, "steps"], lines)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class DataParallelBenchConfig:
         "auto", "as cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs if there are several, else the CPU several times"
     )
     batch_sizes: tuple[int, ...] = option((8, 32, 128, 512), "samples per call, over all devices", minimum=1)
-    mode: tuple[str, ...] = option(MODES, "what to time", choices=MODES)
     precision: str = option("fp32", "as in ddp.train", choices=PRECISIONS)
     rounds: int = option(7, "measured rounds; in each, every variant takes one turn", minimum=2)
     output: Path = option(Path("runs/bench-dataparallel"), "folder of the JSON and the figures")
@@ -48,7 +47,7 @@ class DataParallelBenchConfig:
                 f"give at least {len(devices)}, or fewer --devices"
             )
         least = LEAST_SAMPLES.get(self.model, 1) * len(devices)
-        if min(self.batch_sizes) < least and "training" in self.mode:
+        if min(self.batch_sizes) < least:
             raise UsageError(
                 f"--batch-sizes {min(self.batch_sizes)}: {self.model} is trained with several samples per device, as "
                 f"BatchNorm needs: give at least {least}"

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from common.cli import option, parse
 from common.data.datasets import Batch
-from common.distributed.process_group import BACKENDS, DEVICES, DistEnv, process_group
+from common.distributed.process_group import DEVICES, DistEnv, process_group
 from common.distributed.rank_logging import rank_logging
 from common.files.run_directory import prepare_output, results_in
 from common.reporting.benchmark_figures import plot_rounds
@@ -60,7 +60,6 @@ class OverheadConfig:
     rounds: int = option(8, "rounds per build that count", minimum=2)
     steps: int = option(10, "steps of each loop in a round", minimum=1)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
-    backend: str = option("auto", "as in ddp.train", choices=BACKENDS)
     output: Path = option(Path("runs/bench-overhead"), "folder of the JSON and the PNG", per_node=True)
 
     def __post_init__(self) -> None:
@@ -84,7 +83,7 @@ class OverheadConfig:
 
         :raises UsageError: for a folder that cannot be written, or a batch that the ranks cannot divide
         """
-        with process_group(self.device, self.backend, settings=self) as env, rank_logging(env):
+        with process_group(self.device, settings=self) as env, rank_logging(env):
             with env.fail_together():
                 require_samples(self.model, self.batch_size, env.world_size)
                 prepare_output(self.output)
