@@ -65,11 +65,10 @@ class ZeRO1(nn.Module):
         precisions = {name: by_unit.get(part, DEFAULT_PRECISION) for name, part in module.named_modules()}
         require_same_modules(module, {"stage": self.stage, "precision": precisions}, group)
         self.module, self.process_group = module, group
-        self.require_backward_grad_sync = True  # what no_sync turns off
         self._collectives = collectives
         self._names = [name for name, parameter in module.named_parameters()]
         self._running = False  # a backward pass
-        self._local: list[FlatParameters] = []  # those in `no_sync` of some units
+        self._local: set[FlatParameters] = set()  # whose gradients are not sent, within no_sync
         self.flats: list[FlatParameters] = []
         self._hooks: list[Any] = []
         self._flats_of: dict[str, list[FlatParameters]] = {}
@@ -160,15 +159,13 @@ class ZeRO1(nn.Module):
         :param units: if given, only their gradients
         :raises ValueError: if one of them is no unit
         """
-        before, local = self.require_backward_grad_sync, self._local
-        if units:
-            self._local = [*local, *(flat for part in units for flat in self._flats_of[self._unit(part).name])]
-        else:
-            self.require_backward_grad_sync = False
+        before = self._local
+        chosen = [flat for part in units for flat in self._flats_of[self._unit(part).name]]
+        self._local = {*before, *(chosen if units else self.flats)}
         try:
             yield
         finally:
-            self.require_backward_grad_sync, self._local = before, local
+            self._local = before
 
     def add_forward_method(self, module: nn.Module, name: str) -> None:
         """Let another method of a unit, or of the model, gather parameters as ``forward`` does.
@@ -269,10 +266,7 @@ class ZeRO1(nn.Module):
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         """Autograd has put the gradient of a parameter into ``.grad``."""
         self._begin_backward()
-        flat.add_gradient(index, average=self._synchronizes(flat))
-
-    def _synchronizes(self, flat: FlatParameters) -> bool:
-        return self.require_backward_grad_sync and flat not in self._local
+        flat.add_gradient(index, average=flat not in self._local)
 
     def _begin_backward(self) -> None:
         if not self._running:
@@ -284,9 +278,8 @@ class ZeRO1(nn.Module):
         """Backward is over: average what was not averaged yet."""
         self._running = False
         try:
-            if self.require_backward_grad_sync:
-                if self._reduced:
-                    self._reduce()
+            if self._reduced:
+                self._reduce()
                 self._stale = True  # the optimizer is going to change the shards
         finally:
             self._end_pass()

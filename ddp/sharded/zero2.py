@@ -35,11 +35,11 @@ class ZeRO2(ZeRO1):
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         self._begin_backward()
         with memory_for(unit.name, flat.full.nbytes):
-            complete = flat.add_gradient(index, average=self._synchronizes(flat))
+            complete = flat.add_gradient(index, average=flat not in self._local)
         if complete:
             self._complete.add(flat)
             # Collectives are matched by their order, so complete gradients wait for those that come before them.
-            while self.require_backward_grad_sync and self._waiting and self._waiting[0] in self._complete:
+            while self._waiting and self._waiting[0] in self._complete:
                 self._send()
 
     def _begin_backward(self) -> None:
