@@ -5,7 +5,6 @@ A buffer hook synchronizes the buffers before or after each forward pass, instea
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,8 +31,6 @@ class HookedDDP(JoinableDDP):
 
     def register_comm_hook(self, state: object, hook: comm_hook.Hook) -> None:
         """See torch's."""
-        if callable(hook):
-            require_annotations(hook)
         comm_hook.register(self.reducer, state, hook, self.bucket_type)
         self._hook_name = getattr(hook, "__qualname__", repr(hook))
 
@@ -103,20 +100,3 @@ class HookedDDP(JoinableDDP):
         if buffers := replicated(self.module, parameters=False):
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):  # type: ignore[attr-defined]
                 self._buffer_futures += hook(state, buffers) or []
-
-
-def require_annotations(hook: Callable[..., Any]) -> None:
-    """:raises ValueError: if a communication hook's annotations are of something else; torch's accepts fewer"""
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if (
-        bucket is not None
-        and isinstance(bucket.annotation, type)
-        and bucket.annotation.__name__ not in ("_empty", "GradBucket")
-    ):
-        raise ValueError(f"a communication hook's bucket annotation should be dist.GradBucket, not {bucket.annotation}")
-    result = signature.return_annotation
-    if isinstance(result, type) and result.__name__ not in ("_empty", "Future"):
-        raise ValueError(
-            f"a communication hook's return annotation should be torch.futures.Future[torch.Tensor], not {result}"
-        )
