@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
 from ddp.by_hand import comm_hook
@@ -33,12 +32,6 @@ class HookedDDP(JoinableDDP):
         """See torch's."""
         comm_hook.register(self.reducer, state, hook, self.bucket_type)
         self._hook_name = getattr(hook, "__qualname__", repr(hook))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """One of ``torch.distributed.BuiltinCommHookType``."""
-        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
-        self._hook_name = str(comm_hook_type)
 
     def _register_fused_optim(
         self,

@@ -26,9 +26,10 @@ checkpoints, reentrant checkpoints below an output that is not found, `lazy_buck
 torch's has public names that ours has not, all of them parts of how it works: `gather`, `scatter` and `to_kwargs`, which it never
 calls, `logger`, `modules_buffers`, `named_module_buffers`, `broadcast_bucket_size`, `bucket_bytes_cap`, `bucket_bytes_cap_default`,
 `bucket_bytes_cap_list`, `parameters_to_ignore`, `device_type`, `is_multi_device_module`, `use_side_stream_for_tensor_copies`,
-`will_sync_module_buffers`, and the arguments `dim` and `batched_grad_copy`, which change nothing. Of `_get_ddp_logging_data` ours has no
-times and no latest error, and it names types as Python does (`float32`). Its `has_rebuilt_buckets` is 1 with `find_unused_parameters`
-as well, since ours groups the buckets anew then too. A gradient that reaches a parameter with no forward pass of the wrapper before
-is not averaged by either; ours says so, once. Ours averages nothing silently after parameters are unfrozen: it raises an error. And
-`broadcast_buffers` is not deprecated.
+`will_sync_module_buffers`, and the arguments `dim` and `batched_grad_copy`, which change nothing. Ours also lacks
+`_register_builtin_comm_hook`, whose two hooks `register_comm_hook` takes from `default_hooks`. It does not look at a hook's annotations.
+Of `_get_ddp_logging_data` ours has no times and no latest error, and it names types as Python does (`float32`). Its
+`has_rebuilt_buckets` is 1 with `find_unused_parameters` as well, since ours groups the buckets anew then too. A gradient that reaches a
+parameter with no forward pass of the wrapper before is not averaged by either; ours says so, once. Ours averages nothing silently
+after parameters are unfrozen: it raises an error. And `broadcast_buffers` is not deprecated.
 """
