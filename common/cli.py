@@ -192,7 +192,8 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
 
 def refuse_removed(arguments: Sequence[str], removed: Mapping[str, str]) -> None:
     """:raises UsageError: for a flag that an earlier version had, with what to do instead"""
-    for flag in (argument.partition("=")[0] for argument in arguments):
+    for argument in arguments:
+        flag = argument.partition("=")[0]
         if flag in removed:
             raise UsageError(f"{flag} is gone: {removed[flag]}")
 

@@ -37,7 +37,7 @@ def interleave(
     variants: Mapping[str, Callable[[], float]],
     rounds: int,
     warmup: int = 1,
-    after_round: Callable[[], bool] | None = None,
+    after_round: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]]:
     """Time variants in turn, ``rounds`` times, so that slow phases of the machine affect all of them.
 
@@ -57,7 +57,7 @@ def interleave(
             measured = variants[name]()
             if number >= warmup:
                 seconds[name].append(measured)
-        if after_round is not None and after_round() and number > warmup:
+        if after_round() and number > warmup:
             break
     return seconds
 

@@ -154,11 +154,7 @@ def run(config: LoadingBenchConfig) -> tuple[list[LoadingMeasurement], list[Load
 
         others = OtherWork()
         sweep = measure_all(settings)
-        verdicts = (
-            []
-            if others.doubt()
-            else [judge(config, library, task, measure_all) for task in progress.until_stopped(tasks(sweep))]
-        )
+        verdicts = [] if others.doubt() else [judge(config, library, task, measure_all) for task in tasks(sweep)]
         return sweep, [] if others.doubt() else verdicts
 
 

@@ -89,8 +89,9 @@ def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
             return compare(config, title, steps, references, progress)
 
         compared = [of(model, model, variants, PLAIN, VIEWS) for model in progress.until_stopped(config.models)]
-        left = progress.until_stopped(subjects.items())
-        return compared, [of(subject, config.model, options, VIEWS) for subject, options in left]
+        return compared, [
+            of(subject, config.model, options, VIEWS) for subject, options in progress.until_stopped(subjects.items())
+        ]
 
 
 def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) -> str:

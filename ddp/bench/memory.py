@@ -115,7 +115,7 @@ def measure(config: Config) -> list[dict[str, Any]]:
     parameters = config.parameters
     rows = []
     with Rounds(len(config.ranks) * len(STAGES)) as progress:
-        for ranks in progress.until_stopped(config.ranks):
+        for ranks in config.ranks:
             for name, stage in STAGES.items():
                 # Processes of its own for each: the peak is that of a process.
                 with WorkerGroup(ranks, LedgerWorker, config, stage, threads=1) as group:
@@ -130,8 +130,7 @@ def report(config: Config, rows: list[dict[str, Any]]) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = config.parameters
     title = f"a transformer of {parameters / 1e6:.1f} M parameters, AdamW, fp32"
-    measured = dict.fromkeys(row["ranks"] for row in rows)
-    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in measured}
+    panels = {f"{ranks} ranks": [row for row in rows if row["ranks"] == ranks] for ranks in config.ranks}
     plot_stacked(
         config.output / "memory.png",
         {

@@ -96,9 +96,10 @@ def inspect(argv: Sequence[str]) -> None:
             print(f"{path.name:<{width}}  damaged: {one.problem}")
             continue
         accuracy = one.progress["accuracy"]
+        size = f"{sum(file.stat().st_size for file in path.iterdir()) / 1e6:,.3f} MB"
         print(
             f"{path.name:<{width}}{one.step:>9}{one.epoch:>7}{one.step_in_epoch:>15}"
-            f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{_size(path):>12}{one.world_size:>7}  whole"
+            f"{'' if accuracy is None else f'{100 * accuracy:.2f} %':>10}{size:>12}{one.world_size:>7}  whole"
             f"{', best' if path.name == whole[-1].best else ''}"
         )
     if whole:
@@ -172,10 +173,6 @@ def _verified(path: Path) -> Manifest | Damaged:
         return storage.verify(path)
     except Damaged as error:
         return error
-
-
-def _size(path: Path) -> str:
-    return f"{sum(file.stat().st_size for file in path.iterdir()) / 1e6:,.3f} MB"
 
 
 if __name__ == "__main__":

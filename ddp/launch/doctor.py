@@ -53,8 +53,7 @@ ROUND_TRIPS, TRANSFERS = 20, 3
 MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
 
-GB = 10**9
-LEAST_BYTES = GB  # free, of the disk and of /dev/shm; a container gets 64 MB of the latter by default
+LEAST_GB = 1.0  # free, of the disk and of /dev/shm; a container gets 64 MB of the latter by default
 LEAST_FILES = 1024  # open files: each batch on its way from a loader worker takes one per tensor
 SHARED_MEMORY = "/dev/shm"
 
@@ -159,12 +158,12 @@ def scarce(folder: Path) -> Iterator[str]:
     :param folder: where the runs will be
     """
     shared_memory = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else folder
-    disk, shared = (shutil.disk_usage(path).free for path in (folder, shared_memory))
+    disk, shared = (shutil.disk_usage(path).free / 1e9 for path in (folder, shared_memory))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if disk < LEAST_BYTES:
-        yield f"has {disk / GB:.2f} GB free for runs: make room, or give another --run-dir"
-    if shared < LEAST_BYTES:
-        yield f"has {shared / GB:.2f} GB free in {SHARED_MEMORY}, for loader workers: in a container, give --shm-size or --ipc=host"
+    if disk < LEAST_GB:
+        yield f"has {disk:.2f} GB free for runs: make room, or give another --run-dir"
+    if shared < LEAST_GB:
+        yield f"has {shared:.2f} GB free in {SHARED_MEMORY}, for loader workers: in a container, give --shm-size or --ipc=host"
     if 0 <= files < LEAST_FILES:  # without a limit it is -1
         yield f"lets a process open {files} files: raise it by ulimit -n"
 

@@ -66,7 +66,7 @@ class ZeRO1(nn.Module):
         require_same_modules(module, {"stage": self.stage, "precision": precisions}, group)
         self.module, self.process_group = module, group
         self._collectives = collectives
-        self._names = [name for name, parameter in module.named_parameters()]
+        self._names = list(dict(module.named_parameters()))
         self._running = False  # a backward pass
         self._local: set[FlatParameters] = set()  # whose gradients are not sent, within no_sync
         self.flats: list[FlatParameters] = []
@@ -148,8 +148,9 @@ class ZeRO1(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards by the parameters' names, in the order of ``module.named_parameters()``; ``parameters()`` too."""
         sharded = {name: one for flat in self.flats for name, one in zip(flat.owners, flat.sharded, strict=True)}
-        for name in [name for name in self._names if name in sharded]:
-            yield f"{prefix}.{name}" if prefix else name, sharded[name]
+        for name in self._names:
+            if name in sharded:
+                yield f"{prefix}.{name}" if prefix else name, sharded[name]
 
     @contextlib.contextmanager
     def no_sync(self, *units: nn.Module) -> Iterator[None]:

@@ -42,7 +42,7 @@ def test_clocks_that_differ_are_named() -> None:
 def test_what_a_host_lacks_and_a_run_directory_that_it_does_not_see(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "LEAST_BYTES", 10**18)
+    monkeypatch.setattr(doctor, "LEAST_GB", 1e9)
     monkeypatch.setattr(doctor, "LEAST_FILES", 10**9)
     store = HashStore()
     store.set("doctor/shown/0", "null")
