@@ -22,12 +22,13 @@ from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import sync_folder
-from common.files.run_directory import CHECKPOINT
 from ddp.checkpoint.folder import Checkpoint, Damaged, complete, verify, write_entry
 
 logger = logging.getLogger(__name__)
 
-NAME = re.compile(CHECKPOINT, re.ASCII)
+NAME = re.compile(
+    r"([a-z]+-\d+-)*step-\d{8,}", re.ASCII
+)  # as in common/files/run_directory.py; this file may be copied
 SAVING, REPLACED, REMOVED = ".saving-", ".replaced-", ".removed-"  # folders that are being written or removed
 
 

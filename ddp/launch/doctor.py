@@ -70,7 +70,9 @@ class DoctorConfig:
     mebibytes: int = option(16, "size of the message whose time tells the bandwidth", minimum=1, maximum=1024)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     interface: str | None = option(None, "as in ddp.train", per_node=True)
-    run_dir: Path = option(Path("runs"), "folder of the runs, whose disk is looked at, and whether all hosts see it")
+    run_dir: Path = option(
+        None, "folder of the runs, whose disk is looked at, and whether all hosts see it (default: runs)"
+    )
 
 
 @command
@@ -80,7 +82,7 @@ def main() -> None:
     with clean_exit(env), rank_logging(env), rendezvous_errors(env):
         store = rendezvous_store(env, config.timeout, config)  # there the ranks compare what they were started with
         everyone = exchange_facts(store, env)
-        problems = [*wrong_clocks(everyone), *wrong_hosts(everyone, store, env, config.run_dir)]
+        problems = [*wrong_clocks(everyone), *wrong_hosts(everyone, store, env, config.run_dir or Path("runs"))]
         if env.is_main:
             print_results(report(problems, everyone))
         hosts = first_ranks(everyone)
