@@ -37,7 +37,7 @@ def interleave(
     variants: Mapping[str, Callable[[], float]],
     rounds: int,
     warmup: int = 1,
-    after_round: Callable[[], bool] = lambda: False,
+    after_round: Callable[[], object] = lambda: False,
 ) -> dict[str, list[float]]:
     """Time variants in turn, ``rounds`` times, so that slow phases of the machine affect all of them.
 
@@ -46,7 +46,7 @@ def interleave(
     :param variants: functions that do their work once and return its seconds
     :param rounds: measured rounds
     :param warmup: rounds before them that do not count
-    :param after_round: called after each round; if it returns True, the rounds end as soon as two have been measured
+    :param after_round: called after each round; if it returns something true, the rounds end as soon as two have been measured
     :returns: for each variant its seconds, one entry per round
     """
     names = list(variants)

@@ -8,6 +8,7 @@ their quartiles, one row per variant in a :func:`table`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import signal
@@ -64,10 +65,32 @@ def run_benchmark(
     with rank_logging(DistEnv.alone(CPU)):
         prepare_output(config.output)
         others = OtherWork()
-        measured = measure(config)
+        with stopped_by_ctrl_c():
+            measured = measure(config)
         others.warn()
         with results_in(config.output):
             print(report(config, measured))
+        if Rounds.stopped:
+            raise KeyboardInterrupt  # the command ends as one that was interrupted
+
+
+@contextlib.contextmanager
+def stopped_by_ctrl_c() -> Iterator[None]:
+    """A block that Ctrl-C ends after the running round, so that what was measured is kept; a second one ends it at once."""
+
+    def stop(*_: object) -> None:
+        if Rounds.stopped is None:
+            raise KeyboardInterrupt
+        Rounds.stopped = True
+        signal.signal(signal.SIGINT, before)
+        logger.warning("stops after this round: the results will be of fewer rounds than are named")
+
+    Rounds.stopped = None
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def write_results(path: Path, content: Mapping[str, object]) -> None:
@@ -94,34 +117,23 @@ def write_report(
 
 
 class Rounds(Progress):
-    """A progress bar over rounds; its lines, where the output is no terminal, say how long the rest will take.
+    """A progress bar over rounds; its lines, where the output is no terminal, say how long the rest will take."""
 
-    Ctrl-C ends the measurement after the running round, so that what was measured is kept; a second one ends it at once.
-    """
+    stopped: bool | None = None  # whether the user wants no further round; None if there is none
 
     def __init__(self, rounds: int, env: DistEnv | None = None) -> None:
         super().__init__(env or DistEnv.alone(CPU), "bench", rounds)
         self._began = time.monotonic()
-        self.stopped = False
 
     def __enter__(self) -> Rounds:
-        self._before = signal.signal(signal.SIGINT, self._stop)
+        Rounds.stopped = False
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
-        super().__exit__(*exception)
-
-    def _stop(self, *_: object) -> None:
-        self.stopped = True
-        signal.signal(signal.SIGINT, self._before)
-        logger.warning("stops after this round: the results will be of fewer rounds than are named")
 
     def until_stopped(self, subjects: Iterable[Subject]) -> Iterator[Subject]:
         """What is measured one after another, until the user stops the benchmark."""
         return itertools.takewhile(lambda _: not self.stopped, subjects)
 
-    def round_done(self, facts: str) -> bool:
+    def round_done(self, facts: str) -> object:
         """One round more is done; returns whether the user wants no further."""
         self.advance(1, facts)
         return self.stopped

@@ -47,10 +47,10 @@ def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
             len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
         ) as processes,
     ):
-        for mode in progress.until_stopped(MODES):
+        for mode in MODES:
             for batch_size in config.batch_sizes:
                 variants: Any = build_variants(config, mode, batch_size, timed, processes)
-                turns: Any = interleave(variants, config.rounds, WARMUP, lambda: progress.stopped)
+                turns: Any = interleave(variants, config.rounds, WARMUP, lambda: Rounds.stopped)
                 progress.advance(1, f"{mode}, batch size {batch_size}")
                 seconds = {name: [total for total, _ in own] for name, own in turns.items()}
                 points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
@@ -63,7 +63,7 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
     devices = [str(device) for device in config.parsed_devices]
     title = f"{config.model}, {len(devices)} x {devices[0]}, {config.precision}"
     panels, others = {}, {}
-    for mode in dict.fromkeys(point.mode for point in points):
+    for mode in MODES:
         ours = [point for point in points if point.mode == mode]
         drawn = [name for name in ours[0].seconds if name != STEP_BY_STEP]
         plot_sweep(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.reporting.timing import Spread, paired_ratio
 from common.reporting.turns import table
-from dataparallel.bench.config import DataParallelBenchConfig
+from dataparallel.bench.config import MODES, DataParallelBenchConfig
 from dataparallel.bench.variants import HANDWRITTEN, PLAIN, PROCESSES, TORCH
 
 
@@ -58,7 +58,7 @@ def explain(config: DataParallelBenchConfig, points: Sequence[Point], disturbed:
             f"CPU devices are threads of this process. Each, and each process, has {config.threads_of_one} intra-op thread(s); "
             f"'{PLAIN}' has all. 'replicate' may be mostly the allocator, which gets new pages for the copies"
         )
-    for mode in dict.fromkeys(point.mode for point in points):
+    for mode in MODES:
         ours = [point for point in points if point.mode == mode]
         columns = {}
         for point in ours:

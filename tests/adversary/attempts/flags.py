@@ -64,7 +64,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     "ddp.checkpoint": [
         ("delete", r"delete"),
         ("inspect --run-dir {here}", r"holds no run|no checkpoint"),
-        ("verify --run-dir {here}/nowhere", r"nowhere"),
+        ("inspect --run-dir {here}/nowhere", r"nowhere"),
         ("export --run-dir {here} --output {here}/w.pt", r"holds no run|no checkpoint"),
         ("export --run-dir {run} --output {here}", r"--output"),
         ("export --run-dir {run} --output {here}/no/such/folder/w.pt", r"--output"),

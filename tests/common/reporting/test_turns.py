@@ -11,7 +11,16 @@ import pytest
 
 from common.distributed.rank_logging import Progress
 from common.reporting.timing import interleave
-from common.reporting.turns import Rounds, calls_of_a_turn, cells, progress_of, ratios, table, take_turns
+from common.reporting.turns import (
+    Rounds,
+    calls_of_a_turn,
+    cells,
+    progress_of,
+    ratios,
+    stopped_by_ctrl_c,
+    table,
+    take_turns,
+)
 
 
 def test_every_other_build_is_in_reverse_and_warm_up_rounds_do_not_count() -> None:
@@ -71,7 +80,7 @@ def test_ctrl_c_ends_the_measurement_and_keeps_two_rounds() -> None:
         calls.append(1)
         return 1.0
 
-    with Rounds(100) as progress:
+    with stopped_by_ctrl_c(), Rounds(100) as progress:
         seconds = interleave({"a": run}, 100, warmup=1, after_round=lambda: progress.round_done(""))
         assert list(progress.until_stopped([1, 2])) == []
     assert seconds == {"a": [1.0, 1.0]}
