@@ -119,24 +119,24 @@ def write_report(
 class Rounds(Progress):
     """A progress bar over rounds; its lines, where the output is no terminal, say how long the rest will take."""
 
-    stopped: bool | None = None  # whether the user wants no further round; None if there is none
+    stopped: bool | None = None  # whether the user wants no further round; None if nothing can be kept yet
 
     def __init__(self, rounds: int, env: DistEnv | None = None) -> None:
         super().__init__(env or DistEnv.alone(CPU), "bench", rounds)
         self._began = time.monotonic()
 
     def __enter__(self) -> Rounds:
-        Rounds.stopped = False
         return self
 
     def until_stopped(self, subjects: Iterable[Subject]) -> Iterator[Subject]:
         """What is measured one after another, until the user stops the benchmark."""
-        return itertools.takewhile(lambda _: not self.stopped, subjects)
+        return itertools.takewhile(lambda _: not Rounds.stopped, subjects)
 
-    def round_done(self, facts: str) -> object:
+    def round_done(self, facts: str) -> bool:
         """One round more is done; returns whether the user wants no further."""
         self.advance(1, facts)
-        return self.stopped
+        Rounds.stopped = bool(Rounds.stopped)
+        return Rounds.stopped
 
     def advance(self, steps: int, facts: str) -> None:
         left = (time.monotonic() - self._began) * (self._total / (self._done + steps) - 1)

@@ -50,7 +50,7 @@ def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
         for mode in MODES:
             for batch_size in config.batch_sizes:
                 variants: Any = build_variants(config, mode, batch_size, timed, processes)
-                turns: Any = interleave(variants, config.rounds, WARMUP, lambda: Rounds.stopped)
+                turns: Any = interleave(variants, config.rounds, WARMUP)
                 progress.advance(1, f"{mode}, batch size {batch_size}")
                 seconds = {name: [total for total, _ in own] for name, own in turns.items()}
                 points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))

@@ -148,8 +148,7 @@ def measure(config: Config) -> tuple[Mapping[str, Times], float]:
         for size in config.sizes:
             runs = {name: functools.partial(slowest, name, size) for name in names}
             turns = {name: functools.partial(run, calls_of_a_turn(run, TURN_S)) for name, run in runs.items()}
-            after_round = functools.partial(progress.round_done, size_name(size))
-            for name, own in interleave(turns, config.rounds, WARMUP, after_round).items():
+            for name, own in interleave(turns, config.rounds, WARMUP, lambda: progress.advance(1, "")).items():
                 seconds[name][size] = own
         if config.device == "cpu":
             in_place = map(max, zip(*ranks.call("read_and_write", config.rounds), strict=True))
