@@ -162,13 +162,13 @@ class AlwaysEveryone(TorchDDP):
         super().__init__(module, **options)
 
 
-class LastOfTheGroup(TorchDDP):
-    """Sends the weights of the group's last rank."""
+class FirstOfTheWorld(TorchDDP):
+    """Sends the weights of rank 0, whatever the group."""
 
     def __init__(self, module: nn.Module, process_group: Any = None, **options: Any) -> None:
         super().__init__(module, process_group=process_group, **options | {"init_sync": False})
         for tensor in module.parameters():
-            dist.broadcast(tensor.detach(), group=process_group, group_src=dist.get_world_size(process_group) - 1)
+            dist.broadcast(tensor.detach(), 0)
 
 
 class NewestGroup(TorchDDP):
@@ -210,7 +210,7 @@ MUTANTS: dict[str, type[nn.Module]] = {
     "the_error_of_differing_modules_names_the_rank": SaysOnlyThat,
     "equal_shapes_under_other_names_are_refused": ComparesWithoutNames,
     "averages_are_over_the_given_group": AlwaysEveryone,
-    "weights_are_those_of_the_group_s_first_rank": LastOfTheGroup,
+    "weights_are_those_of_the_group_s_first_rank": FirstOfTheWorld,
     "the_default_group_is_the_default": NewestGroup,
     "a_second_wrapper_may_follow_the_first": HooksStay,
 }
