@@ -7,7 +7,8 @@ The function takes no arguments and returns ``(train, test, class_names)``. Each
 - a map-style data set, with ``__len__`` and ``__getitem__(index) -> (image, label)``, the image a Pillow image or a uint8 array or
   tensor ``[channels, height, width]`` or ``[height, width]``.
 
-``class_names[label]`` is a label's name. Images stay uint8 of 0 to 255: the trainer normalizes them.
+``class_names[label]`` is a label's name. Images stay uint8 of 0 to 255: the trainer normalizes them. The function may also
+return a :class:`~common.data.datasets.ImageData`, which is taken as it is.
 """
 
 from __future__ import annotations
@@ -141,6 +142,11 @@ def load_own(
     except Exception as error:  # an OSError too keeps its traceback; DistEnv.fail_together would make it one line
         raise RuntimeError(f"{flag} failed: {type(error).__name__}: {error}") from error
     limits = {"train": train_samples, "test": test_samples}
+    if isinstance(returned, ImageData):
+        for split, limit in limits.items():
+            if limit is not None:
+                raise UsageError(f"--{split}-samples {limit}: {flag} returns an ImageData, which is taken whole")
+        return returned
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise UsageError(f"{flag} returned {_outline(returned)}: it must return (train, test, class_names); {HALF}")
     *splits, names = returned

@@ -154,7 +154,11 @@ def run(config: LoadingBenchConfig) -> tuple[list[LoadingMeasurement], list[Load
 
         others = OtherWork()
         sweep = measure_all(settings)
-        verdicts = [] if others.doubt() else [judge(config, library, task, measure_all) for task in tasks(sweep)]
+        verdicts = (
+            []
+            if others.doubt()
+            else [judge(config, library, task, measure_all) for task in progress.until_stopped(tasks(sweep))]
+        )
         return sweep, [] if others.doubt() else verdicts
 
 

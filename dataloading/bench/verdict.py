@@ -71,7 +71,7 @@ def explain(now: LoadingMeasurement, tried: Sequence[LoadingMeasurement], sample
     helpful = sorted((name for name in gains if gains[name].low > 1 + NOISE), key=lambda name: -gains[name].median)
     if helpful:
         return [f"measured: with {name}, an epoch is {gains[name]:.2f} times as fast" for name in helpful]
-    return [f"no faster, measured: {', '.join(gains) or 'nothing was left to try'}"]
+    return [f"no faster, measured: {', '.join(gains)}"]
 
 
 def waiting_for(step_ms: float, shares: Mapping[Setting, float], axes: Iterable[str]) -> str:

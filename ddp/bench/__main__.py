@@ -26,6 +26,7 @@ ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start 
 BENCHMARKS = (*ON_RANKS, "strategies", "allreduce", "engines", "costs", "sharding", "memory")
 REMOVED = {
     "--keep-memory": "malloc always keeps freed memory",
+    "--no-keep-memory": "malloc always keeps freed memory",
     "--hosts": "the tests of ddp/all_reduce simulate hosts",
     "--dtype": "tensors are float32; give the --sizes in bytes",
     "--workers": "compare loaders by dataloading.bench",

@@ -15,6 +15,7 @@ and are answered by a byte (the bandwidth).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -45,7 +46,6 @@ from common.distributed.process_group import (
     rendezvous_store,
 )
 from common.distributed.rank_logging import rank_logging
-from common.files.run_directory import writing
 from common.launchers import launcher_name
 from common.stdout import print_results
 
@@ -140,18 +140,19 @@ def wrong_hosts(everyone: Sequence[Facts], store: Store, env: DistEnv, run_dir: 
     path = run_dir.absolute()
     folder = next(one for one in (path, *path.parents) if one.is_dir())
     shown = folder / f".doctor-{everyone[0]['pid']}"
-    with writing(folder, "give another --run-dir"):
-        if env.is_main:
+    if env.is_main:
+        with contextlib.suppress(OSError):  # it is then missing below
             shown.touch()
-        _exchange(store, env, "shown", None)
+    _exchange(store, env, "shown", None)
+    found = []
+    if env.local_rank == 0:
         found = list(scarce(folder))
         if shown.name not in os.listdir(folder):
-            found.append(f"does not see rank 0's {folder}: only logs of its ranks will be there")
-        of_all = _exchange(store, env, "found", found)
-        if env.is_main:
-            shown.unlink()
-    by_host = {_host_of(facts): (facts["host"], lines) for facts, lines in zip(everyone, of_all, strict=True)}
-    return [f"wrong: {host} {line}" for host, lines in by_host.values() for line in lines]
+            found.append(f"cannot write to {folder}" if env.is_main else f"does not see what rank 0 writes to {folder}")
+    of_all = _exchange(store, env, "found", found)
+    if env.is_main:
+        shown.unlink(missing_ok=True)
+    return [f"wrong: {facts['host']} {line}" for facts, lines in zip(everyone, of_all, strict=True) for line in lines]
 
 
 def scarce(folder: Path) -> Iterator[str]:

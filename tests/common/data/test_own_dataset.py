@@ -98,10 +98,13 @@ def test_the_fingerprint_tells_other_data_apart(load: Load) -> None:
     assert len({load(returned).fingerprint for returned in (ARRAYS, *others)}) == 3
 
 
-def test_arrays_are_augmented_as_asked(load: Load) -> None:
+def test_arrays_are_augmented_as_asked_and_an_image_data_is_taken_whole(load: Load) -> None:
     data = load(ARRAYS, augmentation=Augmentation(shift=2), seed=4)
     assert not np.array_equal(whole(data.train)[0], IMAGES[:20])
     assert isinstance(data.train, ImageDataset)
+    assert load(data) is data
+    with pytest.raises(UsageError, match=r"--train-samples 3: .* returns an ImageData, which is taken whole"):
+        load(data, train_samples=3)
 
 
 def test_random_transforms_follow_from_seed_epoch_and_sample_alone(load: Load) -> None:

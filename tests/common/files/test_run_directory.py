@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from common.errors import UsageError
 from common.files.atomic_files import write_json
-from common.files.run_directory import CONFIG_FILE, LOCK_FILE, LOG_FOLDER, prepare, require_lock
+from common.files.run_directory import CHECKPOINT, CONFIG_FILE, LOCK_FILE, LOG_FOLDER, prepare, require_lock
+from ddp.checkpoint.directory import NAME
 
 
 def absent(folder: Path) -> None:
@@ -201,6 +203,10 @@ def test_without_a_whole_config_the_checkpoints_make_it_a_run(damage: bytes | No
     prepare(tmp_path, overwrite=False, resume=True).close()
     prepare(tmp_path, overwrite=True).close()
     assert content(tmp_path).keys() == {LOCK_FILE}
+
+
+def test_a_checkpoints_name_is_the_one_that_is_written() -> None:
+    assert re.compile(CHECKPOINT, re.ASCII) == NAME
 
 
 def test_a_lock_that_was_removed_is_noticed_before_anything_is_saved(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_what_a_host_lacks_and_a_run_directory_that_it_does_not_see(
         r"\d GB free for runs",
         r"GB free in /dev/shm",
         r"open \d+ files",
-        f"does not see rank 0's {tmp_path}: only logs",
+        f"does not see what rank 0 writes to {tmp_path}",
     )
     for line, word in zip(lines, words, strict=True):
         assert line.startswith("wrong: host2 ") and re.search(word, line)
