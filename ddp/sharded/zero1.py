@@ -46,7 +46,8 @@ class ZeRO1(nn.Module):
     :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
         its own
     :param device: where to put what is on the meta device
-    :raises ValueError: on every rank, if the modules differ, for units that do not fit, and if nothing is trained
+    :raises ValueError: on every rank, if the modules differ, for units that do not fit, for the precision of what is no unit, and if
+        nothing is trained
     """
 
     stage = 1
@@ -61,8 +62,8 @@ class ZeRO1(nn.Module):
     ) -> None:
         super().__init__()
         group = dist.distributed_c10d._get_default_group()
-        by_unit = precision if isinstance(precision, Mapping) else dict.fromkeys(module.modules(), precision)
-        precisions = {name: by_unit.get(part, DEFAULT_PRECISION) for name, part in module.named_modules()}
+        by_unit, default = (precision, DEFAULT_PRECISION) if isinstance(precision, Mapping) else ({}, precision)
+        precisions = {name: by_unit.get(part, default) for name, part in module.named_modules()}
         require_same_modules(module, {"stage": self.stage, "precision": precisions}, group)
         self.module, self.process_group = module, group
         self._collectives = collectives
@@ -73,12 +74,15 @@ class ZeRO1(nn.Module):
         self._hooks: list[Any] = []
         self._flats_of: dict[str, list[FlatParameters]] = {}
         self.units = divide(module, units)
+        for part in by_unit:
+            self._unit(part)  # that of another would be ignored
         for unit in self.units:
+            own = precisions[unit.name]
             whole = sum(part.get_parameter(name).nbytes for (part, name), *_ in unit.owners.values())
             with memory_for(unit.name, whole):
                 materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
                 flats = self._flats_of[unit.name] = [
-                    FlatParameters(owners, group, self._collectives, precisions[unit.name], self.stage)
+                    FlatParameters(owners, group, self._collectives, own, self.stage)
                     for owners in by_dtype(unit, trained_only=self.stage < 3)
                 ]
             self.flats += flats
@@ -91,9 +95,8 @@ class ZeRO1(nn.Module):
             layers = {part for owners in unit.owners.values() for part, _ in owners if self.stage < 3}
             for part in {unit.module, *layers}:
                 part.register_forward_pre_hook(functools.partial(self._before_forward, unit, part is module))
-            if precisions[unit.name].cast_inputs:
-                cast = functools.partial(_cast, precisions[unit.name].compute)
-                unit.module.register_forward_pre_hook(cast, with_kwargs=True)
+            if own.cast_inputs:
+                unit.module.register_forward_pre_hook(functools.partial(_cast, own.compute), with_kwargs=True)
         self._trained: list[FlatParameters] = []
         if not any(flat.trained and flat.shard_numel for flat in self.flats):
             raise ValueError(f"{type(module).__name__} has no parameters to train")
@@ -190,7 +193,7 @@ class ZeRO1(nn.Module):
             if unit.module is module:
                 return unit
         raise ValueError(
-            f"{type(module).__name__} is no unit: only units gather their parameters, and send their gradients"
+            f"{type(module).__name__} is no unit: only units have a precision, gather their parameters, and send their gradients"
         )
 
     @contextlib.contextmanager

@@ -151,6 +151,8 @@ def unit_by_unit(stage: int) -> None:
     assert_close(weights(model), {name: value.full_tensor() for name, value in theirs.state_dict().items()}, 2e-3)
     with pytest.raises(ValueError, match="Linear is no unit"), model.no_sync(ours.head):
         pass
+    with pytest.raises(ValueError, match="Linear is no unit"):
+        shard(network(), stage, precision={nn.Linear(1, 1): Precision(torch.bfloat16)})
 
 
 # GradScaler
