@@ -100,7 +100,9 @@ class _Parser(argparse.ArgumentParser):
 
             unknown = re.findall(r"(?<= )--?[\w-]+", message)
             near = [
-                flag for name in unknown for flag in difflib.get_close_matches(name, self._option_string_actions, 1)
+                flag
+                for name in unknown
+                for flag in difflib.get_close_matches(name, self._option_string_actions, 1, 0.7)
             ]
             message += f": did you mean {', '.join(near)}?" if near else ""
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
@@ -193,7 +195,7 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
 def refuse_removed(arguments: Sequence[str], removed: Mapping[str, str]) -> None:
     """:raises UsageError: for a flag that an earlier version had, with what to do instead"""
     for argument in arguments:
-        flag = argument.partition("=")[0]
+        flag, *_ = argument.split("=")
         if flag in removed:
             raise UsageError(f"{flag} is gone: {removed[flag]}")
 

@@ -144,7 +144,7 @@ def load_own(
     limits = {"train": train_samples, "test": test_samples}
     if isinstance(returned, ImageData):
         for split, limit in limits.items():
-            if limit is not None:
+            if limit:
                 raise UsageError(f"--{split}-samples {limit}: {flag} returns an ImageData, which is taken whole")
         return returned
     if not isinstance(returned, tuple | list) or len(returned) != 3:
