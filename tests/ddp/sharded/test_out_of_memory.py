@@ -6,14 +6,12 @@ import contextlib
 import gc
 import re
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from common.distributed.process_group import process_group
@@ -24,26 +22,19 @@ from ddp.sharded.out_of_memory import memory_for
 from ddp.sharded.zero3 import ZeRO3
 from tests.support.launch import run_ranks
 
-WIDTH = 3_072
-UNIT = 4 * WIDTH * WIDTH  # bytes: above 32 MiB, so that malloc maps and unmaps each by itself
-
-
-def size_now() -> int:
-    """Bytes of this process's memory."""
-    size = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert size is not None
-    return 1024 * int(size[1])
+WIDTH = 4_224
+# Bytes above 64 MiB, so that malloc maps and unmaps each by itself: where no memory can be mapped, it looks into the heaps of other
+# threads, which have so much address space.
+UNIT = 4 * WIDTH * WIDTH
 
 
 @contextlib.contextmanager
 def memory(more: float) -> Iterator[None]:
     """Within this block, the process can get memory for so many units more."""
-    dist.barrier()  # no collective of before waits for the other rank
-    size = 0
-    while size != (size := size_now()):  # gloo's threads free the copies of a collective some time after it is over
-        time.sleep(0.3)
+    size = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert size is not None
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + int(more * UNIT), before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (1024 * int(size[1]) + int(more * UNIT), before[1]))
     try:
         yield
     finally:
