@@ -54,7 +54,10 @@ class Replicas:
 
     def clip(self, most: float) -> None:
         for replica in self.networks:
-            nn.utils.clip_grad_norm_(replica.parameters(), most)
+            gradients = [parameter.grad for parameter in replica.parameters() if parameter.grad is not None]
+            norm = sum((gradient.abs().double() ** 2).sum().item() for gradient in gradients) ** 0.5
+            for gradient in gradients:
+                gradient.mul_(min(1.0, most / (norm + 1e-6)))
 
     def update(self, skip: bool = False) -> None:
         """The optimizers' steps, unless they are skipped; the gradients go."""
