@@ -34,8 +34,7 @@ from common.reporting.timing import Spread, interleave, paired_ratios
 
 logger = logging.getLogger(__name__)
 
-Measured = TypeVar("Measured")
-Subject = TypeVar("Subject")
+T = TypeVar("T")
 CPU = torch.device("cpu")
 WARMUP = 1  # rounds of each build that do not count
 Step: TypeAlias = Callable[[], object]
@@ -128,7 +127,7 @@ class Rounds(Progress):
     def __enter__(self) -> Rounds:
         return self
 
-    def until_stopped(self, subjects: Iterable[Subject]) -> Iterator[Subject]:
+    def until_stopped(self, subjects: Iterable[T]) -> Iterator[T]:
         """What is measured one after another, until the user stops the benchmark."""
         return itertools.takewhile(lambda _: not Rounds.stopped, subjects)
 
@@ -151,10 +150,10 @@ def progress_of(config: Any, subjects: int, env: DistEnv | None = None) -> Round
 def take_turns(
     config: Any,
     names: Collection[str],
-    build: Callable[[list[str]], AbstractContextManager[Mapping[str, Callable[[], Measured]]]],
+    build: Callable[[list[str]], AbstractContextManager[Mapping[str, Callable[[], T]]]],
     progress: Rounds,
     subject: str,
-) -> dict[str, list[Measured]]:
+) -> dict[str, list[T]]:
     """Measure variants in rounds, in each of which every variant takes one turn.
 
     The order in which variants are built decides where their tensors lie in memory, which alone can change a time by some
@@ -166,7 +165,7 @@ def take_turns(
     :param subject: what is measured, for the progress bar
     :returns: for each variant, ``builds * rounds`` results of its turns
     """
-    results: dict[str, list[Measured]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
     for number in progress.until_stopped(range(config.builds)):
         with build(list(names)[:: -1 if number % 2 else 1]) as built:
             turns: Any = built

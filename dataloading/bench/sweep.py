@@ -52,7 +52,7 @@ def measure(
     *,
     batches: int,
     repeats: int,
-    after_round: Callable[[], object] = lambda: False,
+    after_round: Callable[[], object],
 ) -> list[LoadingMeasurement]:
     """Run every setting once per round; a first round warms up and does not count.
 

@@ -50,6 +50,9 @@ class ThreadedFetch(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], threads: int) -> None:
         self.dataset, self.threads = dataset, threads
 
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
     def __getitems__(self, keys: Sequence[int | SampleKey]) -> list[Any]:
         with ThreadPoolExecutor(self.threads, "fetch") as pool:
             return list(pool.map(self.dataset.__getitem__, keys))

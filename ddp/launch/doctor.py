@@ -147,7 +147,7 @@ def wrong_hosts(everyone: Sequence[Facts], store: Store, env: DistEnv, run_dir: 
     found = []
     if env.local_rank == 0:
         found = list(scarce(folder))
-        if shown.name not in os.listdir(folder):
+        if not shown.exists():
             found.append(f"cannot write to {folder}" if env.is_main else f"does not see what rank 0 writes to {folder}")
     of_all = _exchange(store, env, "found", found)
     if env.is_main:

@@ -108,5 +108,5 @@ def test_files_that_open_late_make_a_step_wait_and_threads_are_the_cure(pictures
     late = Setting(workers=0, batch_size=4, latency_ms=50.0)
     assert wait_share(library, late, step_s=1e-3, batches=2) > 0.9  # at least 4 x 20 ms in next()
     threads = [one for one in changes(late, 2, False) if one.fetch_threads > 1]
-    now, *tried = measure(library, [late, *threads], batches=2, repeats=2)
+    now, *tried = measure(library, [late, *threads], batches=2, repeats=2, after_round=lambda: False)
     assert "with fetch-threads" in explain(now, tried, samples=1000)[0]
