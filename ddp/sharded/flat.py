@@ -45,8 +45,8 @@ class FlatParameters(FlatLayout):
     """Parameters of one dtype and device: whole ones to compute with, and sharded ones to optimize. A collective.
 
     ``full`` is the flat tensor of all ranks' shards, ``whole`` the parameters in it. ``shard`` is this rank's shard, ``sharded`` the
-    parameters in it. ``gradient`` and ``grad_shard`` are the same of gradients. ``shard_in_full`` says whether the shard lies in
-    the memory of ``full``, or in its own.
+    parameters in it. ``held`` are those that the modules hold now. ``gradient`` and ``grad_shard`` are flat gradients, whole and
+    this rank's. ``shard_in_full`` says whether the shard lies in the memory of ``full``, or in its own.
 
     :param owners: for each parameter by name, the modules that hold it: several if it is tied
     :param group: the ranks that share it; rank 0's values are sent to all
@@ -91,7 +91,7 @@ class FlatParameters(FlatLayout):
         self.install(self.whole)
         self.gathered = True  # whole in memory, or being gathered
         self._gathering: Pending | None = None
-        self._gathered_writes = _writes(self.sharded)  # when they were gathered
+        self._gathered_writes = self.writes  # when they were gathered
 
         # The gradients of the running step. ``gradient`` is flat, as long as ``full``; some parameters may not have theirs yet.
         self.gradient: Tensor | None = None
@@ -108,7 +108,7 @@ class FlatParameters(FlatLayout):
 
     def install(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the modules hold these parameters."""
-        self._held = parameters
+        self.held = parameters
         for owners, parameter in zip(self.owners.values(), parameters, strict=True):
             for module, name in owners:
                 setattr(module, name, parameter)
@@ -121,9 +121,21 @@ class FlatParameters(FlatLayout):
     # Between passes, users write to parameters, freeze them, replace them
 
     @property
+    def writes(self) -> list[int]:
+        """How often each of the sharded parameters has been written to."""
+        return [one._version for one in self.sharded]
+
+    @property
     def outdated(self) -> bool:
         """Whether the sharded parameters have been written to since they were gathered."""
-        return _writes(self.sharded) != self._gathered_writes
+        return self.writes != self._gathered_writes
+
+    def expect_writes(self) -> None:
+        """Let the modules hold the sharded parameters until they are gathered: who writes to them reaches what is optimized,
+        and who computes with them gets an error, not old values."""
+        self.finish_gather()
+        if self.held is not self.outside:
+            self.install(self.outside)
 
     def follow_user(self) -> None:
         """Freeze and unfreeze the parameters as the user has, whichever of them.
@@ -133,7 +145,7 @@ class FlatParameters(FlatLayout):
         places = [memory.untyped_storage()._cdata for memory in (self.full, self.shard, self._outside_memory)]
         for index, (name, owners) in enumerate(self.owners.items()):
             same = self.whole[index], self.sharded[index], self.outside[index]
-            held = all(module._parameters.get(attribute) is self._held[index] for module, attribute in owners)
+            held = all(module._parameters.get(attribute) is self.held[index] for module, attribute in owners)
             if not held or [one.untyped_storage()._cdata for one in same] != places:
                 raise RuntimeError(
                     f"{name} was replaced or moved after shard() (by .to(), .half(), `.data = ...`, a parametrization?), and would "
@@ -164,7 +176,7 @@ class FlatParameters(FlatLayout):
         if self.shard_numel:
             self._gather.start_all_gather(values).wait()
         if self.gathered:
-            self._gathered_writes = _writes(self.sharded)
+            self._gathered_writes = self.writes
             self.full.copy_(values)
         views = zip(self.views(values), self._trains, strict=True)
         self.outside, self._outside_memory = [_parameter(WatchedParameter, *view) for view in views], values
@@ -174,24 +186,21 @@ class FlatParameters(FlatLayout):
     def end_copy(self) -> None:
         """Take back what was written to the copy, and let it go."""
         self.follow_user()
-        if any(_writes(self.outside)):
+        if any(one._version for one in self.outside):
             self.shard.copy_(self.own(self._outside_memory))
             torch.autograd.graph.increment_version(self.sharded)
         self.outside, self._outside_memory = self.sharded, self.shard
-        self.install(self.whole if self.gathered else self.sharded)
+        self.install(self.sharded)
 
     # Parameters: gathered from the shards, and freed
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
-        self.finish_gather()
-        self._gathered_writes = _writes(self.sharded)
+        self.expect_writes()
+        self._gathered_writes = self.writes
         if not self.gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathered = True
-        elif self._held is self.whole:
-            # Until they are whole again: code that does not wait gets an error, not old values.
-            self.install(self.outside)
         if not self.shard_in_full:
             self.own(self.full).copy_(self.shard)
         if self.shard_numel:
@@ -202,7 +211,7 @@ class FlatParameters(FlatLayout):
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        if self.gathered and self._held is not self.whole:
+        if self.gathered and self.held is not self.whole:
             self.install(self.whole)
 
     def free(self) -> None:
@@ -212,8 +221,7 @@ class FlatParameters(FlatLayout):
         :meth:`start_gather` has brought the memory back.
         """
         if self.gathered:
-            self.finish_gather()
-            self.install(self.outside)
+            self.expect_writes()
             self.full.untyped_storage().resize_(0)
             self.gathered = False
 
@@ -352,11 +360,6 @@ class FlatParameters(FlatLayout):
         """After a backward pass that synchronizes: the gradients of the sharded parameters, ``[shard_numel]``, and zeros."""
         assert self._grad_shard is not None
         return self._grad_shard
-
-
-def _writes(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """How often each of them has been written to."""
-    return [one._version for one in parameters]
 
 
 def _parameter(kind: type[nn.Parameter], memory: Tensor, trained: bool) -> nn.Parameter:

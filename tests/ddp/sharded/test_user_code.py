@@ -90,13 +90,16 @@ def written_shards(stage: int) -> None:
 
 
 def written_whole(stage: int) -> None:
-    """All ranks write to whole parameters: between passes (up to stage 2, where they are whole), and in ``gathered()``."""
+    """All ranks write to parameters: after a step to their shards, in ``gathered()`` or (up to stage 2) after a pass to whole ones."""
     for precision in (Precision(), Precision(torch.float64)):
         pair = Pair(stage, precision=precision)
         pair.net.register_forward_pre_hook(lambda net, x: (x[0].to(net[0].weight.dtype),))
         pair.net.register_forward_hook(lambda *args: args[-1].float())
         pair.step(0)
         with torch.no_grad():
+            for one in (pair.net, pair.plain):
+                one[0].weight.data.mul_(0.5)
+            pair.check()
             with pair.model.gathered() as module:
                 for one in (module, pair.plain):
                     one[0].weight.data.clamp_(-0.1, 0.1)
@@ -124,6 +127,14 @@ def alone(stage: int) -> None:
             if stage < 3:
                 torch.testing.assert_close(pair.net[2](hidden), pair.plain[2](hidden))
         pair.check()
+
+
+def written_before_backward(stage: int) -> None:
+    pair = Pair(stage)
+    loss = pair.model(inputs(0)).mean()
+    pair.step(1)
+    with pytest.raises(RuntimeError, match=r"written to .* between a forward pass and its backward pass"):
+        loss.backward()
 
 
 # Writes in forward
@@ -172,7 +183,7 @@ def converted(stage: int) -> None:
         net = nn.Sequential(*network(), nn.Unflatten(1, (3, 1, 1)), nn.Conv2d(3, 2, 3, padding=1))
         model: Model = shard(net, stage, units=[net[1]])
         model.to("cpu").float()  # changes nothing
-        model(inputs(0)).mean().backward()
+        model(inputs(0))  # from here to a backward pass, the modules hold whole parameters at stages 1 and 2
         convert(net, model)
         with pytest.raises(RuntimeError, match=r"was replaced or moved after shard\(\)"):
             model(inputs(0))
@@ -196,6 +207,13 @@ def frozen_and_unfrozen(stage: int) -> None:
             one[0].requires_grad_(trains)
         pair.step(2)
         pair.check()
+    pair.net[2] = nn.Sequential(pair.net[2])
+    pair.step(3)
+    pair.net[2] = nn.Linear(8, 3)
+    with torch.no_grad():
+        pair.model(inputs(3))
+    with pytest.raises(RuntimeError, match=r"2\.weight is of a module that came after shard\(\), so no rank trains it"):
+        pair.model(inputs(3))
     net = network()
     net[2].requires_grad_(False)
     model = shard(net, stage)
@@ -209,6 +227,7 @@ def kept_state(stage: int) -> None:
     net = network()
     expected = copy.deepcopy(net.state_dict())
     model: Model = shard(net, stage, units=[net[1]], precision=Precision(torch.bfloat16))
+    whole = torch.optim.SGD(net.parameters(), lr=0.1) if stage < 3 else None
     with model.gathered() as module:
         state = module.state_dict()
         model(inputs(0).bfloat16())
@@ -225,7 +244,6 @@ def kept_state(stage: int) -> None:
             one.state_dict()
     with pytest.raises(RuntimeError, match="does not reach the shards"):
         net.load_state_dict(state)
-    whole = torch.optim.SGD(net.parameters(), lr=0.1) if stage < 3 else None
     model(inputs(0).bfloat16()).sum().backward()
     if whole is not None:
         with pytest.raises(RuntimeError, match=r"has the parameter '0\.weight' from before, or whole"):
@@ -285,6 +303,7 @@ def clipped(stage: int) -> None:
 ON_TWO_RANKS = (
     written_shards,
     written_whole,
+    written_before_backward,
     alone,
     written_in_forward,
     converted,
