@@ -1,3 +1,3 @@
 """Data sets, and torch's loader."""
 
-DECODERS = ("pillow", "simplejpeg", "torchcodec")  # of JPEG files; see dataloading/dataset/decoders.py
+DECODERS = ("pillow", "simplejpeg")  # of JPEG files; see dataloading/dataset/decoders.py

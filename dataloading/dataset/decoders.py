@@ -1,13 +1,12 @@
-"""From a JPEG file's bytes to pixels: Pillow, and two faster ones where they are installed (extra ``fast``).
+"""From a JPEG file's bytes to pixels: Pillow, and simplejpeg, which is faster, where it is installed (extra ``fast``).
 
-All three use libjpeg-turbo and give the same pixels. Pillow makes an image object with four bytes per pixel on the way.
-simplejpeg writes RGB into a given buffer; torchcodec allocates its own, which is copied. All release the GIL while they
-decode. They are imported on first use, so that ``--help`` stays quick.
+Both use libjpeg-turbo and give the same pixels. Pillow makes an image object with four bytes per pixel on the way; simplejpeg
+writes RGB into a given buffer. Both release the GIL while they decode. They are imported on first use, so that ``--help`` stays
+quick.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
 from importlib import util
@@ -29,7 +28,6 @@ Decoder = Callable[[bytes, Pixels | None], Pixels]
 START = b"\xff\xd8\xff"  # of every JPEG file: the marker of an image's start, and that of its first segment
 FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, without tables
 MOST_PIXELS = 89_478_485  # Pillow's own limit for a warning: 256 MB of RGB
-METADATA = b"\xff\xe1"  # the marker of a segment with EXIF data; never in an image's own data
 
 
 class NotDecodable(Exception):
@@ -38,18 +36,7 @@ class NotDecodable(Exception):
 
 def installed() -> tuple[str, ...]:
     """The decoders that can be used here, the fastest first."""
-    return tuple(name for name in ("simplejpeg", "torchcodec", "pillow") if _is_installed(name))
-
-
-@functools.cache
-def _is_installed(name: str) -> bool:
-    if name == "torchcodec" and util.find_spec(name):
-        try:  # versions before 0.17 decode only video, and are of no use without FFmpeg
-            from torchcodec.decoders import decode_jpeg  # noqa: F401
-        except (ImportError, OSError, RuntimeError):
-            return False
-        return True
-    return name == "pillow" or util.find_spec(name) is not None
+    return ("simplejpeg", "pillow") if util.find_spec("simplejpeg") else ("pillow",)
 
 
 def get_decoder(name: str) -> Decoder:
@@ -68,7 +55,7 @@ def get_decoder(name: str) -> Decoder:
         raise UsageError(
             f"decoder {name} (--decoder) is not installed: pip install {name}, or use {' or '.join(installed())}"
         )
-    return {"pillow": decode_pillow, "simplejpeg": _decode_simplejpeg, "torchcodec": _decode_torchcodec}[name]
+    return _decode_simplejpeg if name == "simplejpeg" else decode_pillow
 
 
 def require_size(height: int, width: int) -> None:
@@ -126,7 +113,11 @@ def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Ima
 
 
 def decode_pillow(data: bytes, out: Pixels | None = None) -> Pixels:
-    return _place(np.asarray(open_pillow(data)), out)
+    pixels = np.asarray(open_pillow(data))
+    if out is None or out.shape != pixels.shape:
+        return pixels
+    out[:] = pixels
+    return out
 
 
 def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
@@ -145,30 +136,3 @@ def _decode_simplejpeg(data: bytes, out: Pixels | None = None) -> Pixels:
     except (ValueError, MemoryError):
         # simplejpeg refuses what libjpeg only warns of. Pillow decides, so that all decoders accept the same files.
         return decode_pillow(data, out)
-
-
-def _decode_torchcodec(data: bytes, out: Pixels | None = None) -> Pixels:
-    import torch
-    from torchcodec.decoders import decode_jpeg
-
-    # torchcodec skips leading garbage and rotates by EXIF data; the other decoders do neither.
-    if not data.startswith(START) or METADATA in data:
-        return decode_pillow(data, out)
-    size = jpeg_size(data)
-    if size is None:  # damaged: Pillow says how
-        return decode_pillow(data, out)
-    require_size(*size)
-    try:
-        # torch.frombuffer needs writable memory
-        pixels: Pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0).numpy()
-        return _place(pixels, out)
-    except (RuntimeError, MemoryError):
-        return decode_pillow(data, out)
-
-
-def _place(pixels: Pixels, out: Pixels | None) -> Pixels:
-    """Copy the pixels to ``out`` if it has their size."""
-    if out is None or out.shape != pixels.shape:
-        return pixels
-    out[:] = pixels
-    return out

@@ -93,7 +93,7 @@ def is_missing(attempt: Attempt) -> str | None:
     if any(limit in words for limit in NEED_MOUNTS) and not can_mount():
         return "no mount namespace can be made here"
     decoder = words[words.index("--decoder") + 1] if "--decoder" in words else "pillow"
-    if decoder in ("simplejpeg", "torchcodec") and decoder not in installed():
+    if decoder == "simplejpeg" and decoder not in installed():
         return f"the extra {decoder} is not installed"
     return None
 
