@@ -12,6 +12,9 @@ from typing import Any
 # Read when torch is imported, here and in all that the tests start. OpenMP's threads spin while they wait for each other,
 # and would take the cores from the other processes of the tests, which took a sixth longer in all. No result depends on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# For each connection to a store, both ends ask DNS for the name of ::ffff:127.0.0.1, which /etc/hosts lacks. An answer that is
+# lost costs the resolver's timeout, by default five seconds. A job makes several connections.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import hypothesis
 import psutil

@@ -16,7 +16,7 @@ from PIL import Image
 
 from dataloading.lfw_dataset import main
 from tests.dataloading.faults import save_picture
-from tests.support.launch import run_command
+from tests.support.launch import run_forked
 
 PROGRAM = "dataloading.lfw_dataset"
 UserError = Callable[..., str]
@@ -33,7 +33,8 @@ def few(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_command(PROGRAM, *map(str, arguments))
+    (done,) = run_forked(PROGRAM, *arguments)
+    return done
 
 
 @pytest.fixture

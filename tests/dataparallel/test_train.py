@@ -27,7 +27,7 @@ from dataparallel.train import (
     train_epoch,
     train_step,
 )
-from tests.support.launch import run_command, run_forked, start_command
+from tests.support.launch import run_forked, start_command
 from tests.support.user_errors import UserError
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small finished run on two CPU devices."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     arguments = ("--devices", "cpu,cpu", "--batch-size", "48", "--log-every", "4", "--run-dir", str(folder))
-    done = run_command("dataparallel.train", *TINY, *arguments)
+    (done,) = run_forked("dataparallel.train", *TINY, *arguments)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)

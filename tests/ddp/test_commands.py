@@ -68,7 +68,7 @@ def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> No
     """
     expected = json.loads((finished / "result.json").read_text())["test"]
     flags = ("--run-dir", str(finished), "--checkpoint", "best", "--device", "cpu")
-    done = run_torchrun(3, "ddp.evaluate", *flags)
+    done, *_ = run_forked("ddp.evaluate", *flags, world_size=3)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"accuracy {100 * expected['accuracy']:.2f} %: ")

@@ -24,7 +24,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.train import build_job, train_epoch
 from tests.ddp.jobs import Outcome, assert_identical, final_state, run_job, train_epochs
-from tests.support.launch import error_lines, run_forked, run_ranks, run_torchrun, start_command
+from tests.support.launch import error_lines, run_forked, run_ranks, start_command
 
 SMALL: dict[str, Any] = {
     "min_images_per_person": 2,
@@ -114,7 +114,7 @@ def test_resuming_changes_no_bit_whichever_loader_goes_on(faces: Path, tmp_path:
 def finished(faces: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "finished"
     arguments = (*FLAGS, "--dataset", "lfw", "--data-dir", str(faces), "--batch-size", "12", "--lr", "0.02")
-    done = run_torchrun(2, "ddp.train", *arguments, "--run-dir", str(run_dir), env={"OMP_NUM_THREADS": "1"})
+    done, _ = run_forked("ddp.train", *arguments, "--run-dir", run_dir, world_size=2)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if " INFO " not in line] == []
     (run_dir / "stdout").write_text(done.stdout)

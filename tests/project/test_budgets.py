@@ -74,6 +74,7 @@ if os.fork() == 0:
     print(json.dumps(our_modules()), flush=True)
     os._exit(0)
 os.wait()
+import matplotlib.figure, torch._dynamo  # which a run does; the profiler would make it slow
 stack, entered = [], set()
 sys.argv = ["ddp.train", *"--device cpu --epochs 1 --train-samples 288 --test-samples 100 --run-dir".split(), run_dir]
 sys.setprofile(profile)

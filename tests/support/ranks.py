@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -129,6 +130,9 @@ def run_forked(
 
 
 def _main(module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    # The command's own ranks are forked from the server that this process comes from, not from another one.
+    for place in (forkserver, forkserver._forkserver):
+        vars(place)["ensure_running"] = lambda: None
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

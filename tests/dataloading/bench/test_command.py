@@ -28,7 +28,7 @@ from dataloading.dataset.storage import LocalFolder
 from dataloading.loader.stock_loader import stock_loader
 from dataloading.timeline import __main__ as timeline
 from tests.dataloading.faults import Traces
-from tests.support.launch import error_lines, ranks_below, run_command, start_command
+from tests.support.launch import error_lines, ranks_below, run_forked, start_command
 from tests.support.user_errors import UserError
 
 
@@ -163,7 +163,7 @@ def test_the_ceiling_decodes_the_files_of_its_batch(pictures: Path, monkeypatch:
 
 
 def test_the_command_ends_with_a_verdict_and_leaves_its_results(pictures: Path, tmp_path: Path) -> None:
-    done = run_command(
+    (done,) = run_forked(
         *("dataloading.bench", "--path-to-folder", str(pictures), "--workers", "1", "--loader", "stock,fast"),
         *("--image-size", "16", "--batches", "2", "--repeats", "2", "--batch-size", "4", "--step-ms", "1"),
         *("--output", str(tmp_path)),
@@ -210,7 +210,7 @@ def test_rungs_and_ceiling_share_a_random_sample_of_the_files(tmp_path: Path) ->
 
 def test_the_ladder_ends_with_a_picture(pictures: Path, tmp_path: Path) -> None:
     augmentation = "affine"  # without one, it is among torchrun_examples.sh's
-    done = run_command(
+    (done,) = run_forked(
         *("dataloading.ladder", "--path-to-folder", str(pictures), "--image-size", "16", "--batches", "1"),
         *("--repeats", "2", "--batch-size", "4", "--workers", "1", "--augmentation", augmentation),
         *("--output", str(tmp_path)),

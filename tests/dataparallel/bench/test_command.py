@@ -11,16 +11,17 @@ import psutil
 import pytest
 
 from dataparallel.bench import __main__ as bench
-from tests.support.launch import run_command, start_command
+from tests.support.launch import run_forked, start_command
 from tests.support.user_errors import UserError
 
 
+@pytest.mark.examples
 def test_it_measures_draws_and_explains(tmp_path: Path) -> None:
     """The bench measures, draws its figure and explains which step costs most.
 
     Claim (dataparallel/README.md): the bench measures, draws and explains; the steps add up.
     """
-    done = run_command(
+    (done,) = run_forked(
         "dataparallel.bench",
         "--batch-sizes",
         "16,4",  # in any order

@@ -11,15 +11,16 @@ import torch
 
 from ddp.bench import __main__ as bench
 from ddp.bench.allreduce import Config, report
-from tests.support.launch import run_command
+from tests.support.launch import run_command, run_forked
 from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
 
 ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory"]
 
 
+@pytest.mark.examples
 def test_every_algorithm_is_measured(tmp_path: Path) -> None:
-    done = run_command(
+    (done,) = run_forked(
         "ddp.bench", "allreduce", "--ranks", "2", "--sizes", "4096,4", "--rounds", "2", "--output", str(tmp_path),
         timeout_s=280,
     )  # fmt: skip

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ddp.bench.__main__ import main
 from ddp.bench.sharding import SHARDED_VARIANTS
-from tests.support.launch import run_command
+from tests.support.launch import run_forked
 from tests.support.user_errors import UserError
 
 SMALL = ("--width", "64", "--layers", "2", "--length", "8", "--builds", "1", "--rounds", "2", "--turn", "0.01")
 
 
+@pytest.mark.examples
 def test_every_variant_is_measured(tmp_path: Path) -> None:
-    done = run_command("ddp.bench", "sharding", *SMALL, "--output", str(tmp_path), timeout_s=280)
+    (done,) = run_forked("ddp.bench", "sharding", *SMALL, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 ranks on ")

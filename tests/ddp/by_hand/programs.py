@@ -212,7 +212,7 @@ class Run:
 
     def _batch(self) -> Tensor:
         self._number += 1
-        torch.manual_seed(1000 * self._number + dist.get_rank())
+        torch.default_generator.manual_seed(1000 * self._number + dist.get_rank())
         return batch(self._number, self._case.dtype or torch.float32)
 
     def _loss(self) -> Tensor:

@@ -15,7 +15,7 @@ from ddp.conformance import __main__ as conformance
 from ddp.conformance.check import CHECKS, Check
 from ddp.conformance.report import summary, table, worst, write_json
 from ddp.conformance.runner import HUNG, PASS, REFUSED, WRONG, Answer, Result, Runner, verdict
-from tests.support.launch import run_command
+from tests.support.launch import run_command, run_forked
 from tests.support.user_errors import UserError
 
 WRAPPERS, MUTANTS = "tests.ddp.conformance.wrappers", "tests.ddp.conformance.mutants"
@@ -50,7 +50,7 @@ def test_torch_s_ddp_passes_what_it_should(tmp_path: Path) -> None:
 
 def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Path) -> None:
     wrapper = f"{WRAPPERS}:RefusesOnRank1"
-    done = run_command("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path), "--ranks", "2,3")
+    (done,) = run_forked("ddp.conformance", wrapper, "--only", FIRST.name, "--output", str(tmp_path), "--ranks", "2,3")
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if FIRST.name in line)
     message = "rank 1: ValueError: not on this rank; rank 0 waited in vain"
@@ -60,7 +60,7 @@ def test_a_failed_check_is_status_1_and_its_reason_stands_beside_it(tmp_path: Pa
 
 
 def test_a_wrapper_that_averages_nothing_is_told_so_in_one_line(tmp_path: Path) -> None:
-    done = run_command("ddp.conformance", f"{WRAPPERS}:AveragesNothing", "--output", str(tmp_path))
+    (done,) = run_forked("ddp.conformance", f"{WRAPPERS}:AveragesNothing", "--output", str(tmp_path))
     assert "this is the rank's own, nothing was averaged" in done.stdout
     assert f"0 of 1 pass: 1 wrong; {len(CHECKS) - 1} more build on the first, and were not run" in done.stdout
 
