@@ -6,7 +6,7 @@
 
 The ranks meet as those of ddp.train do: if one is missing, or was started differently, one line says so, and the exit status is 2.
 Otherwise rank 0 prints what is wrong, a table of the ranks and one of the links between their hosts. Wrong are clocks that differ, hosts
-with little disk, shared memory or open files, and a run directory that not all hosts see. Then the exit status is 1.
+with little disk, shared memory or open files, or a slow DNS, and a run directory that not all hosts see. Then the exit status is 1.
 
 Until then, the ranks need only reach MASTER_ADDR: they exchange facts about themselves through the store there. Then they form
 a group, in which the links are measured: a message goes there and back (the latency is half of that), and larger ones go one way
@@ -22,6 +22,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import statistics
 import sys
 import time
@@ -56,6 +57,7 @@ MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: log
 LEAST_GB = 1.0  # free, of the disk and of /dev/shm; a container gets 64 MB of the latter by default
 LEAST_FILES = 1024  # open files: each batch on its way from a loader worker takes one per tensor
 SHARED_MEMORY = "/dev/shm"
+MOST_LOOKUP_S = 2.0
 
 COLUMNS = ("host", "pid", "local rank", "interface", "device", "GPUs", "cores", "load", "clock")
 
@@ -169,6 +171,10 @@ def scarce(folder: Path) -> Iterator[str]:
         yield f"has {shared:.2f} GB free in {SHARED_MEMORY}, for loader workers: in a container, give --shm-size or --ipc=host"
     if 0 <= files < LEAST_FILES:  # without a limit it is -1
         yield f"lets a process open {files} files: raise it by ulimit -n"
+    began = time.monotonic()
+    socket.getnameinfo(("::ffff:127.0.0.1", 0), 0)  # as both ends of each connection to torch's store do
+    if (seconds := time.monotonic() - began) > MOST_LOOKUP_S:
+        yield f"takes {seconds:.0f} s to find the name of an address, and a job does that many times at its start: mend its DNS"
 
 
 def _host_of(facts: Facts) -> tuple[str, str]:

@@ -64,6 +64,8 @@ def profile(frame, event, _):
                 entered.add(file.removeprefix(root))
     elif event == "return" and stack:
         stack.pop()
+        if not stack:  # the first step is over
+            sys.setprofile(None)
 
 root, run_dir, *product = sys.argv[1:]
 folders = tuple(f"{root}{folder}/" for folder in product)  # A virtual environment may be below the root, too.
@@ -80,7 +82,6 @@ sys.argv = ["ddp.train", *"--device cpu --epochs 1 --train-samples 288 --test-sa
 sys.setprofile(profile)
 with contextlib.redirect_stdout(io.StringIO()):
     runpy.run_module("ddp.train", run_name="__main__")
-sys.setprofile(None)
 print(json.dumps(sorted(entered)))
 print(json.dumps(sorted(name for name in sys.modules if name.partition(".")[0] in ("dataloading", "dataparallel", "torchvision"))))
 print(json.dumps(our_modules()))
