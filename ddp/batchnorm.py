@@ -26,19 +26,24 @@ from ddp.by_hand.replicas import broadcast
 logger = logging.getLogger("ddp.train")
 
 
+def statistics(model: nn.Module) -> list[Tensor]:
+    """BatchNorm's running means and variances. Each rank's are an average over its own samples, so their average over the ranks
+    covers all samples, where rank 0's covers 1/W."""
+    batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [b for module in batchnorms for b in (module.running_mean, module.running_var) if b is not None]
+
+
 @torch.no_grad()
 def make_buffers_equal(model: nn.Module) -> None:
     """Give all ranks the same buffers, before they are evaluated or saved. A collective.
 
-    BatchNorm's running mean and variance become their average over the ranks, by one all-reduce for all. Each rank's are an
-    average over its own samples, so their average covers all samples, where rank 0's covers 1/W. Other buffers (the statistics
-    of InstanceNorm, the codebook of a quantizer and how often each of its entries was used) have no rule of that kind, so they become
+    The :func:`statistics` become their average over the ranks, by one all-reduce for all. Other buffers (the statistics of
+    InstanceNorm, the codebook of a quantizer and how often each of its entries was used) have no rule of that kind, so they become
     rank 0's, and the log names those in which the ranks differed. They may be of any dtype.
     """
     if dist.get_world_size() == 1:
         return
-    batchnorms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    averaged = [b for module in batchnorms for b in (module.running_mean, module.running_var) if b is not None]
+    averaged = statistics(model)
     of_batchnorm = set(map(id, averaged))
     others = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in of_batchnorm}
     if averaged:

@@ -85,10 +85,7 @@ LONG_FILES = (
     "common/distributed/test_process_group.py",
     "dataparallel/test_train.py",
     "ddp/test_files.py",
-    "dataloading/bench/test_command.py",
     "ddp/by_hand/test_equality.py",
-    "common/distributed/test_worker_group.py",
-    "ddp/test_evaluate.py",
 )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from common.training.models import persistent_buffers
 from common.training.optimization import begin_momentum, set_learning_rate
 from common.training.window import WindowState, WindowTotals
+from ddp.batchnorm import statistics
 from ddp.checkpoint import storage
 from ddp.checkpoint.folder import Damaged
 from ddp.checkpoint.storage import Manifest
@@ -44,18 +45,14 @@ def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def saved_buffers(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The buffers of a ``state_dict``; within an epoch, the averaged statistics, with which the model can be evaluated."""
+    """The buffers of a ``state_dict``, as at an epoch's end: within an epoch, BatchNorm's statistics are averaged here."""
     buffers = dict(job.named_module.named_buffers())
     first = {buffer: name for name, buffer in buffers.items()}  # of a module that is used twice, its first name
     if job.step_in_epoch:
-        buffers |= _mean_buffers([rank["buffers"] for rank in ranks])
+        for buffer in statistics(job.named_module):
+            name = first[buffer]
+            buffers[name] = torch.stack([rank["buffers"][name] for rank in ranks]).mean(0)
     return {name: buffers[first[buffer]] for name, buffer in persistent_buffers(job.named_module).items()}
-
-
-def _mean_buffers(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over the ranks of the floating-point buffers (statistics); counts stay rank 0's."""
-    names = [name for name, value in ranks[0].items() if value.is_floating_point()]
-    return {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in names}
 
 
 def manifest_of(job: Job) -> Manifest:

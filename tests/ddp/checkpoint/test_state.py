@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from common.distributed.process_group import process_group
 from ddp.checkpoint import storage
-from ddp.checkpoint.state import manifest_of, restore, state_of_job, state_of_rank
+from ddp.checkpoint.state import manifest_of, restore, saved_buffers, state_of_job, state_of_rank
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
@@ -89,3 +92,12 @@ def test_ranks_are_restored_and_another_number_of_ranks_gets_averages(tmp_path: 
     sums = [np.sum([rank.window for rank in ranks], 0) for ranks in (others, before)]
     np.testing.assert_allclose(sums[0], sums[1], rtol=1e-12)
     assert sums[1][2] == 48
+
+
+def test_within_an_epoch_the_saved_model_has_batchnorm_s_averages_and_rank_0_s_other_buffers() -> None:
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True))
+    buffers = dict(network.named_buffers())
+    ranks = [{"buffers": dict.fromkeys(buffers, torch.full((2,), rank))} for rank in (1.0, 2.0)]
+    saved = saved_buffers(Mock(named_module=network, step_in_epoch=1), ranks)
+    assert saved["0.running_mean"].tolist() == [1.5, 1.5]
+    assert saved["1.running_mean"] is buffers["1.running_mean"]

@@ -94,3 +94,19 @@ def users(used: list[bool]) -> list[int]:
     everywhere: list[list[bool]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everywhere, used)
     return [sum(flags) for flags in zip(*everywhere, strict=True)]
+
+
+class AtOnce(AverageEach):
+    """Sends each gradient in its own post-accumulate hook: later hooks see the average, and each rank has an order of its own."""
+
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    @torch.no_grad()
+    def ready(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.average(parameter.grad)
+
+    def finish(self) -> None:
+        """All has been sent."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AtOnce, AverageEach, TorchDDP
 
 
 class BeforeTensorHooks(AverageEach):
@@ -23,22 +22,6 @@ class BeforeTensorHooks(AverageEach):
         for index, parameter in enumerate(self.module.parameters()):
             parameter.grad = self.arrived[index]
         super().finish()
-
-
-class AtOnce(AverageEach):
-    """Sends in its own post-accumulate hook: later ones see the average."""
-
-    def prepare(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.ready)
-
-    @torch.no_grad()
-    def ready(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.average(parameter.grad)
-
-    def finish(self) -> None:
-        """All has been sent."""
 
 
 class AveragesOutputs(TorchDDP):

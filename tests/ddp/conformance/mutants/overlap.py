@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AtOnce, AverageEach, TorchDDP
 
 
 class SendsTwice(TorchDDP):
@@ -67,22 +67,6 @@ class NeverRebuilds(TorchDDP):
     overrides = {"find_unused_parameters": True}
 
 
-class AsTheyCome(AverageEach):
-    """Sends each gradient at once, in this rank's own order."""
-
-    def prepare(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.register_post_accumulate_grad_hook(self.ready)
-
-    @torch.no_grad()
-    def ready(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.average(parameter.grad)
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-
 class SendsWeights(TorchDDP):
     """Sends rank 0's weights before each forward pass, to be safe."""
 
@@ -133,7 +117,7 @@ MUTANTS: dict[str, type[nn.Module]] = {
     "sending_begins_while_backward_goes_on": AfterBackward,
     "the_last_layers_are_sent_first": FirstLayersFirst,
     "buckets_follow_the_order_in_which_gradients_come": NeverRebuilds,
-    "ranks_may_compute_in_different_orders": AsTheyCome,
+    "ranks_may_compute_in_different_orders": AtOnce,
     "a_forward_pass_without_buffers_sends_nothing": SendsWeights,
     "ranks_may_evaluate_different_numbers_of_batches": EvaluatesTogether,
     "gradients_travel_in_their_own_dtype": SendsFloat32,
