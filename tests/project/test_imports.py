@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddp.bench.__main__ import BENCHMARKS
 from tests.support.launch import REPOSITORY
 
 COMMANDS = [
@@ -17,8 +18,9 @@ COMMANDS = [
     *("dataparallel.train", "dataparallel.bench"),
     *("dataloading.bench", "dataloading.timeline", "dataloading.ladder"),
     "dataloading.lfw_dataset",
+    *(f"ddp.bench {name}" for name in BENCHMARKS),
 ]
-NOT_FOR_HELP = ("matplotlib", "torchvision", "psutil", "PIL")
+NOT_FOR_HELP = ("matplotlib", "torchvision", "torch._dynamo", "psutil", "PIL")
 # Each command runs in a process of its own, forked from one that has imported torch, so that torch is imported only once.
 PROGRAM = f"""
 import contextlib, io, json, os, runpy, sys
@@ -27,10 +29,11 @@ import torch
 for command in {COMMANDS!r}:
     if os.fork() == 0:
         output, status = io.StringIO(), 0
-        sys.argv = [command, "--help"]
+        module, *arguments = command.split()
+        sys.argv = [module, *arguments, "--help"]
         try:
             with contextlib.redirect_stdout(output):
-                runpy.run_module(command, run_name="__main__", alter_sys=True)
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             status = end.code
         imported = sorted(set({NOT_FOR_HELP!r}) & sys.modules.keys())
