@@ -130,7 +130,7 @@ class FlatParameters(FlatLayout):
         """Whether the sharded parameters have been written to since they were gathered."""
         return self.writes != self._gathered_writes
 
-    def expect_writes(self) -> None:
+    def hold_shards(self) -> None:
         """Let the modules hold the sharded parameters until they are gathered: who writes to them reaches what is optimized,
         and who computes with them gets an error, not old values."""
         self.finish_gather()
@@ -196,7 +196,7 @@ class FlatParameters(FlatLayout):
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
-        self.expect_writes()
+        self.hold_shards()
         self._gathered_writes = self.writes
         if not self.gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
@@ -221,7 +221,7 @@ class FlatParameters(FlatLayout):
         :meth:`start_gather` has brought the memory back.
         """
         if self.gathered:
-            self.expect_writes()
+            self.hold_shards()
             self.full.untyped_storage().resize_(0)
             self.gathered = False
 

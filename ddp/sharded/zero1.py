@@ -307,7 +307,7 @@ class ZeRO1(nn.Module):
                 self._reduce()
                 self._stale = True  # the optimizer is going to change the shards
                 for flat in self.flats:
-                    flat.expect_writes()
+                    flat.hold_shards()
         finally:
             self._end_pass()
 
