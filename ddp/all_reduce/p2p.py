@@ -123,7 +123,7 @@ class P2P:
             raise self.lost(suspect, error) from error
 
     def lost(self, suspect: int | None, cause: Exception) -> RankLost:
-        """The error to raise, the same on every rank: see :meth:`common.resilience.failure_detector.Suspicions.report`.
+        """The error to raise, the same on every rank: see :meth:`common.resilience.suspicions.Suspicions.report`.
 
         :param suspect: the rank that should have answered; None if it might be any
         :param cause: what this rank saw
