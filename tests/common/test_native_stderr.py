@@ -41,6 +41,7 @@ def test_a_folder_of_others_gets_no_log(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.faults
 def test_a_store_that_does_not_answer(tmp_path: Path) -> None:
     place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     flags = ("ddp.train", "--device", "cpu", "--timeout", "2", "--run-dir", str(tmp_path / "run"))

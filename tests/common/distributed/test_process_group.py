@@ -367,6 +367,7 @@ def test_an_error_of_the_network_names_the_way_to_the_others(
 LONG = ("--epochs", "10000", "--train-samples", "720", "--test-samples", "50", "--log-every", "1")
 
 
+@pytest.mark.faults
 def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path) -> None:
     arguments = ("ddp.train", *LONG, "--workers", "2", "--run-dir", str(tmp_path / "run"))
     with start_command(*arguments) as process:
@@ -378,6 +379,7 @@ def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.faults
 def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> None:
     flags = ("torch.distributed.run", "--nproc_per_node=2", "-m")
     arguments = ("ddp.train", *LONG, "--workers", "1", "--run-dir", str(tmp_path / "run"))

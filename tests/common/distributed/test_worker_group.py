@@ -168,6 +168,7 @@ def test_nothing_is_left_in_this_process(end: str) -> None:
     assert traces() == before
 
 
+@pytest.mark.faults
 def test_no_process_outlives_ctrl_c_or_the_main_process() -> None:
     with start_command("tests.common.distributed.worker_group_functions") as process:
 

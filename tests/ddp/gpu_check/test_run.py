@@ -57,6 +57,7 @@ def sleeping() -> list[str]:
     return [line[1] for line in lines if line[:1] == ["sleep"] and line[1:] and line[1].startswith("100")]
 
 
+@pytest.mark.faults
 def test_one_that_fails_or_hangs_does_not_end_the_others_and_nothing_outlives_it(tmp_path: Path) -> None:
     """One that fails or hangs does not end the others and nothing outlives it.
 
@@ -90,6 +91,7 @@ def test_one_that_fails_or_hangs_does_not_end_the_others_and_nothing_outlives_it
     assert kept == ["output.txt", "run", "run/metrics.jsonl"]
 
 
+@pytest.mark.faults
 def test_a_check_has_what_is_left_of_the_total_and_no_more(tmp_path: Path) -> None:
     def begin(limit_s: float, left_s: float) -> runner.Outcome:
         return runner.run_command("sleep 1005", tmp_path / "output.txt", limit_s, left_s, "cpu")
