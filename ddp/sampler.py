@@ -24,7 +24,7 @@ class MicroBatchSampler(DistributedSampler[BatchKey]):
     before each epoch: it changes the order and, through :class:`BatchKey`, the augmentation. Its second argument says where to
     begin, counted in global batches, which are the same samples at every world size.
 
-    :param batch_size: samples per optimizer step, over all ranks and micro-steps; divisible by both
+    :param batch_size: samples per optimizer step, over all ranks and micro-steps; divisible by their product
     :param grad_accumulation_steps: micro-batches that each rank contributes to an optimizer step
     :param seed: of the orders. ``DistributedSampler`` uses seed + epoch, so runs with the seeds 0 and 1 would share orders, an
         epoch apart. Hashing the seed first prevents that

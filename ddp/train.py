@@ -1,7 +1,7 @@
 """Train one network on several devices, with nothing but torch.distributed between you and the mechanism.
 
     torchrun --nproc_per_node=2 -m ddp.train --device cpu
-    torchrun --nproc_per_node=1 -m ddp.train                # one GPU; with several, one rank for each
+    torchrun --nproc_per_node=1 -m ddp.train                # one GPU; with several, as many ranks
 
 One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of
 every global batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients
@@ -9,9 +9,9 @@ over the ranks while backward is still running. So every rank takes the same opt
 *collective*: it ends only once all ranks have called it. So all must call the same ones in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
-``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is "no gradient is inf or
-nan", which it leaves to the scaler in fp16. Skip the supervisor: it logs, saves inside an epoch, and stops on request. The
-chapters to read beside this file: ddp/README.md.
+``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is "take this step": False if
+a gradient is inf or nan. (In fp16 it leaves that to the scaler.) ``guard.begin(job)`` runs a first pass, of which nothing stays. Skip
+the supervisor: it logs, saves inside an epoch, and stops on request. The chapters to read beside this file: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
 
 
 def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precision: str = "fp32") -> Any:
-    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass.
+    """The network in DDP, which from here on averages its gradients over the ranks in every backward pass outside ``no_sync``.
 
     :returns: a module with ``no_sync()``; with a sharded strategy, each rank has a part of the network instead of a replica
     :raises UsageError: on every rank, if the ranks' models or settings differ
@@ -205,8 +205,9 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             scaler.scale(loss).backward()
 
     # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average, and
-    # all decide alike without a message. Unscale before the clip: scaled gradients, and their norm, are too large by the loss
-    # scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
+    # all decide alike without a message. (Shards of gradients get a nan on all ranks: ddp/sharded/zero1.py.) Unscale before the clip:
+    # scaled gradients, and their norm, are too large by the loss scale, so clipping would shrink every step. (Outside fp16 the
+    # scaler does nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))

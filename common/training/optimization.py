@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-# The entries of an optimizer's state of each parameter: whether it is a tensor like the parameter, or else one float32 number.
+# What an optimizer keeps for each parameter, by name: True for a tensor like the parameter, False for one float32 number.
 _ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
 STATE_OF: dict[type, dict[str, bool]] = {
     torch.optim.SGD: {"momentum_buffer": True},
@@ -23,7 +23,7 @@ def build_optimizer(
     """``sgd`` (Nesterov when there is momentum), ``adam`` or ``adamw``; each step sets its learning rate.
 
     The fused kernels update all parameters in one pass; torch has them for floating-point parameters on the CPU and CUDA.
-    They walk memory, not elements: see :func:`common.training.models.make_dense`.
+    They run through memory from its start to its end, so gaps would be updated too: see :func:`common.training.models.make_dense`.
     """
     parameters = list(parameters)
     fused = all(parameter.is_floating_point() for parameter in parameters)

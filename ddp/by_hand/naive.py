@@ -7,6 +7,8 @@
 
 It is right, but slow: every all-reduce waits for the one before, small ones cost almost as much as large ones, and none
 begins before backward is over. ddp/by_hand/wrapper.py adds buckets and overlap.
+
+The lesson is ``_average_gradients``. The rest notices when a backward pass begins, and refuses what cannot work.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class NaiveDistributedDataParallel(nn.Module):
     def _ready(self, _: Tensor) -> None:
         """A gradient is in ``.grad``.
 
-        :raises RuntimeError: if a reentrant checkpoint has computed it, below an output that was not found
+        :raises RuntimeError: if a reentrant checkpoint's own backward pass has computed it, and no hook of an output came before
         """
         if self._scheduled or self._local:
             return
@@ -100,7 +102,7 @@ class NaiveDistributedDataParallel(nn.Module):
             warnings.warn(errors.WITHOUT_FORWARD, stacklevel=1)
         elif is_within_another_pass():
             raise RuntimeError(errors.UNKNOWN_BEGINNING)
-        else:  # of a parameter that the loss depends on directly, or backward began elsewhere
+        else:  # the loss uses the parameter directly, or was kept elsewhere than in what forward returned
             self._schedule()
 
     @torch.no_grad()

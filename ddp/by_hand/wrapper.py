@@ -106,7 +106,7 @@ class HandwrittenDistributedDataParallel(nn.Module):
         # The node that puts a gradient into .grad calls these hooks last, also after those that users register later.
         self._hooks = [n.register_hook(functools.partial(reducer.ready, i)) for i, n in enumerate(reducer.nodes)]
         self.begin_backward = lambda _: reducer.begin(torch._C._current_autograd_node())
-        for hook in self._hooks:  # are removed with this wrapper and the outputs that still lead to a backward pass
+        for hook in self._hooks:  # which go when this wrapper and all outputs that hold ``begin_backward`` are gone
             weakref.finalize(self.begin_backward, hook.remove)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,10 @@ class HandwrittenDistributedDataParallel(nn.Module):
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():
-            for one in (tensor, tensor._base):  # changing a view in place gives it another node; that of its base stays
+            for one in (
+                tensor,
+                tensor._base,
+            ):  # a view that is changed in place gets another grad_fn; its base keeps its own
                 if one is not None and one.grad_fn is not None:
                     one.register_hook(self.begin_backward)
 

@@ -9,6 +9,8 @@ In DDP every rank takes the same step, p times the same work and p times the sam
 
     forward, backward  ->  reduce-scatter of gradients  ->  step of one shard  ->  all-gather of parameters
 
+which are ``_reduce`` (called when autograd is done), the optimizer's own step, and ``_follow_user`` (before the next forward pass).
+
 The two collectives together are DDP's all-reduce, with the step in between: as many bytes, and the same bits.
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
 """
@@ -46,8 +48,8 @@ class ZeRO1(nn.Module):
     :param collectives: one for parameters and one for gradients, since these are sent at the same time, each kind in an order of
         its own
     :param device: where to put what is on the meta device
-    :raises ValueError: on every rank, if the modules differ, for units that do not fit, for the precision of what is no unit, and if
-        nothing is trained
+    :raises ValueError: on every rank, if the modules differ, if the units are no division of the model, if a precision is given for
+        a module that is no unit, or if nothing is trained
     """
 
     stage = 1
@@ -115,7 +117,7 @@ class ZeRO1(nn.Module):
         """``module``'s forward."""
         output = self.module(*inputs, **kwargs)
         begins = functools.partial(self._enter_backward, [flat.writes for flat in self.flats])
-        # The backward pass begins at an output: of reentrant checkpoints inside, each has a pass of its own, which is not the end.
+        # The backward pass begins at an output. (A reentrant checkpoint inside runs a pass of its own, whose end is not this one's.)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(begins)
@@ -284,7 +286,8 @@ class ZeRO1(nn.Module):
     def _enter_backward(self, writes: list[list[int]], _: Tensor) -> None:
         """The gradient of an output of the model is known.
 
-        :raises RuntimeError: if parameters were written to since its forward pass, at whose end they had so many ``writes``
+        :param writes: of each parameter when its forward pass ended
+        :raises RuntimeError: if there are more now
         """
         if writes != [flat.writes for flat in self.flats]:
             raise RuntimeError(
