@@ -172,7 +172,8 @@ def scarce(folder: Path) -> Iterator[str]:
     if 0 <= files < LEAST_FILES:  # without a limit it is -1
         yield f"lets a process open {files} files: raise it by ulimit -n"
     began = time.monotonic()
-    socket.getnameinfo(("::ffff:127.0.0.1", 0), 0)  # as both ends of each connection to torch's store do
+    with contextlib.suppress(OSError):
+        socket.getnameinfo(("::ffff:127.0.0.1", 0), 0)  # as both ends of each connection to torch's store do
     if (seconds := time.monotonic() - began) > MOST_LOOKUP_S:
         yield f"takes {seconds:.0f} s to find the name of an address, and a job does that many times at its start: mend its DNS"
 

@@ -91,7 +91,7 @@ class FlatParameters(FlatLayout):
         self.install(self.whole)
         self.gathered = True  # whole in memory, or being gathered
         self._gathering: Pending | None = None
-        self._gathered_writes = self.writes  # when they were gathered
+        self._gathered_writes = _writes(self.sharded)  # when they were gathered
 
         # The gradients of the running step. ``gradient`` is flat, as long as ``full``; some parameters may not have theirs yet.
         self.gradient: Tensor | None = None
@@ -121,21 +121,15 @@ class FlatParameters(FlatLayout):
     # Between passes, users write to parameters, freeze them, replace them
 
     @property
-    def writes(self) -> list[int]:
-        """How often each of the sharded parameters has been written to."""
-        return [one._version for one in self.sharded]
-
-    @property
     def outdated(self) -> bool:
         """Whether the sharded parameters have been written to since they were gathered."""
-        return self.writes != self._gathered_writes
+        return _writes(self.sharded) != self._gathered_writes
 
-    def hold_shards(self) -> None:
-        """Let the modules hold the sharded parameters until they are gathered: who writes to them reaches what is optimized,
-        and who computes with them gets an error, not old values."""
-        self.finish_gather()
-        if self.held is not self.outside:
-            self.install(self.outside)
+    def show_writes(self) -> None:
+        """Count the writes to the sharded parameters since they were gathered as writes to the whole ones. So a backward pass
+        that needs these as they were in its forward pass gets autograd's error, as in one process."""
+        writes = zip(self.whole, _writes(self.sharded), self._gathered_writes, strict=True)
+        torch.autograd.graph.increment_version([whole for whole, now, before in writes if now != before])
 
     def follow_user(self) -> None:
         """Freeze and unfreeze the parameters as the user has, whichever of them.
@@ -176,7 +170,7 @@ class FlatParameters(FlatLayout):
         if self.shard_numel:
             self._gather.start_all_gather(values).wait()
         if self.gathered:
-            self._gathered_writes = self.writes
+            self._gathered_writes = _writes(self.sharded)
             self.full.copy_(values)
         views = zip(self.views(values), self._trains, strict=True)
         self.outside, self._outside_memory = [_parameter(WatchedParameter, *view) for view in views], values
@@ -186,21 +180,25 @@ class FlatParameters(FlatLayout):
     def end_copy(self) -> None:
         """Take back what was written to the copy, and let it go."""
         self.follow_user()
-        if any(one._version for one in self.outside):
+        if any(_writes(self.outside)):
             self.shard.copy_(self.own(self._outside_memory))
             torch.autograd.graph.increment_version(self.sharded)
         self.outside, self._outside_memory = self.sharded, self.shard
-        self.install(self.sharded)
+        self.install(self.whole if self.gathered else self.sharded)
 
     # Parameters: gathered from the shards, and freed
 
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
-        self.hold_shards()
-        self._gathered_writes = self.writes
+        self.finish_gather()
+        self.show_writes()
+        self._gathered_writes = _writes(self.sharded)
         if not self.gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
             self.gathered = True
+        elif self.held is self.whole:
+            # Until they are whole again: code that does not wait gets an error, not old values.
+            self.install(self.outside)
         if not self.shard_in_full:
             self.own(self.full).copy_(self.shard)
         if self.shard_numel:
@@ -221,7 +219,8 @@ class FlatParameters(FlatLayout):
         :meth:`start_gather` has brought the memory back.
         """
         if self.gathered:
-            self.hold_shards()
+            self.finish_gather()
+            self.install(self.outside)
             self.full.untyped_storage().resize_(0)
             self.gathered = False
 
@@ -360,6 +359,11 @@ class FlatParameters(FlatLayout):
         """After a backward pass that synchronizes: the gradients of the sharded parameters, ``[shard_numel]``, and zeros."""
         assert self._grad_shard is not None
         return self._grad_shard
+
+
+def _writes(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """How often each of them has been written to."""
+    return [one._version for one in parameters]
 
 
 def _parameter(kind: type[nn.Parameter], memory: Tensor, trained: bool) -> nn.Parameter:

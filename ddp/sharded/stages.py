@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.training.models import max_norm_problem
 from ddp.all_reduce.backend import another_group
@@ -82,4 +82,4 @@ def _require_shards(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 )
 
 
-register_optimizer_step_pre_hook(_require_shards)  # of every optimizer in this process; a look at each parameter
+register_optimizer_step_post_hook(_require_shards)  # of every optimizer in this process; a look at each parameter

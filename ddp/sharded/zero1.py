@@ -105,7 +105,7 @@ class ZeRO1(nn.Module):
         self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         replicated = self._frozen.values() if self.stage < 3 else ()  # at stage 3 they are sharded, too
         broadcast([*replicated, *module.buffers()], 0, group)
-        self._children = [(part._modules, *named) for part in module.modules() for named in part._modules.items()]
+        self._see_children()
         self._stale = False  # a backward pass is over, so the shards will change
         self._in_forward = self._in_gathered = False
         module.register_forward_hook(self._end_forward, always_call=True)
@@ -116,11 +116,10 @@ class ZeRO1(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """``module``'s forward."""
         output = self.module(*inputs, **kwargs)
-        begins = functools.partial(self._enter_backward, [flat.writes for flat in self.flats])
         # The backward pass begins at an output. (A reentrant checkpoint inside runs a pass of its own, whose end is not this one's.)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(begins)
+                tensor.register_hook(lambda _: self._begin_backward())
         return output
 
     def _require_whole(self, *_: object) -> None:
@@ -253,18 +252,23 @@ class ZeRO1(nn.Module):
                     f"{name} was frozen at shard(), so no rank trains it: shard it unfrozen, then call requires_grad_(False), "
                     "which requires_grad_(True) undoes"
                 )
-        if torch.is_grad_enabled() and any(now.get(name) is not part for now, name, part in self._children):
+        if torch.is_grad_enabled() and any(part._modules != before for part, before in self._children.items()):
             ours = {one for flat in self.flats for one in flat.held}
             for name, parameter in self.module.named_parameters():
                 if parameter.requires_grad and parameter not in ours:
                     raise RuntimeError(
-                        f"{name} is of a module that came after shard(), so no rank trains it: build all before"
+                        f"{name} is of a module that came after shard(), so no rank averages its gradient: build the whole model "
+                        "before, or call requires_grad_(False) if it is not to be trained"
                     )
+            self._see_children()
         self._trained = [flat for flat in self.flats if flat.trained]
         if self.stage < 3 and (self._stale or any(flat.outdated for flat in self.flats)):
             self._stale = False
             for flat in self.flats:  # in the background: the last units are gathered while the first run
                 flat.start_gather()
+
+    def _see_children(self) -> None:
+        self._children = {part: dict(part._modules) for part in self.module.modules()}
 
     def _end_forward(self, *_: object) -> None:
         """The model has run, or failed."""
@@ -283,22 +287,11 @@ class ZeRO1(nn.Module):
         self._begin_backward()
         flat.add_gradient(index, average=flat not in self._local)
 
-    def _enter_backward(self, writes: list[list[int]], _: Tensor) -> None:
-        """The gradient of an output of the model is known.
-
-        :param writes: of each parameter when its forward pass ended
-        :raises RuntimeError: if there are more now
-        """
-        if writes != [flat.writes for flat in self.flats]:
-            raise RuntimeError(
-                "parameters were written to (by an optimizer's step?) between a forward pass and its backward pass, which needs "
-                "them as they were: write before the one or after the other"
-            )
-        self._begin_backward()
-
     def _begin_backward(self) -> None:
         if not self._running:
             self._running = True
+            for flat in self.flats:
+                flat.show_writes()
             Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
@@ -309,8 +302,6 @@ class ZeRO1(nn.Module):
             if self._reduced:
                 self._reduce()
                 self._stale = True  # the optimizer is going to change the shards
-                for flat in self.flats:
-                    flat.hold_shards()
         finally:
             self._end_pass()
 

@@ -63,9 +63,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path,
     assert not processes_of(folder)
 
 
-# 300 steps of a tenth of a second: time for a node to go and for another to come.
-LONG = ("--train-samples", "2880", "--batch-size", "144", "--epochs", "15", "--lr", "0.01", "--checkpoint-every", "5")
-LONG_STEPS = 300
+# 220 steps of a tenth of a second: time for a node to go and for another to come.
+LONG = ("--train-samples", "2880", "--batch-size", "144", "--epochs", "11", "--lr", "0.01", "--checkpoint-every", "5")
+LONG_STEPS = 220
 
 
 @contextlib.contextmanager
