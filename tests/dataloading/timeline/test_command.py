@@ -18,7 +18,7 @@ from dataloading.synthetic import face_cache
 from dataloading.timeline import __main__ as timeline
 from dataloading.timeline.__main__ import SLOW_BATCH, LoadingTimelineConfig, measure
 from dataloading.timeline.tracing import MAIN, LoaderTrace
-from tests.support.launch import run_forked, start_command
+from tests.support.launch import run_command, start_command
 from tests.support.user_errors import UserError
 
 BATCHES, BATCH_SIZE = 6, 4
@@ -96,14 +96,11 @@ def test_only_the_late_file_is_late(runs: list[LoaderTrace]) -> None:
 
 
 @pytest.mark.examples
-def test_the_command_writes_its_results_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, faces: Path, tmp_path: Path
-) -> None:
+def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: Path) -> None:
     scratch = Path(tempfile.mkdtemp())  # short: sockets are made in it
-    monkeypatch.setenv("TMPDIR", str(scratch))
     folders = (f"--path-to-folder={faces}", f"--output={tmp_path / 'out'}")
     sizes = ("--batches=4", "--batch-size=4", "--step-ms=1", "--slow-batch-ms=50", "--start-method=spawn")
-    (result,) = run_forked("dataloading.timeline", *folders, *sizes)
+    result = run_command("dataloading.timeline", *folders, *sizes, env={"TMPDIR": str(scratch)})
     assert result.returncode == 0, result.stderr  # which may say that the machine is busy
     assert "first batch after" in result.stdout
     assert "taken in the order 0 1 2 3\n" in result.stdout
