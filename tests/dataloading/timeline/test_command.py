@@ -35,9 +35,9 @@ def config(faces: Path, **changes: Any) -> LoadingTimelineConfig:
     return LoadingTimelineConfig(**{"path_to_folder": str(faces), "augmentation": "affine", **small, **changes})
 
 
-def temporary(folder: Path) -> dict[str, str]:
-    """The environment in which temporary files lie in a folder, but for one that torch makes when it is imported."""
-    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder.with_suffix(".torch"))}
+def temporary(folder: Path, torchs: Path) -> dict[str, str]:
+    """The environment in which temporary files lie in a folder, but those that torch makes when it is imported in another."""
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(torchs)}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: 
     scratch = Path(tempfile.mkdtemp())  # short: sockets are made in it
     folders = (f"--path-to-folder={faces}", f"--output={tmp_path / 'out'}")
     sizes = ("--batches=4", "--batch-size=4", "--step-ms=1", "--slow-batch-ms=50", "--start-method=spawn")
-    result = run_command("dataloading.timeline", *folders, *sizes, env=temporary(scratch))
+    result = run_command("dataloading.timeline", *folders, *sizes, env=temporary(scratch, tmp_path))
     assert result.returncode == 0, result.stderr  # which may say that the machine is busy
     assert "first batch after" in result.stdout
     assert "taken in the order 0 1 2 3\n" in result.stdout
@@ -124,7 +124,7 @@ def test_the_command_writes_its_results_and_nothing_else(faces: Path, tmp_path: 
 def test_a_stopped_command_leaves_no_process_and_no_file(number: signal.Signals, faces: Path, tmp_path: Path) -> None:
     arguments = ("dataloading.timeline", f"--path-to-folder={faces}", f"--output={tmp_path / 'out'}")
     scratch = Path(tempfile.mkdtemp())  # short: sockets are made in it
-    with start_command(*arguments, "--slow-batch-ms", "3000", env=temporary(scratch)) as process:
+    with start_command(*arguments, "--slow-batch-ms", "3000", env=temporary(scratch, tmp_path)) as process:
         deadline = time.monotonic() + 60
         while len(list(scratch.glob("*/*"))) < 2:  # both workers have begun
             assert process.poll() is None
