@@ -79,9 +79,13 @@ def test_evaluate_repeats_its_result_at_another_world_size(finished: Path) -> No
 
 
 def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
+    """Also if its config.json is damaged, which is then written anew."""
+    (finished / "config.json").write_text("{")
     arguments = (*TINY, "--batch-size", "48", "--run-dir", str(finished), "--resume")
     (done,) = run_forked("ddp.train", *arguments)
     assert done.returncode == 0, done.stderr
+    assert "config.json was damaged: it now has the settings of this start" in done.stderr
+    assert json.loads((finished / "config.json").read_text())["config"]["batch_size"] == 48
     assert done.stdout.splitlines()[0] == (finished / "stdout").read_text().splitlines()[0]
 
 
