@@ -175,7 +175,7 @@ def scarce(folder: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         socket.getnameinfo(("::ffff:127.0.0.1", 0), 0)  # as both ends of each connection to torch's store do
     if (seconds := time.monotonic() - began) > MOST_LOOKUP_S:
-        yield f"takes {seconds:.0f} s to find the name of an address, and a job does that many times at its start: mend its DNS"
+        yield f"takes {seconds:.0f} s to find the name of an address, and a job does that many times at its start: check its DNS"
 
 
 def _host_of(facts: Facts) -> tuple[str, str]:

@@ -125,9 +125,9 @@ class FlatParameters(FlatLayout):
         """Whether the sharded parameters have been written to since they were gathered."""
         return _writes(self.sharded) != self._gathered_writes
 
-    def show_writes(self) -> None:
-        """Count the writes to the sharded parameters since they were gathered as writes to the whole ones. So a backward pass
-        that needs these as they were in its forward pass gets autograd's error, as in one process."""
+    def bump_versions(self) -> None:
+        """Bump autograd's version of each whole parameter whose shard was written to since it was gathered. A backward pass that
+        needs it as it was in the forward pass then ends in autograd's error, as in one process."""
         writes = zip(self.whole, _writes(self.sharded), self._gathered_writes, strict=True)
         torch.autograd.graph.increment_version([whole for whole, now, before in writes if now != before])
 
@@ -191,7 +191,7 @@ class FlatParameters(FlatLayout):
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
         self.finish_gather()
-        self.show_writes()
+        self.bump_versions()
         self._gathered_writes = _writes(self.sharded)
         if not self.gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)

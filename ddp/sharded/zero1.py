@@ -9,7 +9,8 @@ In DDP every rank takes the same step, p times the same work and p times the sam
 
     forward, backward  ->  reduce-scatter of gradients  ->  step of one shard  ->  all-gather of parameters
 
-which are ``_reduce`` (called when autograd is done), the optimizer's own step, and ``_follow_user`` (before the next forward pass).
+The last three are ``_reduce``, called when autograd is done; the optimizer's own step; and ``_follow_user``, called before the
+next forward pass.
 
 The two collectives together are DDP's all-reduce, with the step in between: as many bytes, and the same bits.
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
@@ -105,7 +106,7 @@ class ZeRO1(nn.Module):
         self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         replicated = self._frozen.values() if self.stage < 3 else ()  # at stage 3 they are sharded, too
         broadcast([*replicated, *module.buffers()], 0, group)
-        self._see_children()
+        self._remember_modules()
         self._stale = False  # a backward pass is over, so the shards will change
         self._in_forward = self._in_gathered = False
         module.register_forward_hook(self._end_forward, always_call=True)
@@ -257,17 +258,18 @@ class ZeRO1(nn.Module):
             for name, parameter in self.module.named_parameters():
                 if parameter.requires_grad and parameter not in ours:
                     raise RuntimeError(
-                        f"{name} is of a module that came after shard(), so no rank averages its gradient: build the whole model "
+                        f"{name} is of a module that came after shard(), so its gradient is not averaged: build the whole model "
                         "before, or call requires_grad_(False) if it is not to be trained"
                     )
-            self._see_children()
+            self._remember_modules()
         self._trained = [flat for flat in self.flats if flat.trained]
         if self.stage < 3 and (self._stale or any(flat.outdated for flat in self.flats)):
             self._stale = False
             for flat in self.flats:  # in the background: the last units are gathered while the first run
                 flat.start_gather()
 
-    def _see_children(self) -> None:
+    def _remember_modules(self) -> None:
+        """Remember the submodules, to notice those that come later."""
         self._children = {part: dict(part._modules) for part in self.module.modules()}
 
     def _end_forward(self, *_: object) -> None:
@@ -291,7 +293,7 @@ class ZeRO1(nn.Module):
         if not self._running:
             self._running = True
             for flat in self.flats:
-                flat.show_writes()
+                flat.bump_versions()
             Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()

@@ -64,8 +64,8 @@ def profile(frame, event, _):
                 entered.add(file.removeprefix(root))
     elif event == "return" and stack:
         stack.pop()
-        if not stack:  # the first step is over
-            sys.setprofile(None)
+    elif event == "return" and function == "train_epoch":
+        sys.setprofile(None)  # the figures take long enough
 
 root, run_dir, *product = sys.argv[1:]
 folders = tuple(f"{root}{folder}/" for folder in product)  # A virtual environment may be below the root, too.
@@ -76,7 +76,7 @@ if os.fork() == 0:
     print(json.dumps(our_modules()), flush=True)
     os._exit(0)
 os.wait()
-import matplotlib.figure, torch._dynamo  # which a run does; the profiler would make it slow
+import matplotlib.figure, torch._dynamo  # A run imports them, slowly under a profiler.
 stack, entered = [], set()
 sys.argv = ["ddp.train", *"--device cpu --epochs 1 --train-samples 288 --test-samples 100 --run-dir".split(), run_dir]
 sys.setprofile(profile)

@@ -35,9 +35,9 @@ def config(faces: Path, **changes: Any) -> LoadingTimelineConfig:
     return LoadingTimelineConfig(**{"path_to_folder": str(faces), "augmentation": "affine", **small, **changes})
 
 
-def temporary(folder: Path, torchs: Path) -> dict[str, str]:
-    """The environment in which temporary files lie in a folder, but those that torch makes when it is imported in another."""
-    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(torchs)}
+def temporary(folder: Path, of_torch: Path) -> dict[str, str]:
+    """An environment with this folder for temporary files, and another for those that torch writes when it is imported."""
+    return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(of_torch)}
 
 
 @pytest.fixture(scope="module")

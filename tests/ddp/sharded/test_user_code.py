@@ -209,21 +209,23 @@ def frozen_and_unfrozen(stage: int) -> None:
             one[0].requires_grad_(trains)
         pair.step(2)
         pair.check()
-    pair.net[2] = nn.Sequential(pair.net[2])
-    pair.step(3)
-    pair.net[2] = nn.Linear(8, 3)
-    with torch.no_grad():
-        pair.model(inputs(3))
-    with pytest.raises(
-        RuntimeError, match=r"2\.weight is of a module that came after shard\(\), so no rank averages its gradient"
-    ):
-        pair.model(inputs(3))
     net = network()
     net[2].requires_grad_(False)
     model = shard(net, stage)
     net[2].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"2\.weight was frozen at shard\(\), so no rank trains it"):
         model(inputs(0))
+
+
+def later_modules(stage: int) -> None:
+    pair = Pair(stage)
+    pair.net[2] = nn.Sequential(pair.net[2])
+    pair.step(0)
+    pair.net[2] = nn.Linear(8, 3)
+    with torch.no_grad():
+        pair.model(inputs(1))
+    with pytest.raises(RuntimeError, match=r"2\.weight is of a module that came after shard\(\)"):
+        pair.model(inputs(1))
 
 
 def kept_state(stage: int) -> None:
@@ -312,6 +314,7 @@ ON_TWO_RANKS = (
     written_in_forward,
     converted,
     frozen_and_unfrozen,
+    later_modules,
     kept_state,
     checkpointed,
     clipped,
