@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import logging
 import os
 import platform
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "torchvision", "pillow", "numpy", "matplotlib")
 
@@ -53,8 +56,13 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next step instead of returning it to the kernel."""
-    set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
+    """Make glibc's malloc keep freed memory for the next step.
+
+    By default it returns freed gradients and activations to the kernel, which zeroes each page that it hands out again.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
+        logger.info("malloc keeps freed memory for the next step")
 
 
 def set_malloc(**options: int) -> None:

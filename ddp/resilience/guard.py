@@ -27,6 +27,7 @@ from common.data.datasets import Batch
 from common.data.loaders import loader_errors
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
+from common.machine import keep_freed_memory
 from common.training.optimization import local
 from common.training.precision import autocast
 from ddp.job import Job, StepGuard
@@ -57,6 +58,8 @@ class ResilientGuard(StepGuard):
         """Guard the steps of this job, whose model wraps :attr:`module`. A collective."""
         # The job owns its guard. A cycle would keep its loader's workers until the garbage collector runs.
         self._job: Job = weakref.proxy(job)
+        if self._env.device.type == "cpu":
+            keep_freed_memory()
         self._buffers = SavedBuffers(job.network)
         self._one = torch.ones((), device=self._env.device)
         # torch's DDP and fully_shard look at requires_grad once. What is unfrozen later has each rank's own gradients, or none.
