@@ -15,6 +15,7 @@ from common.distributed import BACKENDS, DEVICES
 from common.errors import UsageError
 from common.training.metrics import check_tensorboard
 from common.training.models import LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own, require_heads
+from common.training.precision import PRECISIONS
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES
 from ddp.strategies import (
@@ -97,12 +98,22 @@ class TrainConfig(LearningConfig):
     grad_accumulation_steps: int = option(1, "forward-backward passes (micro-steps) per optimizer step", minimum=1)
 
     # How it is computed
+    fast: bool = option(
+        False,
+        "let what is fastest here be chosen for --strategy, --all-reduce and --precision, where they are not given; the log says "
+        "what and why",
+    )
     strategy: str = option(
-        "torch",
+        None,
         "replicas, whose gradients are averaged by torch's DDP, by naive (an all-reduce per parameter) or by handwritten (in "
         "buckets); or shards: zero1 of the optimizer's state, zero2 of the gradients too, zero3 of the parameters too, by hand; "
-        "fsdp2 is torch's fully_shard",
+        "fsdp2 is torch's fully_shard (default: torch)",
         choices=STRATEGIES,
+    )
+    precision: str = option(
+        None,
+        "bf16 and fp16 are automatic mixed precision; fp16 with GradScaler (default: fp32)",
+        choices=PRECISIONS,
     )
     all_reduce: str = option(
         None,
@@ -222,6 +233,10 @@ class TrainConfig(LearningConfig):
         return GPTSize(self.width, self.layers, on_meta=self.is_sharded) if self.model == TEXT_MODEL else None
 
     def _check_strategy(self) -> None:
+        if self.fast and (self.strategy is None or self.precision is None):
+            return  # ddp/fast.py chooses the rest, and with it the check comes again
+        self._default("strategy", "torch")
+        self._default("precision", "fp32")
         by_hand = self.strategy == "handwritten" or self.strategy in STAGES
         if self.all_reduce is not None and not by_hand:
             raise UsageError(

@@ -74,6 +74,10 @@ def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
     with env.fail_together():  # if this fails on one rank, all stop: the others would wait for it forever
         config.check(env.world_size)
+    if config.fast:
+        from ddp.fast import choose_fastest
+
+        config = choose_fastest(config, env)
     data = load_data(config, env)
     with open_run(config, env, data) as checkpoint:
         job = build_job(config, env, data, checkpoint)

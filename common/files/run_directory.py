@@ -210,17 +210,17 @@ def holds_run(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours, or if that is missing or damaged, whether there are checkpoints."""
     checkpoints = folder.glob(f"{CHECKPOINT_FOLDER}/*/manifest.json")
     return has_config(folder) or (
-        not _read_config(folder) and any(re.fullmatch(CHECKPOINT, file.parent.name) for file in checkpoints)
+        not read_config(folder) and any(re.fullmatch(CHECKPOINT, file.parent.name) for file in checkpoints)
     )
 
 
 def has_config(folder: Path) -> bool:
     """Whether the folder's ``config.json`` is one of ours; many programs write a file of that name."""
-    return "dataset_fingerprint" in _read_config(folder)
+    return "dataset_fingerprint" in read_config(folder)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Empty when it is missing or damaged."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``. Empty when it is missing or damaged."""
     try:
         content = json.loads(read_regular(folder / CONFIG_FILE))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):

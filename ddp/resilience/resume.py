@@ -71,9 +71,7 @@ def open_run(config: TrainConfig, env: DistEnv, data: ImageData) -> Iterator[Run
     with contextlib.ExitStack() as held:
 
         def begin() -> RunCheckpoint | None:
-            begun = holds_run(config.run_dir)
-            restarted = begun and is_restart(config.run_dir, agents)
-            resume = config.resume or restarted or (begun and config.auto_resume)
+            resume, restarted = how_it_begins(config, agents)
             held.enter_context(prepare(config.run_dir, resume=resume, overwrite=config.overwrite and not restarted))
             (config.run_dir / REQUEUE_FILE).unlink(missing_ok=True)
             # Before there is a run: it is this launch's from its first moment.
@@ -222,6 +220,13 @@ def _start_of(process: psutil.Process) -> str:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return str(process.create_time())
+
+
+def how_it_begins(config: TrainConfig, agents: list[str]) -> tuple[bool, bool]:
+    """On rank 0: whether this start continues the run in its directory, and whether it is a restart, which always does."""
+    begun = holds_run(config.run_dir)
+    restarted = begun and is_restart(config.run_dir, agents)
+    return config.resume or restarted or (begun and config.auto_resume), restarted
 
 
 def is_restart(run_dir: Path, agents: list[str]) -> bool:
