@@ -1,0 +1,153 @@
+"""From the usual first script to the fastest run, one change at a time.
+
+    python -m ddp.ladder                     # on Fashion-MNIST where it is found, else on drawn glyphs
+    pip install -e '.[peers]'                # then Accelerate and Lightning are measured too
+
+A rung is the training loop of the one before with one change (ddp/ladder/rungs.py). Beside the rungs stand the usual DDP scripts, and
+``ddp.train`` itself (ddp/ladder/peers.py). All train the same network by the same recipe, and take turns of a quarter of an epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.cli import command, option
+from common.data import fashion_mnist
+from common.data.datasets import IN_MEMORY, load
+from common.distributed.worker_group import WorkerGroup
+from common.machine import usable_cores
+from common.reporting.benchmark_figures import plot_rounds
+from common.reporting.run_figures import COLORS, new_figure
+from common.reporting.timing import interleave, paired_ratio
+from common.reporting.turns import Rounds, cells, ratios, run_benchmark, table, write_report
+from ddp.ladder.peers import AccelerateTraining, LightningTraining, OurTraining
+from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, Rung, RungTraining, Training, Turn, one_by_one, rungs
+
+TURNS = 4  # of an epoch
+PEER = "peer: "
+TUTORIAL = f"{PEER}torch's DDP tutorial"
+PEERS: dict[str, tuple[type[Training], Any]] = {
+    TUTORIAL: (RungTraining, Rung(one_by_one, ranks=RANKS)),
+    f"{PEER}accelerate": (AccelerateTraining, None),
+    f"{PEER}lightning": (LightningTraining, None),
+}
+OURS: dict[str, tuple[type[Training], Any]] = {
+    "ddp.train": (OurTraining, {}),
+    "ddp.train --fast --precision fp32": (OurTraining, {"fast": True, "precision": "fp32"}),
+    "ddp.train --fast": (OurTraining, {"fast": True}),
+}
+
+
+@dataclass(frozen=True)
+class LadderConfig:
+    """Settings of ``ddp.ladder``."""
+
+    dataset: str = option(
+        "fashion-mnist" if fashion_mnist.default_folder().is_dir() else "glyphs", "what is learned", choices=IN_MEMORY
+    )
+    epochs: int = option(4, "of each variant", minimum=1)
+    train_samples: int | None = option(None, "of an epoch (default: all)", minimum=TURNS * BATCH_SIZE)
+    output: Path = option(Path("runs/ladder-ddp"), "folder of the JSON and the figures")
+
+
+@command
+def main() -> None:
+    run_benchmark(LadderConfig, "ddp.ladder", __doc__, None, measure, report)
+
+
+def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, list[tuple[float, float]]]]:
+    """For each variant its turns, means over its ranks, and after each epoch the seconds of training until then and the accuracy."""
+    data = load(config.dataset, train_samples=config.train_samples)
+    steps, rounds = len(data.train) // BATCH_SIZE // TURNS, itertools.count(1)
+    variants = {name: (RungTraining, rung) for name, rung in rungs().items()} | OURS
+    variants |= {name: peer for name, peer in PEERS.items() if name not in _missing()}
+    with Rounds(config.epochs * TURNS + 1) as progress, contextlib.ExitStack() as stack:
+        groups = {}
+        for name, (service, settings) in variants.items():
+            ranks = settings.ranks if isinstance(settings, Rung) else RANKS
+            group = WorkerGroup(ranks, service, settings, data, threads=max(1, usable_cores() // ranks))
+            groups[name] = stack.enter_context(group)
+        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
+
+        def after_round() -> bool:
+            if next(rounds) % TURNS == 1:  # an epoch and one turn of warm-up are over
+                for name, group in groups.items():
+                    curves[name].append(group.call("test")[0])
+            return progress.round_done(f"{len(groups)} variants")
+
+        def turn(name: str) -> Any:
+            return Turn(*map(statistics.fmean, zip(*groups[name].call("run", steps), strict=True)))
+
+        turns: Any = {name: functools.partial(turn, name) for name in groups}
+        return interleave(turns, config.epochs * TURNS, after_round=after_round), curves  # type: ignore[return-value]
+
+
+def _missing() -> list[str]:
+    """The peers that are not installed."""
+    return [name for name in PEERS if name != TUTORIAL and not importlib.util.find_spec(name.removeprefix(PEER))]
+
+
+def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str, list[tuple[float, float]]]]) -> str:
+    """Write the JSON and the figures, and return the table."""
+    turns, curves = measured
+    rates = {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
+    climbed = [name for name in rungs() if name in rates]
+    gains = {name: paired_ratio(rates[name], rates[before]) for before, name in itertools.pairwise(climbed)}
+    medians = {name: Turn(*map(statistics.median, zip(*own, strict=True))) for name, own in turns.items()}
+    limits = {
+        name: f"{one.loading:.0%} loading, {one.kernel:.0%} kernel, {one.idle:.0%} idle"
+        for name, one in medians.items()
+    }
+    peers = [name for name in PEERS if name in rates]
+    best = max(peers, key=lambda name: statistics.median(rates[name]))
+    columns = {
+        "images/s [quartiles]": cells(rates, ",.0f"),
+        "of the rung before": {name: format(gain, ".2f") for name, gain in gains.items()},
+        f"of {best.removeprefix(PEER)}'s": cells(ratios(rates, best), ".2f"),
+        "limited by": limits,
+    }
+    whole, product = paired_ratio(rates[climbed[-1]], rates[FIRST]), math.prod(gain.median for gain in gains.values())
+    title = f"{config.dataset}, batches of {BATCH_SIZE}, {usable_cores()} cores"
+    lines = [
+        title,
+        *table(columns, 31),
+        f"the last rung by the first: {whole:.2f}; the product of the gains: {product:.2f}",
+    ]
+    if missing := _missing():
+        lines.append(f"not installed, so left out: {', '.join(missing)}: pip install -e '.[peers]'")
+    shown = {f"{name}\n{limits[name]}": own for name, own in rates.items()}
+    plot_rounds(
+        config.output / "ladder.png",
+        {"": shown},
+        title=f"one change at a time: {title}",
+        x_title="images/s",
+        spec=",.0f",
+    )
+    _plot_accuracy(config.output / "accuracy.png", curves, title)
+    content = {"turns": {name: [turn._asdict() for turn in own] for name, own in turns.items()}, "curves": curves}
+    return write_report(config, "ladder", content, ["ladder", "accuracy"], lines)
+
+
+def _plot_accuracy(path: Path, curves: dict[str, list[tuple[float, float]]], title: str) -> None:
+    """Accuracy over the seconds of training: rungs drawn through, others dashed."""
+    figure, axes = new_figure(1, 1, (8, 4.6), f"the same recipe, epoch by epoch: {title}")
+    for color, (name, curve) in zip(itertools.cycle(COLORS), curves.items()):
+        seconds, accuracy = zip(*curve, strict=True)
+        style = "o-" if name in rungs() else "s--"
+        axes[0, 0].plot(seconds, [100 * share for share in accuracy], style, color=color, label=name, markersize=4)
+    axes[0, 0].set(xlabel="seconds of training", ylabel="accuracy on the test set, %", xlim=(0, None))
+    axes[0, 0].grid(alpha=0.25)
+    axes[0, 0].legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

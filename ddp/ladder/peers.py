@@ -1,0 +1,107 @@
+"""The job of the ladder by ``ddp.train``, and by other libraries as their documentation has it.
+
+Theirs fetch a sample at a time, in the main process. (The example of torch's DDP tutorial is a rung with two ranks.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from common.data.datasets import ImageData
+from common.distributed.process_group import DistEnv
+from common.training.models import build_model
+from ddp.bench.overhead import trainer_step
+from ddp.config import TrainConfig
+from ddp.fast import choose_fastest
+from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, OneByOne, Training
+from ddp.train import build_job
+
+
+class OurTraining(Training):
+    """``ddp.train``, with the recipe of the rungs.
+
+    :param settings: of :class:`ddp.config.TrainConfig`
+    """
+
+    def __init__(self, env: DistEnv, settings: dict[str, Any], data: ImageData) -> None:
+        super().__init__(env, data)
+        recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant", "augment": False}
+        config = TrainConfig(batch_size=BATCH_SIZE, warmup_epochs=0, **recipe, **settings)
+        job = build_job(choose_fastest(config, env) if config.fast else config, env, data)
+        batches = job.guard.batches
+        job.guard.batches = lambda loader: self._timed(batches(loader))  # type: ignore[method-assign]
+        self._network, self._step = job.network, trainer_step(job)
+
+
+class OtherTraining(Training):
+    """What other libraries are given: a network, an optimizer and a loader."""
+
+    def __init__(self, env: DistEnv, _: object, data: ImageData) -> None:
+        super().__init__(env, data)
+        torch.manual_seed(0)
+        self._network = build_model("fashion-cnn", data.shape, len(data.classes))
+        self._loader = DataLoader(OneByOne(data), BATCH_SIZE // env.world_size, shuffle=True)
+        self._optimizer = torch.optim.Adam(self._network.parameters(), lr=LEARNING_RATE)
+
+
+class AccelerateTraining(OtherTraining):
+    """As Accelerate's quick tour."""
+
+    def __init__(self, env: DistEnv, settings: object, data: ImageData) -> None:
+        super().__init__(env, settings, data)
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model, adam, loader = accelerator.prepare(self._network, self._optimizer, self._loader)
+        batches = self._timed(itertools.chain.from_iterable(itertools.repeat(loader)))
+
+        def step() -> None:
+            images, labels = next(batches)
+            adam.zero_grad()
+            accelerator.backward(F.cross_entropy(model(images), labels))
+            adam.step()
+
+        self._step = step
+
+
+class LightningTraining(OtherTraining):
+    """As "Lightning in 15 minutes", without its logs, checkpoints and progress bar."""
+
+    def __init__(self, env: DistEnv, settings: object, data: ImageData) -> None:
+        super().__init__(env, settings, data)
+        from lightning import LightningModule
+
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+        optimizer = self._optimizer
+
+        class Classifier(LightningModule):  # type: ignore[misc]
+            def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+                images, labels = batch
+                return F.cross_entropy(self.network(images), labels)
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return optimizer
+
+        self._classifier = Classifier()
+        self._classifier.network = self._network
+
+    def _take(self, steps: int) -> None:
+        from lightning import Trainer
+
+        quiet = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        devices = self._env.world_size
+        trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", max_steps=steps, max_epochs=-1, **quiet)
+        trainer.fit(self._classifier, self._loader)
