@@ -33,6 +33,8 @@ example syncbn 'BatchNorm over the global batch: the result no longer depends on
     'torchrun --nproc_per_node=2 -m ddp.train --sync-batchnorm FLAGS'
 example by-hand 'DistributedDataParallel written by hand, with its buckets summed in shared memory' - \
     'torchrun --nproc_per_node=2 -m ddp.train --device cpu --strategy handwritten --all-reduce shared-memory FLAGS'
+example fast 'what is fastest on this machine and still right, chosen by the job: the log says what and why' - \
+    'torchrun --nproc_per_node=2 -m ddp.train --fast FLAGS'
 example zero3 'a transformer whose parameters, gradients and optimizer state are divided over the ranks (ZeRO-3), on text' - \
     'torchrun --nproc_per_node=2 -m ddp.train --device cpu --model gpt --strategy zero3 --all-reduce shared-memory --optimizer adamw FLAGS'
 example profile 'a torch.profiler trace of each rank, for https://ui.perfetto.dev' - \
@@ -72,6 +74,8 @@ example dataparallel 'the same training in one process with many devices: the ba
     'python -m dataparallel.train --run-dir runs/examples/dataparallel --overwrite OPTIONS'
 example when-it-pays 'nn.DataParallel, its four steps by hand and one process per device: what pays from which batch on' - \
     'python -m dataparallel.bench OPTIONS'
+example climb 'from the usual first script to the fastest run, one change at a time, beside other libraries' - \
+    'python -m ddp.ladder OPTIONS'
 example strategies 'why two is not twice as fast: one process, many devices and many processes take turns' - \
     'python -m ddp.bench strategies OPTIONS'
 example all-reduces 'all-reduce by each algorithm, from 4 B to 100 MiB: time, bandwidth, and what memory allows' - \

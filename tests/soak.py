@@ -37,6 +37,7 @@ from ddp.strategies import SHARDED
 from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training
 
 IN_A_SAVE = "in a save"
+FAST = "fast"  # instead of a strategy
 WHOM = (*VICTIMS, IN_A_SAVE)
 LATEST = 1.2  # of the time to the last checkpoint; then come the figures
 SAVES = 12  # of the 15 that a run writes, so that LATEST of them are never more
@@ -71,11 +72,13 @@ class Way:
     @property
     def flags(self) -> tuple[str, ...]:
         settings = {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(self).items()}
-        return (*SMALL, *itertools.chain(*((flag, str(value)) for flag, value in settings.items())))
+        chosen = ("--fast",) if settings.pop("--strategy") == FAST else ("--strategy", self.strategy)
+        return (*SMALL, *chosen, *itertools.chain(*((flag, str(value)) for flag, value in settings.items())))
 
 
 WAYS = [Way(*values) for values in itertools.product(("fp32", "fp16"), (0, 2), (1, 2), ("torch", "handwritten"))]
 WAYS += [Way(*values) for values in itertools.product(("fp32", "fp16"), (0,), (2,), SHARDED)]
+WAYS.append(Way("bf16", 2, 2, FAST))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ LOADING = {
 }
 MEASURING = (
     "when-it-pays",
+    "climb",
     "strategies",
     "all-reduces",
     "engines",

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,17 +55,18 @@ class OneByOne(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, data: ImageData) -> None:
+        from PIL.Image import fromarray
         from torchvision.transforms import Compose, Normalize, ToTensor
 
         train: Any = data.train
         self._images, self._labels = train.images, train.labels.tolist()
-        self._transform = Compose([ToTensor(), Normalize((data.mean,), (data.std,))])
+        self._transform = Compose([fromarray, ToTensor(), Normalize((data.mean,), (data.std,))])
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._transform(Image.fromarray(self._images[index, 0])), self._labels[index]
+        return self._transform(self._images[index, 0]), self._labels[index]
 
 
 # The batches of an epoch, of the samples in their order.

@@ -171,9 +171,9 @@ def test_the_command_ends_with_a_verdict_and_leaves_its_results(pictures: Path, 
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert len(content["settings"]) == 4
-    disturbed = "other programs left" in done.stderr
-    assert len(content["verdicts"]) == (0 if disturbed else 1)
-    verdict = () if disturbed else ("decode", "best setting: ", "measured: a training step of 1 ms waits")
+    # The warning looks at a moment more than the verdict does, so on a machine that is busy then, there may be both.
+    assert len(content["verdicts"]) == 1 or "other programs left" in done.stderr
+    verdict = () if not content["verdicts"] else ("decode", "best setting: ", "measured: a training step of 1 ms waits")
     for words in ("images/s", "sweep.png", *verdict):
         assert words in done.stdout
     assert content["machine"]["usable_cores"] == usable_cores()
