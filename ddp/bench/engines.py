@@ -31,6 +31,7 @@ Then, on one model, the options of the wrappers:
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from ddp.bench.variants import (
     BUCKETED,
     CLIMB,
     DDP_VARIANTS,
+    FLOOR,
     LARGE,
     NAIVE,
     NETWORKS,
@@ -131,6 +133,12 @@ def _table(one: Comparison) -> list[str]:
     columns = {"ms per step": cells(one.seconds, ".2f", 1e3)}
     columns[f"of {one.reference}'s"] = cells(ratios(one.seconds, one.reference), ".3f")
     columns["of its processor's"] = cells(ratios(one.processor_seconds, one.reference), ".3f")
+    if FLOOR in one.seconds:
+        medians = {name: statistics.median(seconds) for name, seconds in one.seconds.items()}
+        most = medians[one.reference] - medians[FLOOR]  # no DDP can gain more
+        columns["gained of what can be"] = {
+            name: f"{(medians[one.reference] - own) / most:.0%}" for name, own in medians.items()
+        }
     return table(columns)
 
 
