@@ -147,9 +147,8 @@ class HandwrittenDistributedDataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare_for_backward(self, output: Any, synchronize: bool) -> None:
-        self.require_forward_param_sync = (
-            synchronize  # only now: a forward pass that raised changes nothing, as in torch's DDP
-        )
+        # Only now: a forward pass that raised changes nothing, as in torch's DDP.
+        self.require_forward_param_sync = synchronize
         if not torch.is_grad_enabled():
             return
         if synchronize and self.process_group.size() > 1 and any(p.requires_grad for p in self._frozen):
@@ -157,10 +156,8 @@ class HandwrittenDistributedDataParallel(nn.Module):
         self.reducer.prepare_for_backward(synchronize)
         # The backward pass begins at an output. If the loss was stored elsewhere, it begins for us with the first gradient.
         for tensor in tensors_in(output) if synchronize else ():
-            for one in (
-                tensor,
-                tensor._base,
-            ):  # a view that is changed in place gets another grad_fn; its base keeps its own
+            # A view that is changed in place gets another grad_fn; its base keeps its own.
+            for one in (tensor, tensor._base):
                 if one is not None and one.grad_fn is not None:
                     one.register_hook(self.begin_backward)
 

@@ -78,7 +78,7 @@ def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, list
         curves: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
 
         def after_round() -> bool:
-            if next(rounds) % TURNS == 1:  # an epoch and one turn of warm-up are over
+            if next(rounds) % TURNS == 1:  # after the turn of warm-up, and each epoch after it
                 for name, group in groups.items():
                     curves[name].append(group.call("test")[0])
             return progress.round_done(f"{len(groups)} variants")

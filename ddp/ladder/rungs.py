@@ -93,10 +93,10 @@ FIRST = "the usual first script"
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     FIRST: {},
     "batches fetched whole": {"batches": whole},
+    "memory kept": {"keeps_memory": True},
     "uint8 in memory": {"batches": functools.partial(whole, as_bytes=True)},
     "Adam fused, channels last": {"fused": True},
     "two ranks, torch's DDP": {"ranks": RANKS},
-    "memory kept": {"keeps_memory": True},
     "gradients in shared memory": {"all_reduce": "shared-memory"},
     "bf16": {"precision": "bf16"},
 }
