@@ -90,7 +90,7 @@ class LightningTraining(OtherTraining):
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return optimizer
 
-        self._classifier = Classifier()
+        self._classifier, self._generator = Classifier(), torch.Generator()
         self._classifier.network = self._network
 
     def _take(self, steps: int) -> None:
@@ -101,7 +101,10 @@ class LightningTraining(OtherTraining):
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
+            "use_distributed_sampler": False,  # each turn is a run of its own, which would begin with the same samples
         }
-        devices = self._env.world_size
-        trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", max_steps=steps, max_epochs=-1, **quiet)
-        trainer.fit(self._classifier, self._loader)
+        ranks = self._env.world_size
+        order = torch.randperm(len(self._data.train), generator=self._generator)[self._env.rank :: ranks]
+        loader = DataLoader(self._loader.dataset, BATCH_SIZE // ranks, sampler=order.tolist())
+        trainer = Trainer(accelerator="cpu", devices=ranks, strategy="ddp", max_steps=steps, max_epochs=-1, **quiet)
+        trainer.fit(self._classifier, loader)
