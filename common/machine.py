@@ -56,24 +56,23 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory for the next step.
+    """Make glibc's malloc keep freed blocks of up to 32 MiB for the next step.
 
     By default it returns freed gradients and activations to the kernel, which zeroes each page that it hands out again.
     """
-    if platform.libc_ver()[0] == "glibc":
-        set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20)  # their maxima
-        logger.info("malloc keeps freed memory for the next step")
+    if set_malloc(trim_threshold=2**31 - 1, mmap_threshold=32 << 20):  # 32 MiB is the most that it takes
+        logger.info("malloc keeps freed memory for the next step, in blocks of up to 32 MiB")
 
 
-def set_malloc(**options: int) -> None:
-    """Set options of glibc's malloc, see mallopt(3); without glibc nothing is done.
+def set_malloc(**options: int) -> bool:
+    """Set options of glibc's malloc, see mallopt(3); returns False where it is not glibc's.
 
     :param options: ``trim_threshold`` and ``mmap_threshold`` in bytes
     """
     numbers = {"trim_threshold": -1, "mmap_threshold": -3}  # in malloc.h
-    if platform.libc_ver()[0] == "glibc":
-        for name, value in options.items():
-            ctypes.CDLL(None).mallopt(numbers[name], value)
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return all(ctypes.CDLL(None).mallopt(numbers[name], value) for name, value in options.items())
 
 
 def describe_machine() -> dict[str, object]:

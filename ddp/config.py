@@ -233,11 +233,12 @@ class TrainConfig(LearningConfig):
         return GPTSize(self.width, self.layers, on_meta=self.is_sharded) if self.model == TEXT_MODEL else None
 
     def _check_strategy(self) -> None:
-        if self.fast and (self.strategy is None or self.precision is None):
-            return  # ddp/fast.py chooses the rest, and with it the check comes again
-        self._default("strategy", "torch")
-        self._default("precision", "fp32")
+        if not self.fast:
+            self._default("strategy", "torch")
+            self._default("precision", "fp32")
         by_hand = self.strategy == "handwritten" or self.strategy in STAGES
+        if self.fast and (None in (self.strategy, self.precision) or (by_hand and self.all_reduce is None)):
+            return  # ddp/fast.py chooses the rest, and then this is called again
         if self.all_reduce is not None and not by_hand:
             raise UsageError(
                 f"--all-reduce {self.all_reduce} is for the strategies written by hand: add --strategy handwritten"

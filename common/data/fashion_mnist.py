@@ -7,6 +7,7 @@ leave them.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import math
 import os
@@ -34,6 +35,13 @@ _MEAN_GREY = 73.0  # of 255, in both splits; MNIST's is 33, KMNIST's 49
 def default_folder() -> Path:
     """The folder without ``--data-dir``: ``data`` if it exists, else that of Debian's package if it is installed."""
     return DEBIAN_FOLDER if DEBIAN_FOLDER.is_dir() and not Path("data").is_dir() else Path("data")
+
+
+def is_found() -> bool:
+    """Whether the training images are in the default folder."""
+    with contextlib.suppress(UsageError):
+        return _find(default_folder(), f"{_PREFIXES['train']}-images-idx3-ubyte").is_file()
+    return False
 
 
 def download(folder: Path) -> None:

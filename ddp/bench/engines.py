@@ -39,6 +39,7 @@ from pathlib import Path
 from common.cli import option
 from common.distributed.placement import PlacedConfig
 from common.reporting.benchmark_figures import plot_rounds
+from common.reporting.timing import NOISE
 from common.reporting.turns import cells, progress_of, ratios, table, write_report
 from ddp.bench.turns import Comparison, TurnsConfig, compare
 from ddp.bench.variants import (
@@ -136,9 +137,10 @@ def _table(one: Comparison) -> list[str]:
     if FLOOR in one.seconds:
         medians = {name: statistics.median(seconds) for name, seconds in one.seconds.items()}
         most = medians[one.reference] - medians[FLOOR]  # no DDP can gain more
-        columns["gained of what can be"] = {
-            name: f"{(medians[one.reference] - own) / most:.0%}" for name, own in medians.items()
-        }
+        if most > NOISE * medians[one.reference]:
+            columns["share of what can be gained"] = {
+                name: f"{(medians[one.reference] - own) / most:.0%}" for name, own in medians.items()
+            }
     return table(columns)
 
 

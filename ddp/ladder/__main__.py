@@ -51,7 +51,7 @@ class LadderConfig:
     """Settings of ``ddp.ladder``."""
 
     dataset: str = option(
-        "fashion-mnist" if fashion_mnist.default_folder().is_dir() else "glyphs", "what is learned", choices=IN_MEMORY
+        "fashion-mnist" if fashion_mnist.is_found() else "glyphs", "what is learned", choices=IN_MEMORY
     )
     epochs: int = option(4, "of each variant", minimum=1)
     train_samples: int | None = option(None, "of an epoch (default: all)", minimum=TURNS * BATCH_SIZE)
@@ -64,7 +64,8 @@ def main() -> None:
 
 
 def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, list[tuple[float, float]]]]:
-    """For each variant its turns, means over its ranks, and after each epoch the seconds of training until then and the accuracy."""
+    """For each variant its turns, means over its ranks; and the seconds of training and the accuracy after the turn of warm-up, and
+    after each epoch from there on."""
     data = load(config.dataset, train_samples=config.train_samples)
     steps, rounds = len(data.train) // BATCH_SIZE // TURNS, itertools.count(1)
     variants = {name: (RungTraining, rung) for name, rung in rungs().items()} | OURS
@@ -72,7 +73,7 @@ def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, list
     with Rounds(config.epochs * TURNS + 1) as progress, contextlib.ExitStack() as stack:
         groups = {}
         for name, (service, settings) in variants.items():
-            ranks = settings.ranks if isinstance(settings, Rung) else RANKS
+            ranks = getattr(settings, "ranks", RANKS)
             group = WorkerGroup(ranks, service, settings, data, threads=max(1, usable_cores() // ranks))
             groups[name] = stack.enter_context(group)
         curves: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
@@ -99,15 +100,14 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
     """Write the JSON and the figures, and return the table."""
     turns, curves = measured
     rates = {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
-    climbed = [name for name in rungs() if name in rates]
+    climbed = list(rungs())
     gains = {name: paired_ratio(rates[name], rates[before]) for before, name in itertools.pairwise(climbed)}
     medians = {name: Turn(*map(statistics.median, zip(*own, strict=True))) for name, own in turns.items()}
     limits = {
         name: f"{one.loading:.0%} loading, {one.kernel:.0%} kernel, {one.idle:.0%} idle"
         for name, one in medians.items()
     }
-    peers = [name for name in PEERS if name in rates]
-    best = max(peers, key=lambda name: statistics.median(rates[name]))
+    best = max(PEERS.keys() & rates, key=lambda name: statistics.median(rates[name]))
     columns = {
         "images/s [quartiles]": cells(rates, ",.0f"),
         "of the rung before": {name: format(gain, ".2f") for name, gain in gains.items()},
@@ -118,7 +118,7 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
     title = f"{config.dataset}, batches of {BATCH_SIZE}, {usable_cores()} cores"
     lines = [
         title,
-        *table(columns, 31),
+        *table(columns, 36, 37),
         f"the last rung by the first: {whole:.2f}; the product of the gains: {product:.2f}",
     ]
     if missing := _missing():
@@ -138,14 +138,15 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
 
 def _plot_accuracy(path: Path, curves: dict[str, list[tuple[float, float]]], title: str) -> None:
     """Accuracy over the seconds of training: rungs drawn through, others dashed."""
-    figure, axes = new_figure(1, 1, (8, 4.6), f"the same recipe, epoch by epoch: {title}")
+    figure, axes = new_figure(1, 1, (8, 4.6), f"the same recipe: {title}")
+    plot = axes[0, 0]
     for color, (name, curve) in zip(itertools.cycle(COLORS), curves.items()):
         seconds, accuracy = zip(*curve, strict=True)
         style = "o-" if name in rungs() else "s--"
-        axes[0, 0].plot(seconds, [100 * share for share in accuracy], style, color=color, label=name, markersize=4)
-    axes[0, 0].set(xlabel="seconds of training", ylabel="accuracy on the test set, %", xlim=(0, None))
-    axes[0, 0].grid(alpha=0.25)
-    axes[0, 0].legend(fontsize=7, frameon=False)
+        plot.plot(seconds, [100 * share for share in accuracy], style, color=color, label=name, markersize=4)
+    plot.set(xlabel="seconds of training", ylabel="accuracy on the test set, %", xlim=(0, None))
+    plot.grid(alpha=0.25)
+    plot.legend(fontsize=7, frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -1,12 +1,14 @@
-"""The job of the ladder by ``ddp.train``, and by other libraries as their documentation has it.
+"""The same training with ``ddp.train``, and with other libraries as in their documentation.
 
-Theirs fetch a sample at a time, in the main process. (The example of torch's DDP tutorial is a rung with two ranks.)
+Theirs fetch a sample at a time, in the main process. (The script of torch's DDP tutorial is the first rung with two ranks. Like all rungs,
+it does not broadcast buffers before each step.)
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import time
 from typing import Any
 
 import torch
@@ -80,7 +82,7 @@ class LightningTraining(OtherTraining):
 
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-        optimizer = self._optimizer
+        training = self
 
         class Classifier(LightningModule):  # type: ignore[misc]
             def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
@@ -88,7 +90,10 @@ class LightningTraining(OtherTraining):
                 return F.cross_entropy(self.network(images), labels)
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
-                return optimizer
+                return training._optimizer
+
+            def on_train_start(self) -> None:
+                training._setup = time.perf_counter() - training._began
 
         self._classifier, self._generator = Classifier(), torch.Generator()
         self._classifier.network = self._network
@@ -96,15 +101,13 @@ class LightningTraining(OtherTraining):
     def _take(self, steps: int) -> None:
         from lightning import Trainer
 
-        quiet = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "use_distributed_sampler": False,  # each turn is a run of its own, which would begin with the same samples
-        }
+        # Each turn is a run of its own. Lightning's own sampler would begin each with the same samples.
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "use_distributed_sampler"), False
+        )
         ranks = self._env.world_size
         order = torch.randperm(len(self._data.train), generator=self._generator)[self._env.rank :: ranks]
         loader = DataLoader(self._loader.dataset, BATCH_SIZE // ranks, sampler=order.tolist())
         trainer = Trainer(accelerator="cpu", devices=ranks, strategy="ddp", max_steps=steps, max_epochs=-1, **quiet)
-        trainer.fit(self._classifier, loader)
+        self._began = time.perf_counter()
+        trainer.fit(self._classifier, self._timed(loader))

@@ -126,14 +126,15 @@ class Turn(NamedTuple):
 
 
 class Training:
-    """The service of one rank: a training that goes on from call to call. A subclass has ``_step`` and ``_network``."""
+    """The service of one rank: a training that goes on from call to call. A subclass has ``_step`` and ``_network``, and may put seconds
+    that each call takes before its first step into ``_setup``: they do not count."""
 
     _network: nn.Module
     _step: Callable[[], object]
 
     def __init__(self, env: DistEnv, data: ImageData) -> None:
         self._env, self._data = env, data
-        self._seconds = self._loading = 0.0
+        self._seconds = self._loading = self._setup = 0.0
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, whose loading is timed."""
@@ -151,6 +152,7 @@ class Training:
         self._network.train()
         self._loading, kernel_before = 0.0, os.times().system
         seconds, processor = timed_steps(functools.partial(self._take, steps), 1)
+        seconds -= self._setup
         self._seconds += seconds
         cores = seconds * torch.get_num_threads()
         kernel = os.times().system - kernel_before

@@ -187,8 +187,12 @@ def differences(before: dict[str, Any], config: TrainConfig) -> list[str]:
 def _follows(config: TrainConfig, name: str) -> bool:
     """Whether a setting has the value that it gets from the others when its flag is not given."""
     not_given: dict[str, Any] = {name: None}
-    follows = TrainConfig.__dataclass_fields__[name].default is None
-    return follows and getattr(dataclasses.replace(config, **not_given), name) == getattr(config, name)
+    if TrainConfig.__dataclass_fields__[name].default is not None:
+        return False
+    try:
+        return bool(getattr(dataclasses.replace(config, **not_given), name) == getattr(config, name))
+    except UsageError:  # others, as --all-reduce, need it
+        return False
 
 
 def agents_of(env: DistEnv) -> list[str]:

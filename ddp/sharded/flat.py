@@ -92,7 +92,6 @@ class FlatParameters(FlatLayout):
         self.gathered = True  # whole in memory, or being gathered
         self._gathering: Pending | None = None
         self._gathered_writes = _writes(self.sharded)  # when they were gathered
-        self._kept_writes = _writes(self.whole)  # those to the whole parameters that are in the shards
 
         # The gradients of the running step. ``gradient`` is flat, as long as ``full``; some parameters may not have theirs yet.
         self.gradient: Tensor | None = None
@@ -129,10 +128,8 @@ class FlatParameters(FlatLayout):
     def bump_versions(self) -> None:
         """Bump autograd's version of each whole parameter whose shard was written to since it was gathered. A backward pass that
         needs it as it was in the forward pass then ends in autograd's error, as in one process."""
-        for index, (now, before) in enumerate(zip(_writes(self.sharded), self._gathered_writes, strict=True)):
-            if now != before:
-                torch.autograd.graph.increment_version(self.whole[index])
-                self._kept_writes[index] += 1
+        writes = zip(self.whole, _writes(self.sharded), self._gathered_writes, strict=True)
+        torch.autograd.graph.increment_version([whole for whole, now, before in writes if now != before])
 
     def follow_user(self) -> None:
         """Freeze and unfreeze the parameters as the user has, whichever of them.
@@ -160,7 +157,6 @@ class FlatParameters(FlatLayout):
             own = self.own(self.full)
             same = own == self.shard.to(own.dtype)  # then the shard has more digits
             self.shard.copy_(torch.where(same, self.shard, own.to(self.dtype)))
-        self._kept_writes = _writes(self.whole)
         if self.outside is not self.sharded:
             self.install(self.outside)
 
@@ -193,18 +189,8 @@ class FlatParameters(FlatLayout):
     # Parameters: gathered from the shards, and freed
 
     def start_gather(self) -> None:
-        """Begin to gather the whole parameters; :meth:`finish_gather` waits for them.
-
-        :raises RuntimeError: for a write to a whole parameter that this would undo
-        """
+        """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
         self.finish_gather()
-        if self.gathered and not self.shard_in_full:
-            for name, now, kept in zip(self.owners, _writes(self.whole), self._kept_writes, strict=True):
-                if now != kept:
-                    raise RuntimeError(
-                        f"{name}, gathered in {self.compute_dtype}, was written between a backward and the next forward pass, which "
-                        "would gather its old value: write in `with model.gathered():`, or to model.parameters()"
-                    )
         self.bump_versions()
         self._gathered_writes = _writes(self.sharded)
         if not self.gathered:

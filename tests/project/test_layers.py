@@ -23,8 +23,8 @@ LAYERS = (
     ("ddp.by_hand", "ddp.sharded", "ddp.conformance", "ddp.config", "ddp.data", "ddp.batchnorm"),
     ("ddp.job", "ddp.checkpoint"),
     ("ddp.resilience",),
-    ("ddp.train", "ddp.evaluate"),
-    ("ddp.bench", "ddp.timeline", "ddp.gpu_check", "examples"),
+    ("ddp.train", "ddp.evaluate", "ddp.fast"),
+    ("ddp.bench", "ddp.ladder", "ddp.timeline", "ddp.gpu_check", "examples"),
 )
 # The three subjects are siblings, except for these: files to train on, and the benchmark that compares two subjects.
 BETWEEN_SUBJECTS = {("ddp.data", "dataloading"), ("ddp.bench", "dataparallel")}

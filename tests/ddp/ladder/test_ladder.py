@@ -12,7 +12,7 @@ import pytest
 
 from common.data.datasets import ImageData, load
 from common.distributed.process_group import process_group
-from ddp.ladder.__main__ import OURS, TUTORIAL, LadderConfig, report
+from ddp.ladder.__main__ import OURS, PEERS, TUTORIAL, LadderConfig, report
 from ddp.ladder.rungs import BATCH_SIZE, RungTraining, Turn, rungs
 from tests.ddp.jobs import assert_close, assert_identical
 from tests.support.launch import run_command, run_ranks
@@ -59,8 +59,9 @@ def test_rungs_in_fp32_train_alike() -> None:
             assert_identical(weights, plain)
 
 
-def test_the_report_names_the_gains_and_what_limits_a_rung(tmp_path: Path) -> None:
+def test_the_report_names_the_gains_and_what_limits_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates, gains and shares are those of the turns; a peer that is not installed is left out, with what installs it."""
+    monkeypatch.setattr("ddp.ladder.__main__._missing", lambda: [name for name in PEERS if name != TUTORIAL])
     turns = {name: [Turn(0.144 / 2**i, 0.5, 0.25, 0.0)] * 3 for i, name in enumerate([*rungs(), TUTORIAL])}
     curves = {name: [(1.0, 0.5), (2.0, 0.75)] for name in turns}
     _, _, first, second, *_, tutorial, ladder, missing, _ = report(
