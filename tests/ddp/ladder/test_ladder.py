@@ -41,6 +41,7 @@ def test_each_rung_is_the_one_before_with_one_change() -> None:
         assert len(changed) == 1
 
 
+@pytest.mark.examples
 def test_rungs_in_fp32_train_alike() -> None:
     """The single process's rungs see the same batches and end alike; those on two ranks end with the same bits."""
     data = load("glyphs", train_samples=STEPS * BATCH_SIZE, test_samples=100)
