@@ -33,7 +33,7 @@ example syncbn 'BatchNorm over the global batch: the result no longer depends on
     'torchrun --nproc_per_node=2 -m ddp.train --sync-batchnorm FLAGS'
 example by-hand 'DistributedDataParallel written by hand, with its buckets summed in shared memory' - \
     'torchrun --nproc_per_node=2 -m ddp.train --device cpu --strategy handwritten --all-reduce shared-memory FLAGS'
-example fast 'what is fastest on this machine and still right, chosen by the job: the log says what and why' - \
+example fast 'shared memory and bf16 where this machine has them: the job prints what it chose and why' - \
     'torchrun --nproc_per_node=2 -m ddp.train --fast FLAGS'
 example zero3 'a transformer whose parameters, gradients and optimizer state are divided over the ranks (ZeRO-3), on text' - \
     'torchrun --nproc_per_node=2 -m ddp.train --device cpu --model gpt --strategy zero3 --all-reduce shared-memory --optimizer adamw FLAGS'

@@ -19,10 +19,10 @@ from common.training.precision import PRECISIONS
 from common.training.recipes import LearningConfig
 from ddp.all_reduce import ALL_REDUCES
 from ddp.strategies import (
+    BY_HAND,
     GRADIENT_PRECISIONS,
     IN_BUCKETS,
     SHARDED,
-    STAGES,
     STRATEGIES,
     Averaging,
     require_shardable,
@@ -100,8 +100,8 @@ class TrainConfig(LearningConfig):
     # How it is computed
     fast: bool = option(
         False,
-        "let what is fastest here be chosen for --strategy, --all-reduce and --precision, where they are not given; the log says "
-        "what and why",
+        "take shared memory and bf16 where this machine has them: chooses --strategy, --all-reduce and --precision, where they are "
+        "not given, and prints what and why",
     )
     strategy: str = option(
         None,
@@ -236,7 +236,7 @@ class TrainConfig(LearningConfig):
         if not self.fast:
             self._default("strategy", "torch")
             self._default("precision", "fp32")
-        by_hand = self.strategy == "handwritten" or self.strategy in STAGES
+        by_hand = self.strategy in BY_HAND
         if self.fast and (None in (self.strategy, self.precision) or (by_hand and self.all_reduce is None)):
             return  # ddp/fast.py chooses the rest, and then this is called again
         if self.all_reduce is not None and not by_hand:

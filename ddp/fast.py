@@ -22,7 +22,7 @@ from common.files.run_directory import read_config
 from common.training.precision import multiplies_bf16
 from ddp.config import TrainConfig
 from ddp.resilience.resume import agents_of, how_it_begins
-from ddp.strategies import STAGES
+from ddp.strategies import BY_HAND
 
 logger = logging.getLogger("ddp.train")
 
@@ -49,16 +49,14 @@ def choose_fastest(config: TrainConfig, env: DistEnv) -> TrainConfig:
 
 def _recorded(config: TrainConfig, agents: list[str]) -> dict[str, Any]:
     """The settings of the run that this start continues, if ``--fast`` chose them; else none."""
-    before: Any = read_config(config.run_dir).get("config") if how_it_begins(config, agents)[0] else None
-    return (
-        before if isinstance(before, dict) and before.get("fast") and before.keys() >= {"strategy", "precision"} else {}
-    )
+    before: dict[str, Any] = read_config(config.run_dir).get("config", {}) if how_it_begins(config, agents)[0] else {}
+    return before if before.get("fast") else {}
 
 
 def _averaging(config: TrainConfig, env: DistEnv, before: dict[str, Any]) -> tuple[str, Any, str]:
     """``strategy``, ``all_reduce`` and the reason."""
     strategy = config.strategy or (before["strategy"] if before and not config.all_reduce else "handwritten")
-    if config.all_reduce is not None or strategy not in ("handwritten", *STAGES):
+    if config.all_reduce is not None or strategy not in BY_HAND:
         return strategy, config.all_reduce, "as given" if config.strategy or config.all_reduce else AS_BEFORE
     if env.device.type != "cpu":
         obstacle = "since the backend sums the gradients of GPUs"

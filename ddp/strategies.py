@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}  # of sharding by hand
+BY_HAND = ("handwritten", *STAGES)  # with an all-reduce of ours
 REPLICATED, SHARDED = ("torch", "naive", "handwritten"), (*STAGES, "fsdp2")
 STRATEGIES = (*REPLICATED, *SHARDED)
 IN_BUCKETS = ("torch", "handwritten")  # the strategies of replicas that average their gradients in buckets

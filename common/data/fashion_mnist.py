@@ -7,7 +7,6 @@ leave them.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import math
 import os
@@ -39,9 +38,11 @@ def default_folder() -> Path:
 
 def is_found() -> bool:
     """Whether the training images are in the default folder."""
-    with contextlib.suppress(UsageError):
-        return _find(default_folder(), f"{_PREFIXES['train']}-images-idx3-ubyte").is_file()
-    return False
+    try:
+        _find(default_folder(), f"{_PREFIXES['train']}-images-idx3-ubyte")
+    except UsageError:
+        return False
+    return True
 
 
 def download(folder: Path) -> None:

@@ -31,9 +31,8 @@ def multiplies_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for matrix products in bf16. Without them it converts to fp32 and back, slowly."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return any(
-        torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")
-    )  # the last is ARM's
+    features = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
+    return any(torch.cpu.get_capabilities().get(name) for name in features)
 
 
 def describe_arithmetic(device: torch.device, precision: str, tf32: bool) -> str:

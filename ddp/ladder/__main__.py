@@ -32,6 +32,7 @@ from ddp.ladder.peers import AccelerateTraining, LightningTraining, OurTraining
 from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, Rung, RungTraining, Training, Turn, one_by_one, rungs
 
 TURNS = 4  # of an epoch
+Curves = dict[str, list[tuple[float, float]]]  # for each variant, seconds of training and accuracy
 PEER = "peer: "
 TUTORIAL = f"{PEER}torch's DDP tutorial"
 PEERS: dict[str, tuple[type[Training], Any]] = {
@@ -50,12 +51,14 @@ OURS: dict[str, tuple[type[Training], Any]] = {
 class LadderConfig:
     """Settings of ``ddp.ladder``."""
 
-    dataset: str = option(
-        "fashion-mnist" if fashion_mnist.is_found() else "glyphs", "what is learned", choices=IN_MEMORY
-    )
+    dataset: str = option(None, "default: fashion-mnist where it is found, else glyphs", choices=IN_MEMORY)
     epochs: int = option(4, "of each variant", minimum=1)
     train_samples: int | None = option(None, "of an epoch (default: all)", minimum=TURNS * BATCH_SIZE)
     output: Path = option(Path("runs/ladder-ddp"), "folder of the JSON and the figures")
+
+    def __post_init__(self) -> None:
+        if self.dataset is None:
+            object.__setattr__(self, "dataset", "fashion-mnist" if fashion_mnist.is_found() else "glyphs")
 
 
 @command
@@ -63,7 +66,7 @@ def main() -> None:
     run_benchmark(LadderConfig, "ddp.ladder", __doc__, None, measure, report)
 
 
-def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, list[tuple[float, float]]]]:
+def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], Curves]:
     """For each variant its turns, means over its ranks; and the seconds of training and the accuracy after the turn of warm-up, and
     after each epoch from there on."""
     data = load(config.dataset, train_samples=config.train_samples)
@@ -76,7 +79,7 @@ def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, list
             ranks = getattr(settings, "ranks", RANKS)
             group = WorkerGroup(ranks, service, settings, data, threads=max(1, usable_cores() // ranks))
             groups[name] = stack.enter_context(group)
-        curves: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
+        curves: Curves = {name: [] for name in groups}
 
         def after_round() -> bool:
             if next(rounds) % TURNS == 1:  # after the turn of warm-up, and each epoch after it
@@ -96,7 +99,7 @@ def _missing() -> list[str]:
     return [name for name in PEERS if name != TUTORIAL and not importlib.util.find_spec(name.removeprefix(PEER))]
 
 
-def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str, list[tuple[float, float]]]]) -> str:
+def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], Curves]) -> str:
     """Write the JSON and the figures, and return the table."""
     turns, curves = measured
     rates = {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
@@ -136,7 +139,7 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
     return write_report(config, "ladder", content, ["ladder", "accuracy"], lines)
 
 
-def _plot_accuracy(path: Path, curves: dict[str, list[tuple[float, float]]], title: str) -> None:
+def _plot_accuracy(path: Path, curves: Curves, title: str) -> None:
     """Accuracy over the seconds of training: rungs drawn through, others dashed."""
     figure, axes = new_figure(1, 1, (8, 4.6), f"the same recipe: {title}")
     plot = axes[0, 0]
