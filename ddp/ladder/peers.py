@@ -34,7 +34,7 @@ class OurTraining(Training):
 
     def __init__(self, env: DistEnv, settings: dict[str, Any], data: ImageData) -> None:
         super().__init__(env, data)
-        recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant", "augment": False}
+        recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant"}
         config = TrainConfig(batch_size=BATCH_SIZE, warmup_epochs=0, **recipe, **settings)
         job = build_job(choose_fastest(config, env) if config.fast else config, env, data)
         batches = job.guard.batches
