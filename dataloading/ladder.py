@@ -4,16 +4,19 @@
     python -m dataloading.ladder --augmentation affine
 
 Every rung is measured in the same rounds, and so is the ceiling: the fastest installed decoder alone, on all usable cores. All
-read the same files, a random sample of the folder.
+read the same files, a random sample of the folder. Where the extra ``peers`` is installed, SPDL is one of them: Meta's loader
+with threads, arXiv 2504.20067.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +85,25 @@ class Ceiling(Dataset[Any]):
         return (key.samples,)
 
 
+class Spdl:
+    """SPDL's pipeline, as its documentation has it: threads that each fetch a whole batch, and a queue of batches.
+
+    Its own decoder needs FFmpeg's libraries; here it has the one of the other rungs.
+    """
+
+    def __init__(self, dataset: LFWBatches, keys: Iterable[BatchKey], workers: int) -> None:
+        self._fetch, self._keys, self._workers = dataset.__getitems__, keys, workers
+
+    def __iter__(self) -> Iterator[Any]:
+        from spdl.pipeline import PipelineBuilder
+
+        logging.getLogger("spdl").setLevel(logging.WARNING)  # it tells much about every run
+        builder = PipelineBuilder().add_source(self._keys).pipe(self._fetch, concurrency=self._workers)
+        pipeline = builder.add_sink(2 * self._workers).build(num_threads=self._workers)
+        with pipeline.auto_stop():
+            yield from pipeline
+
+
 @command
 def main() -> None:
     run_benchmark(LadderConfig, "dataloading.ladder", __doc__, None, run, report)
@@ -141,6 +163,9 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
             prefetch_batches=2 * workers,
         )
 
+    def spdl(dataset: LFWBatches) -> Make:
+        return lambda batches: Spdl(dataset, ShuffledBatches(sampler(dataset, batches), config.batch_size), workers)
+
     decoder = installed()[0]
     augmented = {"augmentation": config.augmentation}
     course = files("pillow", transform=course_transform(config.augmentation))
@@ -150,6 +175,8 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
     rungs["into the batch's memory, no collate"] = workers, whole(LFWBatches(files("pillow", **augmented)))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(LFWBatches(files(decoder, **augmented)))
+    if config.augmentation == "none" and not config.image_size and util.find_spec("spdl"):
+        rungs[f"SPDL, {decoder}"] = workers, spdl(LFWBatches(files(decoder)))
     chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image)
     for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last
         rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
