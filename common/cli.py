@@ -192,14 +192,6 @@ def _check_range(field: dataclasses.Field[Any], value: float) -> None:
         raise UsageError(f"{flag_of(field.name)} {value} is out of range: it must be {allowed}")
 
 
-def refuse_removed(arguments: Sequence[str], removed: Mapping[str, str]) -> None:
-    """:raises UsageError: for a flag that an earlier version had, with what to do instead"""
-    for argument in arguments:
-        flag, *_ = argument.split("=")
-        if flag in removed:
-            raise UsageError(f"{flag} is gone: {removed[flag]}")
-
-
 def command(main: Callable[[], None]) -> Callable[[], None]:
     """Make ``main`` a command: a :class:`UsageError` becomes one line on stderr and exit status 2, once per node of a job."""
 

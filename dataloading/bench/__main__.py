@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from common.cli import command, option, refuse_removed
+from common.cli import command, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.errors import UsageError
@@ -43,15 +42,6 @@ from dataloading.loader.fast_loader import choose_pool
 from dataloading.synthetic import face_cache
 
 YES_NO = ("yes", "no")
-REMOVED = {
-    "--storage": "--latency-ms delays files, and --path-to-folder takes the URL of a server",
-    "--model": "give the length of its training step with --step-ms",
-    "--start-method": "workers start by Python's default method",
-    "--in-order": "python -m dataloading.timeline shows what it does",
-    "--on-error": "python -m dataloading.lfw_dataset --on-error skip names the files that cannot be read",
-    "--pin-memory": "batches for a GPU are always pinned",
-    "--seed": "the order is always that of seed 0",
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,6 @@ class LoadingBenchConfig:
 
 @command
 def main() -> None:
-    refuse_removed(sys.argv[1:], REMOVED)
     run_benchmark(
         LoadingBenchConfig, "dataloading.bench", __doc__, None, run, lambda config, measured: report(config, *measured)
     )

@@ -14,7 +14,6 @@ import copy
 import functools
 import multiprocessing.util
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli import command, option, refuse_removed
+from common.cli import command, option
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.files.run_directory import files_line
@@ -36,10 +35,6 @@ from dataloading.synthetic import face_cache
 from dataloading.timeline.figure import first_batch, plot_timeline
 from dataloading.timeline.tracing import MAIN, LoaderTrace, Numbered, TracedFetch, traced_collate, traced_start
 
-REMOVED = {
-    "--loader": "this draws DataLoader; dataloading.bench --loader compares the loaders",
-    "--slow-batch": "the third batch is the late one",
-}
 SLOW_BATCH = 2  # number of the batch with one late file, counted from 0
 START_METHODS = tuple(multiprocessing.get_all_start_methods())
 
@@ -63,7 +58,6 @@ class LoadingTimelineConfig:
 
 @command
 def main() -> None:
-    refuse_removed(sys.argv[1:], REMOVED)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM then also cleans up workers and temporary files
     run_benchmark(LoadingTimelineConfig, "dataloading.timeline", __doc__, None, measure, report)
 

@@ -10,13 +10,12 @@ the cost of each step, and from which batch size on each pays.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from common.cli import command, refuse_removed
+from common.cli import command
 from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked, plot_sweep
@@ -27,12 +26,9 @@ from dataparallel.bench.config import MODES, DataParallelBenchConfig
 from dataparallel.bench.explanation import Point, explain
 from dataparallel.bench.variants import HANDWRITTEN, PLAIN, STEP_BY_STEP, ReplicaWorker, build_variants
 
-REMOVED = {"--mode": "both are timed", "--threads": "the devices share the usable cores: restrict these by taskset"}
-
 
 @command
 def main() -> None:
-    refuse_removed(sys.argv[1:], REMOVED)
     run_benchmark(DataParallelBenchConfig, "dataparallel.bench", __doc__, None, measure, report)
 
 

@@ -19,32 +19,16 @@ from __future__ import annotations
 import importlib
 import sys
 
-from common.cli import command, refuse_removed
+from common.cli import command
 from common.errors import UsageError
 
 ON_RANKS = ("overhead", "safety")  # which torchrun may start; the others start their own processes
 BENCHMARKS = (*ON_RANKS, "strategies", "allreduce", "engines", "costs", "sharding", "memory")
-REMOVED = {
-    "--keep-memory": "malloc always keeps freed memory",
-    "--no-keep-memory": "malloc always keeps freed memory",
-    "--hosts": "the tests of ddp/all_reduce simulate hosts",
-    "--dtype": "tensors are float32; give the --sizes in bytes",
-    "--workers": "compare loaders by dataloading.bench",
-    "--algorithms": "all are compared on the CPU: --device cpu",
-    "--sequences": "the batch of a rank is fixed; give the --length",
-    "--looks": "safety times whole steps",
-    "--limit": "divide a rank's memory by the bytes per parameter at the peak",
-    "--interface": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
-    "--threads": "the ranks share the usable cores: restrict these by taskset",
-    "--backend": "the device decides: nccl on GPUs, gloo on the CPU",
-}
-REMOVED_OF = {"strategies": {"--image-size": "give the --model"}, "memory": {"--precision": "parameters are float32"}}
 
 
 @command
 def main() -> None:
     name, *arguments = sys.argv[1:] or ["--help"]
-    refuse_removed(arguments, REMOVED | REMOVED_OF.get(name, {}))
     if name in ("-h", "--help"):
         print(f"{__doc__}\nbenchmarks: {', '.join(BENCHMARKS)} (NAME --help lists its options)")
         return

@@ -124,8 +124,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--latency-ms -1", r"--latency-ms -1"),
         ("--latency-ms nan", r"--latency-ms nan"),
         ("--fetch-threads 0", r"--fetch-threads 0"),
-        ("--start-method fork", r"--start-method is gone"),
-        ("--pin-memory maybe", r"--pin-memory is gone: batches for a GPU are always pinned"),
         ("--pin-memory yes", r"--pin-memory"),
         ("--path-to-folder {here}", r"/here holds no JPEG file, nor do the folders in it"),
         ("--path-to-folder {here}/nowhere", r"/nowhere is not there: give a folder of JPEGs"),
@@ -139,7 +137,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--batches 0", r"--batches 0"),
         ("--step-ms -1", r"--step-ms -1"),
         ("--image-size 0", r"--image-size 0"),
-        ("--storage http", r"--storage is gone"),
         ("--output /dev/null --workers 0", r"--output /dev/null"),
     ],
     "dataloading.lfw_dataset --path-to-folder {faces} --output {here}/out": [

@@ -18,7 +18,7 @@ from common.errors import UsageError
 from common.machine import usable_cores
 from dataloading import ladder
 from dataloading.bench import __main__ as bench
-from dataloading.bench.__main__ import REMOVED, LoadingBenchConfig, tasks
+from dataloading.bench.__main__ import LoadingBenchConfig, tasks
 from dataloading.bench.settings import LOADERS, Library, Listed, Setting, varying
 from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import LoaderRun, LoadingMeasurement, measure
@@ -100,11 +100,6 @@ def test_settings_of_different_tasks_are_not_compared() -> None:
     plain, late = measured(), measured(latency_ms=20.0)
     affine = [measured(augmentation="affine", workers=workers) for workers in (1, 2)]
     assert tasks([plain, affine[0], late, affine[1]]) == [[plain], affine, [late]]
-
-
-@pytest.mark.parametrize("flag", REMOVED)
-def test_a_flag_that_is_gone_names_what_to_use(user_error: UserError, flag: str) -> None:
-    assert user_error(bench.main, f"{flag}=http") == f"error: {flag} is gone: {REMOVED[flag]}"
 
 
 def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,6 @@ def test_a_stopped_command_leaves_no_process_and_no_file(number: signal.Signals,
         (["--output", "/dev/null/out"], "--output /dev/null/out cannot be written"),
         (["--batches", "2"], "--batches 2 is out of range: it must be at least 3"),
         (["--workers", "0"], "--workers 0 is out of range"),
-        (["--loader=fast"], "--loader is gone: this draws DataLoader; dataloading.bench --loader compares"),
     ],
 )
 def test_bad_input_is_one_line(user_error: UserError, arguments: list[str], words: str, tmp_path: Path) -> None:

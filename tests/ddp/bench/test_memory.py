@@ -54,8 +54,3 @@ def test_a_width_that_heads_do_not_divide(user_error: UserError) -> None:
     assert "--width 200 is no multiple of 64, the width of a head: use 192 or 256" in user_error(
         main, "memory", "--width", "200"
     )
-
-
-def test_removed_flags_name_what_to_use(user_error: UserError) -> None:
-    assert "--limit is gone: divide " in user_error(main, "memory", "--limit", "256MiB")
-    assert "--precision is gone: " in user_error(main, "memory", "--precision=bf16")

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp.bench.__main__ import main
 from ddp.bench.safety import AGAINST, PLAIN
 from tests.support.launch import run_torchrun
-from tests.support.user_errors import UserError
 
 LOOPS = (PLAIN, *AGAINST)
 
@@ -31,8 +29,3 @@ def test_every_loop_is_measured(tmp_path: Path) -> None:
     assert {name: len(seconds) for name, seconds in written["seconds_per_step"].items()} == dict.fromkeys(LOOPS, 2)
     assert list(written["ratios"]) == [f"{name} / {other}" for name, other in AGAINST.items()]
     assert {path.name for path in tmp_path.iterdir()} == {"safety.json", "safety.png"}
-
-
-def test_removed_flags_name_what_to_use(user_error: UserError) -> None:
-    assert "--threads is gone: the ranks share the usable cores" in user_error(main, "safety", "--threads", "1")
-    assert "--interface is gone: set GLOO_SOCKET_IFNAME" in user_error(main, "overhead", "--interface", "lo")
