@@ -95,6 +95,10 @@ example timeline-zero3 'one training step of ZeRO-3 on every rank, and its memor
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 
+example audit 'whether a script of yours does distributed training right; here one that does not' - \
+    'python -m ddp.audit OPTIONS -- ddp/museum/replicas/around_the_wrapper.py || test $? = 1'
+example museum 'a silent bug of distributed training, as it was found and mended, with what the audit says' - \
+    'python -m ddp.museum mean_of_means OPTIONS'
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
     'python -m ddp.gpu_check OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \

@@ -13,7 +13,16 @@ from ddp.bench.__main__ import BENCHMARKS
 from tests.support.launch import REPOSITORY
 
 COMMANDS = [
-    *("ddp.train", "ddp.evaluate", "ddp.bench", "ddp.checkpoint", "ddp.timeline", "ddp.ladder"),
+    *(
+        "ddp.train",
+        "ddp.evaluate",
+        "ddp.bench",
+        "ddp.checkpoint",
+        "ddp.timeline",
+        "ddp.ladder",
+        "ddp.audit",
+        "ddp.museum",
+    ),
     *("ddp.gpu_check", "ddp.gpu_check.equivalence", "ddp.gpu_check.gaps", "ddp.gpu_check.pinned"),
     *("dataparallel.train", "dataparallel.bench"),
     *("dataloading.bench", "dataloading.timeline", "dataloading.ladder"),

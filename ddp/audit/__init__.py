@@ -1,0 +1,6 @@
+"""The audit: runs somebody's training script, unchanged, and says what is wrong with how it trains on several ranks.
+
+    python -m ddp.audit -- train.py --epochs 2
+
+ddp/audit/watch writes down what the script does, from within its processes. ddp/audit/detectors reads that, one kind of bug a file.
+"""

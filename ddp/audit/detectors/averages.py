@@ -1,0 +1,170 @@
+"""The gradient of each step must be the average, over the ranks, of the sum over the micro-batches.
+
+A probe is a linear function of a gradient. So the probes of what each rank computed by itself tell what the optimizer should
+have got, and those of ``.grad`` before the step tell what it got. From the difference follows the bug.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.trace import Event, Probes, Step, Trace
+
+CHAPTER = "ddp/README.md, chapter 4"
+TOLERANCE = 5e-3  # gradients may have been sent in two bytes
+Value = list[float]
+
+
+def detect(trace: Trace) -> Iterator[Finding]:
+    if trace.world_size < 2:
+        return
+    thrown_away = 0
+    for steps in trace.steps():
+        if finding := _of_step(trace, steps):
+            thrown_away += LAST in finding.text  # once is right: a warm-up pass before the first step
+            if LAST not in finding.text or thrown_away > 1:
+                yield finding
+                return
+
+
+def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
+    passes = [step.all("backward") for step in steps]
+    counts = {len(own) for own in passes}
+    if len(counts) > 1 or counts == {0} or any("computed" not in one for own in passes for one in own):
+        return None
+    if any(step.last("step").get("sharded") or "gradients" not in step.last("before_step") for step in steps):
+        return None
+    shared = [n for n in steps[0].own if all(n in step.own for step in steps)]
+    numbers = [n for n in shared if all(n in step.last("before_step")["gradients"] for step in steps)]
+    numbers = [n for n in numbers if any(n in one["computed"] for own in passes for one in own)]
+    wrong = [explanation for n in numbers if (explanation := _explain(n, steps, passes)) is not None]
+    if not wrong or not (known := [one for one in wrong if one]):
+        return None
+    text = max(set(known), key=known.count)
+    number = next(n for n in numbers if _explain(n, steps, passes) == text)
+    return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
+
+
+def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event]]) -> str | None:
+    """What is wrong with a parameter's gradient: None if nothing is, an empty text if it is not known."""
+    ranks = range(len(steps))
+    computed = [[_value(one["computed"], number) for one in own] for own in passes]
+    totals = [_sum(own) for own in computed]
+    average = _scaled(_sum(totals), 1 / len(steps))
+    left = [_value(own[0]["before"], number) for own in passes]
+    got = [_unscaled(number, step) for step in steps]
+    size = max(_norm(one["computed"], number) for own in passes for one in own) * len(passes[0])
+    if any(value is None for value in got) or not size or not all(map(math.isfinite, (size, *average, *_sum(totals)))):
+        return None
+    final = [value for value in got if value is not None]
+
+    def equal(one: Value, other: Value) -> bool:
+        return all(abs(a - b) <= TOLERANCE * size for a, b in zip(one, other, strict=True))
+
+    def all_are(*values: Value) -> bool:
+        return all(equal(final[r], values[r % len(values)]) for r in ranks)
+
+    if all_are(average):
+        return None
+    if all_are(*(_sum([totals[r], left[r]]) for r in ranks)) and not equal(totals[0], totals[-1]):
+        return LOCAL
+    if all_are(*totals):
+        return LOCAL
+    with_rest = _sum([average, _scaled(_sum(left), 1 / len(steps))])
+    if any(map(any, left)) and all_are(with_rest):
+        return REST
+    if all_are(_scaled(average, len(steps))):
+        return SUM
+    if all_are(_scaled(average, 1 / len(steps))):
+        return TWICE
+    if len(passes[0]) > 1:
+        last = _scaled(_sum([own[-1] for own in computed]), 1 / len(steps))
+        if all_are(last):
+            return LAST
+        if not any(equal(final[r], final[0]) for r in ranks[1:]):
+            return PARTLY
+    if len(steps) > 1 and not all(equal(value, final[0]) for value in final):
+        return DIFFERENT
+    return ""
+
+
+LOCAL = "each rank steps with its own gradients: nothing was averaged"
+SUM = "the gradients are summed over the ranks and not averaged"
+TWICE = "the gradients are divided by the number of ranks twice"
+REST = "the gradients of the step before are still in .grad, and are added to this step's"
+LAST = "the gradients of all micro-batches but the last are thrown away"
+PARTLY = "some of the micro-batches' gradients are averaged and others are not, so the ranks step with different ones"
+DIFFERENT = "the ranks step with different gradients"
+
+
+def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
+    """The finding, at the line that is to blame."""
+    flags = first.all("flag", "forward")
+    causes = (  # of gradients that are not averaged: the events that tell, what they tell, and the cure
+        (
+            [event for rank in trace.ranks for event in rank.all("around")],
+            "the forward pass goes around the DDP wrapper",
+            "Call the wrapper, not its .module",
+        ),
+        (
+            [b for a, b in itertools.pairwise(flags) if a["kind"] == "forward" and b["kind"] == "flag"],
+            "require_backward_grad_sync is set after the forward pass, which has read it already",
+            "Set it before the forward pass, or put forward and backward under no_sync()",
+        ),
+        (
+            [event for event in first.all("forward") if event["lost"]],
+            "parameters are other objects than when DDP was built, or have been converted, and have no hooks",
+            "Convert and move the model before it is wrapped",
+        ),
+        (
+            [event for event in first.all("collective") if event["in_backward"] and event["parameter"] is not None],
+            "a hook sends the parameter and not its gradient",
+            "Send parameter.grad: the argument of register_post_accumulate_grad_hook is the parameter",
+        ),
+    )
+    for events, cause, cure in causes:
+        if events and text in (LOCAL, PARTLY):
+            return Finding(f"{cause}, so {text}", cure, events[0], CHAPTER, diverges=True)
+    step = first.last("before_step")
+    cure, event = {
+        LOCAL: ("Wrap the model by DDP, or all-reduce and divide each gradient after backward", first.last("backward")),
+        PARTLY: ("Average all micro-batches' gradients, or the sum of them", first.last("backward")),
+        REST: ("Call zero_grad once per optimizer step, after it", step),
+        LAST: ("Move zero_grad behind the optimizer step", first.last("zero_grad") or step),
+        SUM: ("Divide by the number of ranks", first.last("collective") or step),
+        TWICE: ("DDP averages: do not divide again", step),
+        DIFFERENT: ("Average the gradients on all ranks, in the same order", step),
+    }[text]
+    return Finding(f"{text}: {which}", cure, event, CHAPTER, diverges=text in (LOCAL, PARTLY, DIFFERENT))
+
+
+def _unscaled(number: str, step: Step) -> Value | None:
+    """``.grad`` before the optimizer step, as it was before it was unscaled and clipped; None if that cannot be told."""
+    factor = 1.0
+    clips = list(step.all("clip"))
+    scale = step.last("scale").get("scale", 1.0) if step.all("unscale") else 1.0
+    for clip in clips:
+        if clip["norm"] is None or not math.isfinite(clip["norm"]):
+            return None
+        factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
+    value = _value(step.last("before_step")["gradients"], number)
+    return _scaled(value, scale / factor) if factor else None
+
+
+def _value(probes: Probes, number: str) -> Value:
+    return probes[number][:-1] if number in probes else [0.0, 0.0]
+
+
+def _norm(probes: Probes, number: str) -> float:
+    return probes[number][-1] if number in probes else 0.0
+
+
+def _sum(values: Sequence[Value]) -> Value:
+    return [math.fsum(parts) for parts in zip(*values, strict=True)]
+
+
+def _scaled(value: Value, factor: float) -> Value:
+    return [factor * part for part in value]

@@ -1,0 +1,45 @@
+"""An optimizer must own the parameters that are trained, and its steps must change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.trace import RankTrace, Step, Trace
+
+CHAPTER = "ddp/README.md, chapter 4"
+
+
+def detect(trace: Trace) -> Iterator[Finding]:
+    for rank in trace.ranks[:1]:
+        yield from _of_rank(rank, trace)
+
+
+def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
+    looked_at = [step for step in rank.steps if step.last("before_step").get("parameters") is not None]
+    for line in dict.fromkeys(step.last("before_step")["where"] for step in looked_at):
+        steps = [step for step in looked_at if step.last("before_step")["where"] == line]
+        missing = [set(step.last("before_step")["without_gradient"]) for step in steps]
+        always = set.intersection(*missing)
+        own = steps[0].last("before_step")["own"]
+        trained = any(step.all("backward") for step in steps)
+        if always and trained and len(always) == len(own):
+            yield Finding(
+                f"none of the optimizer's {len(own)} parameters ever has a gradient: it owns others than the model that is trained",
+                "Build the optimizer after the model is wrapped, sharded, moved and converted, from that model's parameters()",
+                steps[0].last("before_step"),
+                CHAPTER,
+            )
+            continue
+        if len(steps) > 1 and all(map(_is_unchanged, steps)):
+            yield Finding(
+                "no optimizer step changes any weight, though the learning rate is not 0",
+                "Look for a zero_grad between backward and step, or an optimizer of other parameters",
+                steps[0].last("before_step"),
+                CHAPTER,
+            )
+
+
+def _is_unchanged(step: Step) -> bool:
+    before = step.last("before_step")
+    return any(before["rates"]) and before["parameters"] == step.last("step")["parameters"]

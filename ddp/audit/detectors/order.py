@@ -1,0 +1,45 @@
+"""Each epoch needs an order of its own, also after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.trace import Trace, epochs
+
+CHAPTER = "ddp/README.md, chapter 3"
+
+
+def detect(trace: Trace) -> Iterator[Finding]:
+    for rank in trace.ranks[:1]:
+        training = [epoch for epoch in epochs(rank) if epoch.trains]
+        seen: dict[tuple[int, ...], int] = {}
+        for number, epoch in enumerate(training):
+            samples = epoch.samples
+            if samples is None or samples == sorted(samples):
+                continue
+            if tuple(samples) not in seen:
+                seen[tuple(samples)] = number
+                continue
+            before = training[seen[tuple(samples)]]
+            sampler = epoch.begin["sampler"]
+            resumed = any(event["kind"] == "load" for event in _between(rank.events, before.begin, epoch.begin))
+            cure = "Call sampler.set_epoch(epoch) before each epoch"
+            yield Finding(
+                f"epoch {number} gives the {len(samples)} samples in the same order as epoch {seen[tuple(samples)]}"
+                + (", after a checkpoint was loaded" if resumed else "")
+                + (
+                    f" ({sampler}.epoch is {epoch.begin['sampler_epoch']})"
+                    if epoch.begin["sampler_epoch"] is not None
+                    else ""
+                ),
+                "Save the number of the epoch, and call sampler.set_epoch with it after a resume" if resumed else cure,
+                epoch.begin,
+                CHAPTER,
+                rank.rank,
+            )
+            return
+
+
+def _between(events: list[dict[str, object]], first: object, last: object) -> list[dict[str, object]]:
+    return events[events.index(first) : events.index(last)]  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""Noise must differ between ranks and between loader workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.trace import Trace
+
+CHAPTER = "ddp/README.md, chapter 3"
+
+
+def detect(trace: Trace) -> Iterator[Finding]:
+    yield from _draws(trace)
+    yield from _workers(trace)
+
+
+def _draws(trace: Trace) -> Iterator[Finding]:
+    """Numbers that the script draws for the samples of a step: as many as a rank has samples, and equal on all ranks."""
+    equal: dict[str, list[bool]] = {}
+    shown = {}
+    for steps in trace.steps():
+        samples = {loss["samples"] for step in steps for loss in step.all("loss")}
+        draws = [step.all("draw") for step in steps]
+        if len(set(map(len, draws))) > 1 or len(steps) < 2:
+            continue
+        for of_ranks in zip(*draws, strict=True):
+            one = of_ranks[0]
+            if one["shape"][0] in samples and one["shape"][0] > 1:
+                is_same = all(other["checksum"] == one["checksum"] for other in of_ranks)
+                equal.setdefault(one["where"], []).append(is_same)
+                shown[one["where"]] = one
+    for line, same in equal.items():
+        if all(same):
+            yield Finding(
+                f"all ranks draw the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']} in "
+                f"{len(same)} of {len(same)} steps",
+                "Seed with seed + rank once the model is built, or use a generator of the rank",
+                shown[line],
+                CHAPTER,
+            )
+
+
+def _workers(trace: Trace) -> Iterator[Finding]:
+    """Generators that a data set holds are copied into each worker."""
+    groups = [(rank.rank, worker) for rank in trace.ranks for worker in rank.workers]
+    starts: dict[int, list[int]] = {}
+    for rank, worker in groups:
+        begin = next(event for event in worker if event["kind"] == "worker")
+        end = next((event for event in reversed(worker) if event["kind"] == "worker_end"), begin)
+        for before, after in zip(begin["generators"], end["generators"], strict=False):
+            if before != after:
+                starts.setdefault(before, []).append(rank)
+    same = max(starts.values(), key=len, default=[])
+    if len(same) > 1:
+        iterated = [event for rank in trace.ranks for event in rank.all("epoch") if event["workers"]]
+        yield Finding(
+            f"{len(same)} loader workers draw the same numbers: the data set holds a generator, which each worker gets a copy of",
+            "Make the generator in __getitem__ from (seed, epoch, index)",
+            iterated[0],
+            "dataloading/README.md, chapter 7",
+        )

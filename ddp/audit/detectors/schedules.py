@@ -1,0 +1,47 @@
+"""Learning rates: one schedule step per optimizer step or epoch, and the same rate on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.trace import Trace
+
+CHAPTER = "ddp/README.md, chapter 6"
+
+
+def detect(trace: Trace) -> Iterator[Finding]:
+    for step in trace.ranks[0].steps[1:]:
+        lines = [event["where"] for event in step.all("schedule")]
+        often = next((line for line in lines if trace.world_size > 1 and lines.count(line) == trace.world_size), None)
+        if often:
+            yield Finding(
+                f"the schedule takes {lines.count(often)} steps for one optimizer step, so it runs {lines.count(often)} times too fast",
+                "Step it once per optimizer step, on each rank alike: the number of ranks does not matter",
+                next(event for event in step.all("schedule") if event["where"] == often),
+                CHAPTER,
+            )
+            break
+    for events in zip(*(rank.all("schedule") for rank in trace.ranks), strict=False):
+        metrics = [event.get("metric") for event in events]
+        if len(set(metrics)) > 1:
+            yield Finding(
+                f"{events[0]['schedule']} decides on each rank by the rank's own value: {metrics[0]:.4g} on rank 0, {metrics[1]:.4g} on "
+                "rank 1",
+                "All-reduce what a decision depends on, so that all ranks decide alike",
+                events[0],
+                CHAPTER,
+                diverges=True,
+            )
+            return
+    for steps in trace.steps():
+        rates = [step.last("before_step")["rates"] for step in steps]
+        if any(own != rates[0] for own in rates):
+            yield Finding(
+                f"the ranks use different learning rates: {rates}",
+                "Let the rate depend on nothing but the step",
+                steps[0].last("before_step"),
+                CHAPTER,
+                diverges=True,
+            )
+            return

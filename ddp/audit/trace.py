@@ -1,0 +1,163 @@
+"""What the processes of an audited script wrote down, by rank, and in parts that end with an optimizer step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+Probes = dict[str, list[float]]
+
+
+@dataclass
+class Step:
+    """What led to one optimizer step, in its order, and the step itself.
+
+    :ivar events: all events of the rank since the step before
+    """
+
+    events: list[Event] = field(default_factory=list)
+
+    def all(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["kind"] in kinds]
+
+    def last(self, kind: str) -> Event:
+        """The last event of a kind; without any, an empty one."""
+        return next((event for event in reversed(self.events) if event["kind"] == kind), {})
+
+    @property
+    def number(self) -> int:
+        return int(self.events[-1]["step"])
+
+    @property
+    def own(self) -> list[str]:
+        """The numbers of the optimizer's parameters."""
+        return list(map(str, self.last("before_step").get("own", [])))
+
+
+@dataclass
+class RankTrace:
+    """The events of a rank.
+
+    :ivar steps: those that were completed
+    :ivar workers: for each of its loader workers, the events
+    """
+
+    rank: int
+    events: list[Event]
+    workers: list[list[Event]]
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        step = Step()
+        for event in self.events:
+            step.events.append(event)
+            if event["kind"] == "step":
+                self.steps.append(step)
+                step = Step()
+
+    def all(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["kind"] in kinds]
+
+
+@dataclass
+class Epoch:
+    """One iteration over a loader.
+
+    :ivar begin: the event of its begin
+    :ivar batches: those that were taken
+    :ivar trains: whether a backward pass followed a batch
+    :ivar ended: whether all batches were taken
+    :ivar after: the events that follow the last batch, up to the next epoch
+    """
+
+    begin: Event
+    batches: list[Event] = field(default_factory=list)
+    trains: bool = False
+    ended: bool = False
+    after: list[Event] = field(default_factory=list)
+
+    @property
+    def samples(self) -> list[int] | None:
+        """The numbers of all samples, in order; None if they are not known."""
+        if not self.batches or any(batch["indices"] is None for batch in self.batches):
+            return None
+        return [sample for batch in self.batches for sample in batch["indices"]]
+
+    @property
+    def rows(self) -> list[int]:
+        """The checksums of all samples that arrived."""
+        return [row for batch in self.batches for row in batch["rows"]]
+
+
+def epochs(trace: RankTrace) -> list[Epoch]:
+    """All iterations over loaders, in order."""
+    found: dict[int, Epoch] = {}
+    latest = None
+    for event in trace.events:
+        if event["kind"] == "epoch":
+            latest = found[event["iterator"]] = Epoch(event)
+        elif event["kind"] == "batch" and event["iterator"] in found:
+            latest = found[event["iterator"]]
+            latest.batches.append(event)
+            latest.after.clear()
+        elif event["kind"] == "epoch_end" and event["iterator"] in found:
+            found[event["iterator"]].ended = True
+        elif latest is not None:
+            latest.after.append(event)
+            latest.trains |= event["kind"] == "backward"
+    return [epoch for epoch in found.values() if epoch.batches]
+
+
+@dataclass
+class Trace:
+    """A run of a script.
+
+    :ivar ranks: the traces of those that made a process group, by rank
+    :ivar names: of the parameters, by number
+    """
+
+    ranks: list[RankTrace]
+    errors: list[Event]
+    names: dict[str, str]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def steps(self) -> Iterator[list[Step]]:
+        """Each optimizer step, as all ranks took it."""
+        return (list(steps) for steps in zip(*(rank.steps for rank in self.ranks), strict=False))
+
+
+def read(directory: Path) -> Trace:
+    """The trace that the processes have written into a folder."""
+    processes = {int(path.stem): _events(path) for path in directory.glob("*.jsonl")}
+    ranks, errors, names = {}, [], dict[str, str]()
+    for events in processes.values():
+        errors += [event for event in events if event["kind"] == "watch_error"]
+        group = next((event for event in events if event["kind"] == "group"), None)
+        if group is None or group["rank"] in ranks:
+            continue
+        workers = [
+            other
+            for other in processes.values()
+            if other[0]["parent"] == events[0]["pid"] and "worker" in _kinds(other)
+        ]
+        ranks[group["rank"]] = RankTrace(group["rank"], events, workers)
+        for event in events:
+            names |= event["names"] if event["kind"] == "names" else {}
+    return Trace([ranks[rank] for rank in sorted(ranks)], errors, names)
+
+
+def _kinds(events: list[Event]) -> set[str]:
+    return {event["kind"] for event in events}
+
+
+def _events(path: Path) -> list[Event]:
+    """A process that was killed may have written a part of its last line."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,159 @@
+"""Data loaders: which samples each iterator gives out, in which order, and a checksum of what arrives."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data
+from torch.utils.data import dataloader
+
+from .events import emit, quiet, watch, where
+from .tensors import find_tensors
+
+_iterators = 0
+MOST_ROWS = 4096
+
+
+def install() -> None:
+    base = dataloader._BaseDataLoaderIter
+
+    @watch(data.DataLoader, "__init__")
+    def make(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        self._audit_made = where()
+        original(self, *args, **kwargs)
+
+    @watch(data.DataLoader, "__iter__")
+    def iterate(original: Any, self: Any) -> Any:
+        result = original(self)
+        _begin(self, result)
+        return result
+
+    @watch(base, "_next_index")
+    def next_index(original: Any, self: Any) -> Any:
+        indices = original(self)
+        self.__dict__.setdefault("_audit_indices", []).append(indices)
+        return indices
+
+    @watch(base, "__next__")
+    def next_batch(original: Any, self: Any) -> Any:
+        try:
+            batch = original(self)
+        except StopIteration:
+            emit("epoch_end", iterator=self.__dict__.get("_audit_number"))
+            raise
+        _arrived(self, batch)
+        return batch
+
+    for subclass in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
+        subclass.__next__ = base.__next__  # type: ignore[method-assign]
+    weighted = data.WeightedRandomSampler
+
+    @watch(weighted, "__init__")
+    def weigh(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        emit("weighted_sampler", sampler=id(self), where=where())
+
+    @watch(weighted, "__iter__")
+    def iterate_weighted(original: Any, self: Any) -> Any:
+        emit("weighted_order", sampler=id(self), where=where())
+        return original(self)
+
+    worker = torch.utils.data._utils.worker
+
+    @watch(worker, "_worker_loop")
+    def work(original: Any, kind: Any, given: Any, *args: Any, **kwargs: Any) -> None:
+        dataset = given[0] if isinstance(given, list) else given  # torch 2.14 passes a list, which the worker empties
+        emit("worker", generators=_generators(dataset))
+        try:
+            original(kind, given, *args, **kwargs)
+        finally:
+            emit("worker_end", generators=_generators(dataset))
+
+
+@quiet
+def _begin(loader: Any, iterator: Any) -> None:
+    global _iterators
+    _iterators += 1
+    iterator._audit_number = _iterators
+    iterator.__dict__["_audit_indices"] = iterator.__dict__.get("_audit_indices") or []
+    sampler = (
+        loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", loader.sampler)
+    )
+    dataset = loader.dataset
+    iterable = isinstance(dataset, data.IterableDataset)
+    emit(
+        "epoch",
+        iterator=_iterators,
+        length=None if iterable else _length(dataset),
+        iterable=iterable,
+        sampler=type(sampler).__name__,
+        sampler_epoch=getattr(sampler, "epoch", None),
+        replicas=getattr(sampler, "num_replicas", None),
+        workers=loader.num_workers,
+        where=loader._audit_made,
+    )
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+@quiet
+def _arrived(iterator: Any, batch: Any) -> None:
+    queue = iterator.__dict__.get("_audit_indices") or []
+    indices = queue.pop(0) if queue else None
+    flat = _integers(indices)
+    first = next((tensor for tensor in find_tensors(batch) if tensor.dim()), None)
+    emit(
+        "batch",
+        iterator=iterator.__dict__.get("_audit_number"),
+        indices=flat,
+        rows=_rows(first) if first is not None else [],
+    )
+
+
+def _integers(indices: Any) -> list[int] | None:
+    """The sample numbers of a batch; None if the sampler's keys are none."""
+    if isinstance(indices, int):
+        return [indices]
+    if isinstance(indices, Tensor):
+        return indices.reshape(-1).tolist()
+    samples = getattr(indices, "samples", indices)
+    if isinstance(samples, np.ndarray):
+        return samples.reshape(-1).tolist()
+    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], tuple):
+        samples = [one[0] for one in samples]
+    if isinstance(samples, (list, tuple)) and all(isinstance(one, (int, np.integer)) for one in samples):
+        return [int(one) for one in samples]
+    return None
+
+
+def _rows(tensor: Tensor) -> list[int]:
+    """A checksum of each sample."""
+    rows = tensor.detach().cpu()[:MOST_ROWS]
+    return [zlib.crc32(np.ascontiguousarray(row.contiguous().view(-1).view(torch.uint8).numpy()).data) for row in rows]
+
+
+def _generators(dataset: Any) -> list[int]:
+    """Checksums of the states of the generators that a data set holds, and of those below it."""
+    states: list[Any] = []
+    for _ in range(4):
+        for value in (*vars(type(dataset)).values(), *getattr(dataset, "__dict__", {}).values()):
+            if isinstance(value, np.random.Generator):
+                states.append(value.bit_generator.state)
+            elif isinstance(value, np.random.RandomState):
+                states.append(value.get_state())
+            elif isinstance(value, random.Random):
+                states.append(value.getstate())
+            elif isinstance(value, torch.Generator):
+                states.append(value.get_state().tolist())
+        dataset = getattr(dataset, "dataset", None)
+    return [zlib.crc32(repr(state).encode()) for state in states]

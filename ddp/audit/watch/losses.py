@@ -1,0 +1,66 @@
+"""Loss functions: over how many terms each takes its mean, and with which factor the result enters the backward pass.
+
+A term's weight in the step follows from both, whatever the script divides or multiplies in between.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .events import emit, quiet, watch, where
+
+CLASSES = ("cross_entropy", "nll_loss")
+ELEMENTS = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+
+
+def install() -> None:
+    for name in (*CLASSES, *ELEMENTS):
+        _watch(name)
+
+
+def _watch(name: str) -> None:
+    @watch(F, name)
+    def loss(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        _computed(name, result, args, kwargs)
+        return result
+
+
+@quiet
+def _computed(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        return
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    reduction = kwargs.get("reduction", "mean")
+    terms = target.numel()
+    if name in CLASSES:
+        if kwargs.get("weight") is not None or (len(args) > 2 and args[2] is not None):
+            return  # terms of different weights by design
+        terms = len(target) if target.is_floating_point() else int((target != kwargs.get("ignore_index", -100)).sum())
+    samples = len(target) if target.dim() else 1
+    result.register_hook(functools.partial(_weighted, name, reduction, terms, samples, where()))
+
+
+@quiet
+def _weighted(name: str, reduction: str, terms: int, samples: int, line: str, factor: Tensor) -> None:
+    factors = factor.detach().double()
+    factors = factors[factors != 0]  # a term that is masked has no weight
+    if not terms or not factors.numel():
+        emit("loss", function=name, terms=0, samples=samples, weights=[0.0, 0.0], where=line)
+        return
+    if reduction == "none":
+        terms = factors.numel()
+    divisor = terms if reduction == "mean" else 1
+    weights = [factors.min().item() / divisor, factors.max().item() / divisor]
+    emit("loss", function=name, terms=terms, samples=samples, weights=weights, where=line)

@@ -1,0 +1,144 @@
+"""Optimizer steps, learning-rate schedules, gradient clipping and the scaler of mixed precision."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from . import events, tensors
+from .events import detailed, emit, quiet, watch, where
+from .gradients import norm, watch_parameters
+
+_scaling = 0  # how many of the scaler's own steps are running
+
+
+def install() -> None:
+    _watch_optimizers()
+    _watch_schedules()
+    _watch_clipping()
+    _watch_scaler()
+
+
+def _watch_optimizers() -> None:
+    @watch(torch.optim.Optimizer, "add_param_group")
+    def add_param_group(original: Any, self: Any, group: Any) -> Any:
+        result = original(self, group)
+        _adopt(self)
+        return result
+
+    @watch(torch.optim.Optimizer, "zero_grad")
+    def zero_grad(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        emit("zero_grad", where=where())
+        return original(self, *args, **kwargs)
+
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@quiet
+def _adopt(optimizer: Any) -> None:
+    tensors.register(("", parameter) for group in optimizer.param_groups for parameter in group["params"])
+    watch_parameters()
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@quiet
+def _before_step(optimizer: Any, *_: Any) -> None:
+    own = tensors.register(("", parameter) for parameter in _parameters(optimizer))
+    fields: dict[str, Any] = {"scaler": _scaling > 0, "where": where()}
+    fields["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
+    fields["without_gradient"] = [
+        n for n, p in zip(own, _parameters(optimizer), strict=True) if p.requires_grad and p.grad is None
+    ]
+    if detailed():
+        fields |= {"gradients": tensors.gradient_probes(), "norm": norm()}
+        fields["parameters"] = _sums(optimizer, own)
+    emit("before_step", own=own, **fields)
+
+
+@quiet
+def _after_step(optimizer: Any, *_: Any) -> None:
+    own = tensors.register(("", parameter) for parameter in _parameters(optimizer))
+    sharded = any(map(tensors.is_shard, _parameters(optimizer)))
+    sums = _sums(optimizer, own) if detailed() else None
+    emit("step", parameters=sums, sharded=sharded)
+    events.steps += 1
+
+
+def _sums(optimizer: Any, own: list[int]) -> dict[int, int]:
+    return dict(zip(own, tensors.checksums(_parameters(optimizer)), strict=True))
+
+
+def _watch_schedules() -> None:
+    for schedule in vars(torch.optim.lr_scheduler).values():
+        if isinstance(schedule, type) and "step" in vars(schedule):
+            _watch_schedule(schedule)
+
+
+def _watch_schedule(schedule: Any) -> None:
+    @watch(schedule, "step")
+    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        metric = args[0] if args else kwargs.get("metrics")
+        metric = None if metric is None else float(metric)
+        emit("schedule", schedule=type(self).__name__, metric=metric, where=where())
+        return original(self, *args, **kwargs)
+
+
+def _watch_clipping() -> None:
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
+        _watch_clip(name)
+
+
+def _watch_clip(name: str) -> None:
+    @watch(nn.utils, name)
+    def clip(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        _clipped(given.get("max_norm"), given.get("total_norm", result))
+        return result
+
+
+@quiet
+def _clipped(limit: Any, norm: Any) -> None:
+    """:param limit: of the norm; None where each element is clipped, and infinite where the script only asks for the norm"""
+    if limit is None or float(limit) < float("inf"):
+        known = norm is not None and not hasattr(norm, "_local_tensor")  # the norm of a DTensor would need a collective
+        emit("clip", norm=float(norm) if known else None, limit=limit and float(limit), where=where())
+
+
+def _watch_scaler() -> None:
+    scaler = torch.amp.grad_scaler.GradScaler
+
+    @watch(scaler, "scale")
+    def scale(original: Any, self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            result = original(self, outputs)
+            emit("scale", scale=float(self.get_scale()), where=where())
+            return result
+        return original(self, outputs)
+
+    @watch(scaler, "unscale_")
+    def unscale_(original: Any, self: Any, *args: Any) -> Any:
+        if self.is_enabled():
+            emit("unscale", where=where())
+        return original(self, *args)
+
+    @watch(scaler, "step")
+    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _scaling
+        _scaling += self.is_enabled()
+        before = events.steps
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            _scaling -= self.is_enabled()
+        if self.is_enabled() and events.steps == before:
+            emit("skipped", where=where())
+        return result

@@ -1,0 +1,122 @@
+"""Process groups, wrappers of models, and forward passes through them or around them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .events import directory, emit, gradients_enabled, quiet, watch, where
+from .tensors import register
+
+_inside = threading.local()  # how many wrappers' forward passes are running
+_seen: set[tuple[str, bool]] = set()  # lines of the script that have been reported
+_RANDOM = (
+    nn.modules.dropout._DropoutNd,
+    nn.modules.batchnorm._BatchNorm,
+)  # what differs between training and evaluation
+
+
+def install() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    if dist.is_available():
+        _watch_groups()
+        _watch_ddp(DistributedDataParallel)
+
+
+def _watch_groups() -> None:
+    @watch(dist, "init_process_group")
+    def init_process_group(original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        _joined(where())
+        return result
+
+    dist.distributed_c10d.init_process_group = dist.init_process_group
+
+
+@quiet
+def _joined(line: str) -> None:
+    rank = dist.get_rank()
+    emit("group", rank=rank, where=line)
+    stack = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  it stays open
+    stack.write(f"{rank}\n")
+    stack.flush()
+    faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
+
+
+def _watch_ddp(ddp: Any) -> None:
+    @watch(ddp, "__init__")
+    def wrap(original: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, module, *args, **kwargs)
+        _wrapped(self, module)
+
+    @watch(ddp, "forward")
+    def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            _forward(self)
+        _inside.depth = getattr(_inside, "depth", 0) + 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _inside.depth -= 1
+
+    assign = ddp.__setattr__
+
+    def setattr_(self: Any, name: str, value: Any) -> None:
+        if name == "require_backward_grad_sync" and name in self.__dict__:
+            line = where()
+            if "torch/nn/parallel/distributed.py" not in line:
+                emit("flag", value=bool(value), where=line)
+        assign(self, name, value)
+
+    ddp.__setattr__ = setattr_
+
+
+@quiet
+def _wrapped(wrapper: Any, module: nn.Module) -> None:
+    register(module.named_parameters())
+    wrapper.__dict__["_audit_known"] = _hooked(module)
+    for submodule in module.modules():
+        submodule.register_forward_pre_hook(_before_forward)
+    module.register_forward_pre_hook(_before_evaluation)
+
+
+@quiet
+def _forward(wrapper: Any) -> None:
+    """Hooks are lost where a parameter is another object than when it was wrapped, or has another dtype or device."""
+    known = wrapper.__dict__.get("_audit_known", {})
+    now = _hooked(wrapper.module)
+    emit("forward", lost=any(known.get(parameter, kind) != kind for parameter, kind in now.items()), where=where())
+
+
+def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
+    return {name: (id(p), str(p.dtype), str(p.device)) for name, p in module.named_parameters() if p.requires_grad}
+
+
+@quiet
+def _before_forward(module: nn.Module, _: Any) -> None:
+    """Of a module that a wrapper holds: it is called by the wrapper, or around it."""
+    if getattr(_inside, "depth", 0) or torch._C._current_graph_task_id() != -1 or not gradients_enabled():
+        return
+    line = where()
+    if module.training and (line, True) not in _seen:
+        _seen.add((line, True))
+        emit("around", where=line)
+
+
+@quiet
+def _before_evaluation(module: nn.Module, _: Any) -> None:
+    if gradients_enabled():
+        return
+    line = where()
+    if (line, module.training) not in _seen:
+        _seen.add((line, module.training))
+        random = [type(one).__name__ for one in module.modules() if isinstance(one, _RANDOM)]
+        emit("evaluation", training=module.training, random=random[:1], where=line)

@@ -1,0 +1,114 @@
+"""Silent bugs of distributed training, as people found them, and what the audit says about each.
+
+python -m ddp.museum            # lists the exhibits
+python -m ddp.museum NAME       # runs one on two ranks, as it was found and mended, and audits it
+python -m ddp.museum --page     # writes ddp/museum/README.md, without running anything
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from common.cli import command
+from common.errors import UsageError
+
+FOLDER = Path(__file__).parent
+ROOMS = ("replicas", "gradients", "data", "state")
+THREAD = re.compile(r"([\w-]+/[\w.-]+)#(\d+)")
+
+
+def exhibits() -> dict[str, Path]:
+    """The exhibits by name, in the order of the rooms."""
+    paths = [path for room in ROOMS for path in sorted((FOLDER / room).glob("*.py")) if path.stem != "__init__"]
+    return {path.stem: path for path in paths}
+
+
+@command
+def main() -> None:
+    names = sys.argv[1:]
+    if "--help" in names or "-h" in names:
+        print(__doc__)
+    elif names == ["--page"]:
+        (FOLDER / "README.md").write_text(page())
+    elif not names:
+        for name, path in exhibits().items():
+            print(f"{path.parent.name:>9}  {name:28} {title_of(path)}")
+    elif names[0] not in exhibits() or names[1:]:
+        raise UsageError(f"{' '.join(names)}: there is no such exhibit; python -m ddp.museum lists them")
+    else:
+        _show(exhibits()[names[0]])
+
+
+def _show(path: Path) -> None:
+    """Run both variants of an exhibit under the audit, which prints what they print."""
+    print(f"{_docstring(path)}\n\n{diff_of(path)}")
+    for variant, flags in (("as it was found", []), ("mended", ["--right"])):
+        print(f"\n{variant}:", flush=True)
+        audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path), *flags]
+        subprocess.run(audit, stderr=subprocess.STDOUT, check=False)
+
+
+def page() -> str:
+    """The README of the museum: of each exhibit the story, and what mends it."""
+    introduction, *_ = (FOLDER / "README.md").read_text().partition("\n## ")
+    parts = [introduction]
+    for name, path in exhibits().items():
+        _, *story = _docstring(path).split("\n", 1)
+        link = f"[{name}]({path.relative_to(FOLDER)})"
+        linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", "".join(story))
+        parts.append(f"## {title_of(path)}\n\n{link}\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
+    return "\n".join(parts)
+
+
+def title_of(path: Path) -> str:
+    return _docstring(path).split("\n", 1)[0]
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def diff_of(path: Path) -> str:
+    """The lines of an exhibit that differ when the bug is mended, with ``BROKEN`` replaced by what it is."""
+    broken, mended = (_variant(path.read_text(), is_broken).splitlines() for is_broken in (True, False))
+    lines = difflib.unified_diff(broken, mended, n=1, lineterm="")
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+class _Choose(ast.NodeTransformer):
+    """Replaces each choice that depends on ``BROKEN`` by what is chosen."""
+
+    def __init__(self, is_broken: bool) -> None:
+        self._is_broken = is_broken
+
+    def _value(self, test: ast.expr) -> bool | None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            value = self._value(test.operand)
+            return None if value is None else not value
+        return self._is_broken if isinstance(test, ast.Name) and test.id == "BROKEN" else None
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        value = self._value(node.test)
+        return node if value is None else node.body if value else node.orelse
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        value = self._value(node.test)
+        return node if value is None else node.body if value else node.orelse
+
+
+def _variant(source: str, is_broken: bool) -> str:
+    tree = ast.parse(source)
+    tree.body = tree.body[1:]  # the docstring
+    return ast.unparse(_Choose(is_broken).visit(tree))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""All epochs have the same order, because nobody tells the sampler which epoch it is
+
+Every epoch went through the samples in one and the same order. A guide to distributed training had this bug, too.
+
+DistributedSampler shuffles by (seed, epoch), so that the ranks agree. Its epoch stays 0 without `set_epoch`.
+
+- pytorch/pytorch#31771
+- LambdaLabsML/distributed-training-guide#40
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ddp.museum.exhibit import BROKEN, samples, show, train
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+dataset = samples(64)
+sampler = DistributedSampler[int](dataset)
+loader = DataLoader(dataset, batch_size=8, sampler=sampler)
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+orders = set()
+for epoch in range(4):
+    if not BROKEN:
+        sampler.set_epoch(epoch)
+    orders.add(tuple(sampler))
+    train(model, optimizer, loader)
+show("distinct orders in 4 epochs", len(orders))
+dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Bugs after which all ranks agree, but on a wrong gradient."""

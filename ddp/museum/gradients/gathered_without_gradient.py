@@ -1,0 +1,40 @@
+"""Embeddings are gathered for a contrastive loss, and the gradient is too small by the number of ranks
+
+Libraries for contrastive learning had gradients that were 1/N of the right ones on N ranks.
+
+`all_gather` is no autograd function: what it returns carries no gradient. Each rank puts its own embeddings back and
+gets its share of the gradient. The shares should be added, but DDP averages them.
+
+- lightly-ai/lightly#1977, JohnGiorgi/DeCLUTR#212, lightonai/pylate#111, HobbitLong/SupContrast#26
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp.museum.exhibit import BROKEN, gradient_error, show
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+network = torch.nn.Linear(8, 4)
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for samples in torch.randn(160, 2, 8).split(16):  # the data set is the same on all ranks: two views of each sample
+    alone = copy.deepcopy(network)  # one process with the global batch
+    queries, keys = alone(samples).unbind(1)
+    F.cross_entropy(queries @ keys.T, torch.arange(16)).backward()
+    own = model(samples.chunk(2)[dist.get_rank()])
+    gathered = [torch.empty_like(own), torch.empty_like(own)]
+    dist.all_gather(gathered, own.detach())
+    gathered[dist.get_rank()] = own
+    queries, keys = torch.cat(gathered).unbind(1)
+    loss = F.cross_entropy(queries @ keys.T, torch.arange(16))
+    optimizer.zero_grad()
+    (loss if BROKEN else loss * dist.get_world_size()).backward()
+    error = gradient_error(network, alone)
+    optimizer.step()
+show("relative error of the last gradient, compared with one process", error)
+dist.destroy_process_group()

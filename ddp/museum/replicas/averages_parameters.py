@@ -1,0 +1,40 @@
+"""The hook of a naive DDP averages the parameter instead of its gradient
+
+picotron's naive wrapper does this. Each backward pass hides the drift, and the next step brings it back.
+
+`register_post_accumulate_grad_hook` calls the hook with the parameter, whatever the hook calls its argument.
+
+- huggingface/picotron#39, pytorch/pytorch#187268
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ddp.museum.exhibit import BROKEN, show, spread
+
+
+def average(grad: Any) -> None:
+    """Average over ranks, as soon as a parameter's gradient is complete."""
+    if not BROKEN:
+        grad = grad.grad
+    dist.all_reduce(grad)
+    grad /= dist.get_world_size()
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 2)  # the seed gives all ranks the same weights
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(average)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.Generator().manual_seed(dist.get_rank())  # each rank has samples of its own
+for _ in range(10):
+    inputs = torch.randn(16, 8, generator=data)
+    F.mse_loss(model(inputs), inputs[:, :2]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+show("largest difference of a weight between ranks", spread(model))
+dist.destroy_process_group()

@@ -1,0 +1,115 @@
+"""``python -m ddp.audit`` on scripts of somebody else: what it says, what it leaves as it was, and what cannot be judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ddp.audit import scripts
+from tests.support.launch import REPOSITORY, clean_environment, run_command
+
+
+def write(folder: Path, name: str) -> Path:
+    path = folder / f"{name.lower()}.py"
+    path.write_text(getattr(scripts, name))
+    (folder / "ddp.py").write_text("OWN = True\n")
+    return path
+
+
+def audit(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return run_command("ddp.audit", *map(str, arguments), env=env)
+
+
+def test_a_right_script_is_quiet_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Its weights and its generator are those of a run without the audit; a module of its own may be called ``ddp``."""
+    script = write(tmp_path, "RIGHT")
+    audited = audit("--json", tmp_path / "audit.json", "--", script, tmp_path / "audited.pt")
+    assert audited.returncode == 0, audited.stdout + audited.stderr
+    assert audited.stdout.endswith("nothing wrong was found\n")
+    assert json.loads((tmp_path / "audit.json").read_text())["findings"] == []
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = clean_environment() | {"PYTHONPATH": ""}
+    subprocess.run([*command, script, tmp_path / "alone.pt"], check=True, capture_output=True, env=env)
+    with_audit, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("audited", "alone"))
+    assert all(map(torch.equal, with_audit, alone))
+
+
+def test_a_script_that_spawns_its_ranks_is_watched_too(tmp_path: Path) -> None:
+    script = write(tmp_path, "SPAWNS")
+    done = audit("--", script, tmp_path / "store")
+    line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "# around" in text)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{script}:{line}: the forward pass goes around the DDP wrapper" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "said"),
+    [
+        ("RAISES", (), "the script failed with exit status 1"),
+        ("HANGS", ("--timeout", "15"), "rank 0 is at"),
+        ("WITHOUT_GROUP", (), "the script never made a process group"),
+        ("WITHOUT_STEP", (), "the script took no optimizer step of torch.optim (0 backward passes were seen)"),
+        ("WITHOUT_STEP", ("--ranks", "1"), "the script ran on one rank"),
+    ],
+)
+@pytest.mark.examples
+def test_what_cannot_be_judged_is_said_in_a_line(tmp_path: Path, name: str, flags: tuple[str, ...], said: str) -> None:
+    script = write(tmp_path, name)
+    done = audit(*flags, "--", script)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert last.startswith("error: ")
+    assert said in last
+    if name == "HANGS":
+        assert f'File "{script}"' in last
+        assert "line" in last
+
+
+def test_user_errors() -> None:
+    for arguments, env, said in (
+        ((), None, "error: which script? python -m ddp.audit -- train.py ARGUMENTS"),
+        (("--", "nowhere.py"), None, "error: nowhere.py: there is no such script"),
+        (("--", "x.py"), {"RANK": "0"}, "error: this runs under torchrun already (RANK is set)"),
+    ):
+        done = audit(*arguments, env=env and {**os.environ, **env})
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(said)
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--precision", "bf16", "--grad-accumulation-steps", "2"),
+        ("--strategy", "handwritten", "--all-reduce", "shared-memory", "--sync-batchnorm", "--optimizer", "adamw"),
+        ("--strategy", "naive", "--workers", "2", "--async-checkpoint", "--checkpoint-every", "3"),
+        ("--strategy", "fsdp2", "--clip-norm", "1"),
+        ("--strategy", "zero1"),
+        ("--strategy", "zero2", "--clip-norm", "1"),
+        ("--strategy", "zero3", "--grad-accumulation-steps", "2"),
+        ("--fast",),
+        ("--gradient-precision", "bf16", "--schedule", "one-cycle"),
+        ("--dataset", "sums", "--model", "gpt"),
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_no_false_alarm_on_the_trainer(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    small = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--device", "cpu")
+    done = audit("--", "-m", "ddp.train", *small, *flags, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize(
+    ("name", "steps"), [("own_loop_by_hand", ()), ("own_loop_sharded", ("10",)), ("own_loop_checkpoints", ("20",))]
+)
+def test_no_false_alarm_on_the_examples(tmp_path: Path, name: str, steps: tuple[str, ...]) -> None:
+    folder = [tmp_path / "checkpoints"] if steps else []
+    done = audit("--", REPOSITORY / "examples" / f"{name}.py", *steps, *folder)
+    assert done.returncode == 0, done.stdout + done.stderr
