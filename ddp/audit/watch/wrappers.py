@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
@@ -49,6 +51,9 @@ def _joined(line: str) -> None:
     stack.write(f"{rank}\n")
     stack.flush()
     faulthandler.register(signal.SIGUSR2, stack, all_threads=False)
+    # gloo's threads free what the last backward pass has left there, our hooks among it; one that still does while Python shuts
+    # down aborts the process.
+    atexit.register(time.sleep, 0.3)
 
 
 def _watch_ddp(ddp: Any) -> None:
