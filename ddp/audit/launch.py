@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 INJECT = Path(__file__).parent / "inject"
 STARTS_ITSELF = ("mp.spawn(", "multiprocessing.spawn(", "start_processes(", "notebook_launcher(")
 STACKS_S, END_S = 2.0, 1.0
@@ -86,6 +84,8 @@ def _stacks(directory: Path) -> list[str]:
 
 def _kill(pid: int) -> None:
     """End a process and all that it has started."""
+    import psutil  # not at the top: --help needs it not
+
     with contextlib.suppress(psutil.NoSuchProcess):
         tree = psutil.Process(pid).children(recursive=True)
         for process in (psutil.Process(pid), *tree):

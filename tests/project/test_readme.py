@@ -44,7 +44,8 @@ def test_its_programs_import_what_is_there(readme: Path) -> None:
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_its_links_lead_somewhere(readme: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", readme.read_text()):
+    prose = re.sub(r"^```.*?^```", "", readme.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)", prose):
         if not target.startswith("https://"):
             assert (readme.parent / target).exists(), target
 
