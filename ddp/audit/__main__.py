@@ -31,7 +31,7 @@ class AuditConfig:
     """Settings of ``ddp.audit``."""
 
     ranks: int = option(2, "ranks on which the script runs", minimum=1, maximum=64)
-    quick: bool = option(False, "look closely at the first 8 steps and every 16th after them, and not at all")
+    quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
     timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
     json: Path = option(None, "file for the findings")
 
@@ -85,7 +85,7 @@ def _summary(trace: Trace, outcome: launch.Outcome) -> str:
 def _require_judged(trace: Trace, outcome: launch.Outcome) -> None:
     """:raises UsageError: if the run could not be judged, with the reason"""
     if trace.errors:
-        raise UsageError(f"the audit failed to watch the script ({trace.errors[0]['what']}): {trace.errors[0]['text']}")
+        raise UsageError(f"the audit itself failed ({trace.errors[0]['what']}): {trace.errors[0]['text']}")
     if outcome.status is None:
         raise UsageError(
             f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"

@@ -33,6 +33,12 @@ class Step:
         return int(self.events[-1]["step"])
 
     @property
+    def has_closure(self) -> bool:
+        """Whether the optimizer itself has called for backward passes, as LBFGS does."""
+        kinds = [event["kind"] for event in self.events]
+        return "backward" in kinds[kinds.index("before_step") :]
+
+    @property
     def own(self) -> list[str]:
         """The numbers of the optimizer's parameters."""
         return list(map(str, self.last("before_step").get("own", [])))
@@ -55,8 +61,10 @@ class RankTrace:
         step = Step()
         for event in self.events:
             step.events.append(event)
-            if event["kind"] == "step":
+            if event["kind"] == "step" and step.last("before_step"):  # of nested optimizers, the outer one ends later
                 self.steps.append(step)
+                step = Step()
+            elif event["kind"] == "skipped":  # the scaler left a step with inf out
                 step = Step()
 
     def all(self, *kinds: str) -> list[Event]:
@@ -129,8 +137,11 @@ class Trace:
         return len(self.ranks)
 
     def steps(self) -> Iterator[list[Step]]:
-        """Each optimizer step, as all ranks took it."""
-        return (list(steps) for steps in zip(*(rank.steps for rank in self.ranks), strict=False))
+        """Each optimizer step, as all ranks took it; none under ``join``, where ranks do not take the same steps."""
+        if not any(rank.all("join") for rank in self.ranks):
+            for steps in zip(*(rank.steps for rank in self.ranks), strict=False):
+                if not any(step.has_closure for step in steps):
+                    yield list(steps)
 
 
 def read(directory: Path) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 from ddp.audit.detectors import (
@@ -45,7 +46,12 @@ def find(trace: Trace) -> list[Finding]:
     """
     findings: dict[tuple[str, str], Finding] = {}
     for detect in DETECTORS:
-        for finding in detect(trace):
+        try:
+            found = list(detect(trace))
+        except Exception:
+            trace.errors.append({"what": detect.__module__, "text": traceback.format_exc(limit=-3)})
+            continue
+        for finding in found:
             explained = any(other.diverges for other in findings.values())
             if not (detect is replicas.detect and explained):
                 findings.setdefault((detect.__module__, finding.where), finding)

@@ -35,6 +35,8 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
     counts = {len(own) for own in passes}
     if len(counts) > 1 or counts == {0} or any("computed" not in one for own in passes for one in own):
         return None
+    if len({one["weights"] for one in passes[0]}) > 1:
+        return None  # the script itself changes the weights between two passes, as SAM does
     if any(step.last("step").get("sharded") or "gradients" not in step.last("before_step") for step in steps):
         return None
     shared = [n for n in steps[0].own if all(n in step.own for step in steps)]
@@ -44,8 +46,29 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
     if not wrong or not (known := [one for one in wrong if one]):
         return None
     text = max(set(known), key=known.count)
+    weights = [loss["weights"][0] * loss["terms"] / _scale(step) for step in steps for loss in step.all("loss")]
+    if text in (SUM, TWICE) and math.isclose(sum(weights) / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
+        return (
+            None  # the script divides the loss, and not the gradients, or the other way round: together they are right
+        )
     number = next(n for n in numbers if _explain(n, steps, passes) == text)
     return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
+
+
+def factor_of(steps: Sequence[Step]) -> float:
+    """How many times the average of what the ranks computed the optimizer gets, if that is the same for all parameters; else 1."""
+    factors = []
+    for number in steps[0].own:
+        computed = [_value(one.get("computed", {}), number) for step in steps for one in step.all("backward")]
+        average, got = _scaled(_sum(computed), 1 / len(steps))[0] if computed else 0.0, _unscaled(number, steps[0])
+        if average and got and math.isfinite(average) and math.isfinite(got[0]):
+            factors.append(got[0] / average)
+    same = factors and max(factors) - min(factors) <= TOLERANCE * abs(factors[0])
+    return factors[0] if same else 1.0
+
+
+def _scale(step: Step) -> float:
+    return float(step.last("scale").get("scale", 1.0))
 
 
 def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event]]) -> str | None:
@@ -57,7 +80,7 @@ def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event
     left = [_value(own[0]["before"], number) for own in passes]
     got = [_unscaled(number, step) for step in steps]
     size = max(_norm(one["computed"], number) for own in passes for one in own) * len(passes[0])
-    if any(value is None for value in got) or not size or not all(map(math.isfinite, (size, *average, *_sum(totals)))):
+    if any(value is None for value in got) or not size or not all(map(math.isfinite, (size, *average))):
         return None
     final = [value for value in got if value is not None]
 
@@ -150,7 +173,7 @@ def _unscaled(number: str, step: Step) -> Value | None:
         if clip["norm"] is None or not math.isfinite(clip["norm"]):
             return None
         factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
-    value = _value(step.last("before_step")["gradients"], number)
+    value = _value(step.last("before_step").get("gradients", {}), number)
     return _scaled(value, scale / factor) if factor else None
 
 
@@ -163,7 +186,7 @@ def _norm(probes: Probes, number: str) -> float:
 
 
 def _sum(values: Sequence[Value]) -> Value:
-    return [math.fsum(parts) for parts in zip(*values, strict=True)]
+    return [sum(parts) for parts in zip(*values, strict=True)]
 
 
 def _scaled(value: Value, factor: float) -> Value:

@@ -36,7 +36,15 @@ def _order(steps: Sequence[Step]) -> Iterator[Finding]:
                     CHAPTER,
                     rank,
                 )
-            if "backward" in names[at:]:
+            if "backward" not in names[:at]:
+                yield Finding(
+                    "gradients are clipped after the optimizer step, which does not see it",
+                    "Clip between the last backward pass and the optimizer step",
+                    clip,
+                    CHAPTER,
+                    rank,
+                )
+            elif "backward" in names[at:]:
                 yield Finding(
                     "gradients are clipped before the last micro-batch's backward pass, which adds to them unclipped",
                     "Clip once per step, after the last backward pass",

@@ -23,15 +23,22 @@ def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
         always = set.intersection(*missing)
         own = steps[0].last("before_step")["own"]
         trained = any(step.all("backward") for step in steps)
-        if always and trained and len(always) == len(own):
+        events = [event for event in steps[0].events if event["kind"] in ("backward", "zero_grad")]
+        if len(always) == len(own) and events and events[-1]["kind"] == "zero_grad" and trained:
+            yield Finding(
+                "zero_grad comes between the backward pass and the optimizer step, which has no gradients then",
+                "Call it after the step, or before the backward pass",
+                events[-1],
+                CHAPTER,
+            )
+        elif always and trained and len(always) == len(own):
             yield Finding(
                 f"none of the optimizer's {len(own)} parameters ever has a gradient: it owns others than the model that is trained",
                 "Build the optimizer after the model is wrapped, sharded, moved and converted, from that model's parameters()",
                 steps[0].last("before_step"),
                 CHAPTER,
             )
-            continue
-        if len(steps) > 1 and all(map(_is_unchanged, steps)):
+        elif len(steps) > 1 and all(map(_is_unchanged, steps)):
             yield Finding(
                 "no optimizer step changes any weight, though the learning rate is not 0",
                 "Look for a zero_grad between backward and step, or an optimizer of other parameters",

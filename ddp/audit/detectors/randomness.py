@@ -17,7 +17,7 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 def _draws(trace: Trace) -> Iterator[Finding]:
     """Numbers that the script draws for the samples of a step: as many as a rank has samples, and equal on all ranks."""
-    equal: dict[str, list[bool]] = {}
+    equal: dict[str, dict[int, bool]] = {}
     shown = {}
     for steps in trace.steps():
         samples = {loss["samples"] for step in steps for loss in step.all("loss")}
@@ -28,10 +28,10 @@ def _draws(trace: Trace) -> Iterator[Finding]:
             one = of_ranks[0]
             if one["shape"][0] in samples and one["shape"][0] > 1:
                 is_same = all(other["checksum"] == one["checksum"] for other in of_ranks)
-                equal.setdefault(one["where"], []).append(is_same)
+                equal.setdefault(one["where"], {})[one["step"]] = is_same
                 shown[one["where"]] = one
     for line, same in equal.items():
-        if all(same):
+        if len(same) > 1 and all(same.values()):  # what is drawn once may be meant for all ranks
             yield Finding(
                 f"all ranks draw the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']} in "
                 f"{len(same)} of {len(same)} steps",

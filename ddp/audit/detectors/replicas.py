@@ -28,11 +28,13 @@ def detect(trace: Trace) -> Iterator[Finding]:
                     )
                     return
     counts = [len(rank.steps) for rank in trace.ranks]
-    if len(set(counts)) > 1 and counts:
+    if len(set(counts)) > 1 and not any(rank.all("join") for rank in trace.ranks):
         fewest = counts.index(min(counts))
         yield Finding(
             f"rank {fewest} took {min(counts)} optimizer steps and rank {counts.index(max(counts))} took {max(counts)}",
-            "Give all ranks the same number of batches, or use DDP's join",
+            "Give all ranks the same number of batches, or use DDP's join"
+            if min(counts)
+            else "Let every rank step its optimizer",
             trace.ranks[counts.index(max(counts))].steps[-1].last("before_step"),
             CHAPTER,
             rank=fewest,

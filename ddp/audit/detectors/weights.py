@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from ddp.audit.detectors.averages import factor_of
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.trace import Event, Step, Trace
 
@@ -19,8 +20,8 @@ TOLERANCE = 1e-3
 def detect(trace: Trace) -> Iterator[Finding]:
     for steps in trace.steps():
         losses = [_losses(step) for step in steps]
-        for line in dict.fromkeys(loss["where"] for own in losses for loss in own):
-            found = _of_line(trace.world_size, steps, [[one for one in own if one["where"] == line] for own in losses])
+        for call in dict.fromkeys(loss["call"] for own in losses for loss in own):
+            found = _of_call(trace.world_size, steps, [[one for one in own if one["call"] == call] for own in losses])
             if found is not None:
                 yield found
                 return
@@ -36,8 +37,8 @@ def _losses(step: Step) -> list[Event]:
     return losses
 
 
-def _of_line(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]]) -> Finding | None:
-    """Of the losses that one line computed, by rank."""
+def _of_call(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]]) -> Finding | None:
+    """Of the losses that one call in the script computed, by rank."""
     weights = [(rank, loss, abs(loss["weights"][0]) / loss["scale"]) for rank, own in enumerate(losses) for loss in own]
     finite = [one for one in weights if math.isfinite(one[2]) and one[2] > 0]
     if len(finite) < len(weights) or not finite:
@@ -63,7 +64,8 @@ def _of_line(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]
                 CHAPTER,
             )
         return None
-    if passes > 1 and math.isclose(total, passes, rel_tol=TOLERANCE):
+    total *= factor_of(steps)
+    if 1 < passes <= len(steps[0].all("backward")) and math.isclose(total, passes, rel_tol=TOLERANCE):
         return Finding(
             f"the loss is not divided by the number of micro-batches: the weights of all terms sum to {total:.3g} and not to 1",
             f"Divide each micro-batch's mean loss by {passes}",

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,17 +46,26 @@ def detailed() -> bool:
     return not _QUICK or steps < QUICK_STEPS or steps % QUICK_INTERVAL == 0
 
 
-def where() -> str:
-    """``file:line`` of the innermost line of the script that leads to the present call; of any code, if none is the script's."""
+def frames() -> Iterator[FrameType]:
+    """The frames of this thread, from the innermost."""
     frame: FrameType | None = sys._getframe(1)
-    outermost = ""
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def where(with_instruction: bool = False) -> str:
+    """``file:line`` of the innermost line of the script that leads to the present call; of any code, if none is the script's.
+
+    :param with_instruction: whether to tell calls of one line apart
+    """
+    outermost = ""
+    for frame in frames():
         name = frame.f_code.co_filename
         if not name.startswith("<"):
-            outermost = f"{name}:{frame.f_lineno}"
+            outermost = f"{name}:{frame.f_lineno}" + (f":{frame.f_lasti}" if with_instruction else "")
             if not os.path.realpath(name).startswith(_LIBRARIES):
                 return outermost
-        frame = frame.f_back
     return getattr(threading.current_thread(), "_audit_started", outermost)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from . import events, tensors
 from .events import emit, quiet, watch, where
 from .tensors import checksums, find_tensors
 
+_TEMPORARY = os.path.realpath(tempfile.gettempdir())  # where libraries write files of their own
 PROGRESS = ("epoch", "step", "iter", "batch")
 
 
@@ -45,7 +47,7 @@ def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
         emit("rename", source=_path(args[0]), path=_path(args[1]), where=where())
     elif event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
         path = os.path.realpath(args[0])
-        if not path.startswith((os.fspath(events.directory), "/dev/")):
+        if os.path.dirname(path) != _TEMPORARY and not path.startswith((os.fspath(events.directory), "/dev/")):
             emit("write", path=path)
 
 

@@ -58,7 +58,9 @@ def _end(before: Any, line: str) -> None:
         emit("backward", where=line)
         return
     after = tensors.gradient_probes()
-    emit("backward", before=before, computed=tensors.as_lists(_computed), after=after, norm=norm(), where=line)
+    weights = tensors.checksums(list(tensors.alive().values())[:1])
+    computed = tensors.as_lists(_computed)
+    emit("backward", before=before, computed=computed, after=after, norm=norm(), weights=sum(weights), where=line)
 
 
 def norm() -> float | None:

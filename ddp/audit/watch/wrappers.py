@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
-from .events import directory, emit, gradients_enabled, quiet, watch, where
+from .events import directory, emit, frames, gradients_enabled, quiet, watch, where
 from .tensors import register
 
 _inside = threading.local()  # how many wrappers' forward passes are running
@@ -57,6 +58,11 @@ def _joined(line: str) -> None:
 
 
 def _watch_ddp(ddp: Any) -> None:
+    @watch(Join, "__enter__")
+    def join(original: Any, self: Any) -> Any:
+        emit("join", where=where())
+        return original(self)
+
     @watch(ddp, "__init__")
     def wrap(original: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         original(self, module, *args, **kwargs)
@@ -118,8 +124,10 @@ def _before_forward(module: nn.Module, _: Any) -> None:
 
 @quiet
 def _before_evaluation(module: nn.Module, _: Any) -> None:
-    if gradients_enabled():
-        return
+    if gradients_enabled() or "swa_utils" in {
+        frame.f_globals.get("__name__", "").rpartition(".")[2] for frame in frames()
+    }:
+        return  # update_bn must run in training mode
     line = where()
     if (line, module.training) not in _seen:
         _seen.add((line, module.training))
