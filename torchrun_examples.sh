@@ -97,7 +97,7 @@ example two-gpus 'one rank per GPU, over NCCL' 2 \
 
 example audit 'whether a script of yours does distributed training right; here one that does not' - \
     'python -m ddp.audit OPTIONS -- ddp/museum/replicas/around_the_wrapper.py || test $? = 1'
-example museum 'a silent bug of distributed training, as it was found and mended, with what the audit says' - \
+example museum 'a silent bug of distributed training, as it was found and fixed, with what the audit says' - \
     'python -m ddp.museum mean_of_means OPTIONS'
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
     'python -m ddp.gpu_check OPTIONS'

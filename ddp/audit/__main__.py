@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.cli import command, option, parse
@@ -50,7 +50,7 @@ def main() -> None:
     for finding in findings:
         print(finding)
     if config.json:
-        content = {"script": script, "seconds": outcome.seconds, "findings": [asdict(one) for one in findings]}
+        content = {"script": script, "seconds": outcome.seconds, "findings": [one.as_json() for one in findings]}
         config.json.write_text(json.dumps(content, indent=1) + "\n")
     _require_judged(trace, outcome)
     if not findings:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.child_processes import adopt_orphans, descendants, end_all_but
+
 INJECT = Path(__file__).parent / "inject"
 STARTS_ITSELF = ("mp.spawn(", "multiprocessing.spawn(", "start_processes(", "notebook_launcher(")
-STACKS_S, END_S = 2.0, 1.0
+STACKS_S = 2.0  # for the ranks to write where they are
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,15 @@ def run(arguments: Sequence[str], ranks: int, directory: Path, timeout: float, q
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, which then does not warn of it
     if _gpus() < ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""
-    began = time.monotonic()
-    process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
+    adopt_orphans()
+    before, began, status = descendants(), time.monotonic(), None
     try:
-        status = process.wait(timeout)
-        time.sleep(
-            END_S * bool(status)
-        )  # what the script still has to say, such as an error line behind that of torchrun
-        return Outcome(status, time.monotonic() - began, [])
-    except subprocess.TimeoutExpired:
-        return Outcome(None, time.monotonic() - began, _stacks(directory))
+        process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(timeout)
+        return Outcome(status, time.monotonic() - began, [] if status is not None else _stacks(directory))
     finally:
-        _kill(process.pid)
+        end_all_but(before, patiently=status is not None)
 
 
 def _gpus() -> int:
@@ -80,16 +79,3 @@ def _stacks(directory: Path) -> list[str]:
             os.kill(int(path.stem), signal.SIGUSR2)
     time.sleep(STACKS_S)
     return [path.read_text() for path in sorted(directory.glob("*.stack"), key=lambda path: int(path.stem))]
-
-
-def _kill(pid: int) -> None:
-    """End a process and all that it has started."""
-    import psutil  # not at the top: --help needs it not
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        tree = psutil.Process(pid).children(recursive=True)
-        for process in (psutil.Process(pid), *tree):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

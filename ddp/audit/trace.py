@@ -125,6 +125,7 @@ class Trace:
     """A run of a script.
 
     :ivar ranks: the traces of those that made a process group, by rank
+    :ivar errors: of the audit itself
     :ivar names: of the parameters, by number
     """
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from common.child_processes import adopt_orphans
 from common.cli import command, option, parse
 from common.distributed import DEVICES
 from common.distributed.dist_env import require_alone
@@ -73,7 +74,7 @@ class GpuCheckConfig:
 def main() -> None:
     config = parse(GpuCheckConfig, "ddp.gpu_check", __doc__)
     require_alone("ddp.gpu_check")
-    runner.adopt_orphans()
+    adopt_orphans()
     with results_in(config.output):
         take_folder(config.output, config.overwrite)
         with stop_signals():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import subprocess
@@ -11,16 +10,11 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import psutil
+from common.child_processes import descendants, end_all_but
 
 PASSED, FAILED, HUNG, LEFT_OUT, NO_TIME = "passed", "FAILED", "HUNG", "left out", "no time"
 LEAST_S = 5.0  # below which a check is not begun
-END_S = 5.0  # for what a check has started to end by itself, after it has ended
-MOST_ROUNDS = 3  # of kills; a process that a driver holds in the kernel cannot be waited for
-PR_SET_CHILD_SUBREAPER = 36  # see prctl(2)
 LONGEST_REASON = 300
 
 
@@ -36,12 +30,6 @@ class Outcome:
     reason: str = ""
 
 
-def adopt_orphans() -> None:
-    """Let processes whose parent ends become children of this one, where Linux can: so they are found, and ended."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def run_command(command: str, log: Path, limit_s: float, left_s: float, device: str, expects: str = "") -> Outcome:
     """Run a command of the shell, and wait for it.
 
@@ -55,7 +43,7 @@ def run_command(command: str, log: Path, limit_s: float, left_s: float, device: 
         return Outcome(NO_TIME, 0.0, "the total limit was reached before it began")
     status: int | None = None
     process: subprocess.Popen[bytes] | None = None
-    before, began = _descendants(), time.monotonic()
+    before, began = descendants(), time.monotonic()
     with open(log, "wb") as output:
         try:  # which a signal may also leave while the process starts
             process = subprocess.Popen(
@@ -70,7 +58,7 @@ def run_command(command: str, log: Path, limit_s: float, left_s: float, device: 
                 status = process.wait(min(limit_s, left_s))
         finally:
             seconds, text = time.monotonic() - began, log.read_text(errors="replace")
-            left = _end_all_but(before, patiently=status is not None)
+            left = end_all_but(before, patiently=status is not None)
             if process is not None:
                 process.wait()
     if status is None and limit_s <= left_s:
@@ -92,32 +80,6 @@ def _environment(device: str) -> dict[str, str]:
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
     found["PYTHONUNBUFFERED"] = "1"  # or what a check said before it hung would be lost
     return found | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-
-
-def _descendants() -> set[psutil.Process]:
-    import psutil  # not for --help
-
-    return set(psutil.Process().children(recursive=True))
-
-
-def _end_all_but(before: set[psutil.Process], patiently: bool) -> int:
-    """SIGKILL all processes below this one that were not there before.
-
-    :param patiently: give them a few seconds to end by themselves
-    :returns: how many did not
-    """
-    import psutil
-
-    _, alive = psutil.wait_procs(_descendants() - before, timeout=END_S if patiently else 0)
-    for _ in range(MOST_ROUNDS):  # one that is killed may just have started another
-        processes = _descendants() - before
-        if not processes:
-            break
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, timeout=END_S)
-    return len(alive)
 
 
 def _last_line(text: str) -> str:

@@ -1,7 +1,7 @@
 """Silent bugs of distributed training, as people found them, and what the audit says about each.
 
 python -m ddp.museum            # lists the exhibits
-python -m ddp.museum NAME       # runs one on two ranks, as it was found and mended, and audits it
+python -m ddp.museum NAME       # runs one on two ranks, as it was found and fixed, and audits it
 python -m ddp.museum --page     # writes ddp/museum/README.md, without running anything
 """
 
@@ -48,14 +48,14 @@ def main() -> None:
 def _show(path: Path) -> None:
     """Run both variants of an exhibit under the audit, which prints what they print."""
     print(f"{_docstring(path)}\n\n{diff_of(path)}")
-    for variant, flags in (("as it was found", []), ("mended", ["--right"])):
+    for variant, flags in (("as it was found", []), ("fixed", ["--right"])):
         print(f"\n{variant}:", flush=True)
         audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path), *flags]
         subprocess.run(audit, stderr=subprocess.STDOUT, check=False)
 
 
 def page() -> str:
-    """The README of the museum: of each exhibit the story, and what mends it."""
+    """The README of the museum: of each exhibit the story, and what fixes it."""
     introduction, *_ = (FOLDER / "README.md").read_text().partition("\n## ")
     parts = [introduction]
     for name, path in exhibits().items():
@@ -75,9 +75,9 @@ def _docstring(path: Path) -> str:
 
 
 def diff_of(path: Path) -> str:
-    """The lines of an exhibit that differ when the bug is mended, with ``BROKEN`` replaced by what it is."""
-    broken, mended = (_variant(path.read_text(), is_broken).splitlines() for is_broken in (True, False))
-    lines = difflib.unified_diff(broken, mended, n=1, lineterm="")
+    """The lines of an exhibit that differ when the bug is fixed, with ``BROKEN`` replaced by what it is."""
+    broken, fixed = (_variant(path.read_text(), is_broken).splitlines() for is_broken in (True, False))
+    lines = difflib.unified_diff(broken, fixed, n=1, lineterm="")
     return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 

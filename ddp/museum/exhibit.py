@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-BROKEN = "--right" not in sys.argv  # the exhibit as it was found, or with the bug mended
+BROKEN = "--right" not in sys.argv  # the exhibit as it was found, or with the bug fixed
 
 T = TypeVar("T")
 

@@ -42,17 +42,17 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
     shared = [n for n in steps[0].own if all(n in step.own for step in steps)]
     numbers = [n for n in shared if all(n in step.last("before_step")["gradients"] for step in steps)]
     numbers = [n for n in numbers if any(n in one["computed"] for own in passes for one in own)]
-    wrong = [explanation for n in numbers if (explanation := _explain(n, steps, passes)) is not None]
-    if not wrong or not (known := [one for one in wrong if one]):
+    explanations = {n: _explain(n, steps, passes) for n in numbers}
+    known = [text for text in explanations.values() if text]
+    if not known:
         return None
     text = max(set(known), key=known.count)
-    weights = [loss["weights"][0] * loss["terms"] / _scale(step) for step in steps for loss in step.all("loss")]
+    weights = [loss["weight"] * loss["terms"] / _scale(step) for step in steps for loss in step.all("loss")]
+    # The script may divide the loss and not the gradients, or the other way round: together they are right.
     if text in (SUM, TWICE) and math.isclose(sum(weights) / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
-        return (
-            None  # the script divides the loss, and not the gradients, or the other way round: together they are right
-        )
-    number = next(n for n in numbers if _explain(n, steps, passes) == text)
-    return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
+        return None
+    number = next(n for n in numbers if explanations[n] == text)
+    return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(known) - 1} more")
 
 
 def factor_of(steps: Sequence[Step]) -> float:
@@ -109,9 +109,7 @@ def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event
             return LAST
         if not any(equal(final[r], final[0]) for r in ranks[1:]):
             return PARTLY
-    if len(steps) > 1 and not all(equal(value, final[0]) for value in final):
-        return DIFFERENT
-    return ""
+    return "" if all(equal(value, final[0]) for value in final) else DIFFERENT
 
 
 LOCAL = "each rank steps with its own gradients: nothing was averaged"
@@ -167,9 +165,8 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
 def _unscaled(number: str, step: Step) -> Value | None:
     """``.grad`` before the optimizer step, as it was before it was unscaled and clipped; None if that cannot be told."""
     factor = 1.0
-    clips = list(step.all("clip"))
     scale = step.last("scale").get("scale", 1.0) if step.all("unscale") else 1.0
-    for clip in clips:
+    for clip in step.all("clip"):
         if clip["norm"] is None or not math.isfinite(clip["norm"]):
             return None
         factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))

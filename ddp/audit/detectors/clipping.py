@@ -22,15 +22,15 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 def _order(steps: Sequence[Step]) -> Iterator[Finding]:
     for rank, step in enumerate(steps):
-        kinds = [(event["kind"], event) for event in step.all("clip", "unscale", "backward", "scale", "before_step")]
-        names = [kind for kind, _ in kinds]
+        events = step.all("clip", "unscale", "backward", "scale")
+        names = [event["kind"] for event in events]
         if "clip" in names:
             at = names.index("clip")
-            clip = kinds[at][1]
+            clip, scale = events[at], step.last("scale").get("scale")
             if "scale" in names and "unscale" not in names[:at]:
-                scale = step.last("scale")["scale"]
                 yield Finding(
-                    f"gradients are clipped before they are unscaled: the norm {clip['norm']:.4g} is {scale:,.0f} times too large",
+                    f"gradients are clipped before they are unscaled: they are {scale:,.0f} times too large"
+                    + (f", with a norm of {clip['norm']:.4g}" if clip["norm"] is not None else ""),
                     "Call scaler.unscale_(optimizer) before clip_grad_norm_",
                     clip,
                     CHAPTER,

@@ -28,9 +28,8 @@ def _repeated(of_ranks: tuple[Epoch, ...], number: int) -> Finding | None:
     rows = [row for epoch in of_ranks for row in epoch.rows]
     counts = Counter(rows)
     shared = set.intersection(*(set(epoch.rows) for epoch in of_ranks)) if len(of_ranks) > 1 else set()
-    twice = len(rows) - len(counts)
     if begin["iterable"]:
-        if rows and twice > len(rows) // 4:
+        if len(rows) > 1.33 * len(counts) > 0:
             return Finding(
                 f"the iterable data set is read {len(rows) / len(counts):.3g} times in epoch {number}: {len(rows)} samples arrive, "
                 f"{len(counts)} of them different ({len(of_ranks)} ranks, {begin['workers']} workers each)",
@@ -40,7 +39,7 @@ def _repeated(of_ranks: tuple[Epoch, ...], number: int) -> Finding | None:
             )
         return None
     samples = [epoch.samples for epoch in of_ranks]
-    if any(one is None for one in samples) or begin["sampler"] == "WeightedRandomSampler" or len(of_ranks) < 2:
+    if any(one is None for one in samples) or len(of_ranks) < 2:
         return None
     if len(shared) > max(2 * len(of_ranks), len(counts) // 10) and begin["replicas"] is None:
         return Finding(
@@ -69,7 +68,7 @@ def _unseen(of_ranks: tuple[Epoch, ...], number: int) -> Finding | None:
     samples = [epoch.samples for epoch in of_ranks]
     if begin["length"] is None or not all(epoch.ended for epoch in of_ranks) or any(one is None for one in samples):
         return None
-    if "Weighted" in begin["sampler"] or len({epoch.begin["length"] for epoch in of_ranks}) > 1:
+    if len({epoch.begin["length"] for epoch in of_ranks}) > 1:
         return None
     seen = {sample for own in samples for sample in own or ()}
     batch = max(len(epoch.batches[0]["indices"]) for epoch in of_ranks)

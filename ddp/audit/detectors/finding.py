@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ddp.audit.trace import Event
@@ -26,6 +27,11 @@ class Finding:
     rank: int | None = None
     diverges: bool = False
 
+    def as_json(self) -> dict[str, object]:
+        """What is printed, in parts."""
+        own = {"text": self.text, "cure": self.cure, "chapter": self.chapter, "rank": self.rank}
+        return {"where": self.where, "step": self.event["step"], **own}
+
     @property
     def where(self) -> str:
         """``file:line`` in the script."""
@@ -33,4 +39,5 @@ class Finding:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
-        return f"{self.where}: {self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"
+        place = self.where.removeprefix(os.getcwd() + os.sep)
+        return f"{place}: {self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"

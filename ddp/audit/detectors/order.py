@@ -22,18 +22,13 @@ def detect(trace: Trace) -> Iterator[Finding]:
                 seen[tuple(samples)] = number
                 continue
             before = training[seen[tuple(samples)]]
-            sampler = epoch.begin["sampler"]
             resumed = any(event["kind"] == "load" for event in _between(rank.events, before.begin, epoch.begin))
-            cure = "Call sampler.set_epoch(epoch) before each epoch"
             yield Finding(
                 f"epoch {number} gives the {len(samples)} samples in the same order as epoch {seen[tuple(samples)]}"
-                + (", after a checkpoint was loaded" if resumed else "")
-                + (
-                    f" ({sampler}.epoch is {epoch.begin['sampler_epoch']})"
-                    if epoch.begin["sampler_epoch"] is not None
-                    else ""
-                ),
-                "Save the number of the epoch, and call sampler.set_epoch with it after a resume" if resumed else cure,
+                + (", after a checkpoint was loaded" if resumed else ""),
+                "Save the number of the epoch, and call sampler.set_epoch with it after a resume"
+                if resumed
+                else "Call sampler.set_epoch(epoch) before each epoch",
                 epoch.begin,
                 CHAPTER,
                 rank.rank,

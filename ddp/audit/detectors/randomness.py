@@ -34,7 +34,7 @@ def _draws(trace: Trace) -> Iterator[Finding]:
         if len(same) > 1 and all(same.values()):  # what is drawn once may be meant for all ranks
             yield Finding(
                 f"all ranks draw the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']} in "
-                f"{len(same)} of {len(same)} steps",
+                f"each of {len(same)} steps",
                 "Seed with seed + rank once the model is built, or use a generator of the rank",
                 shown[line],
                 CHAPTER,

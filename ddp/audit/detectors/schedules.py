@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ddp.audit.detectors.finding import Finding
@@ -12,13 +13,13 @@ CHAPTER = "ddp/README.md, chapter 6"
 
 def detect(trace: Trace) -> Iterator[Finding]:
     for step in trace.ranks[0].steps[1:]:
-        lines = [event["where"] for event in step.all("schedule")]
-        often = next((line for line in lines if trace.world_size > 1 and lines.count(line) == trace.world_size), None)
+        counts = Counter((event["where"], event["id"]) for event in step.all("schedule"))
+        often = [event for event in step.all("schedule") if counts[event["where"], event["id"]] == trace.world_size > 1]
         if often:
             yield Finding(
-                f"the schedule takes {lines.count(often)} steps for one optimizer step, so it runs {lines.count(often)} times too fast",
+                f"the schedule takes {trace.world_size} steps for one optimizer step, so it runs {trace.world_size} times too fast",
                 "Step it once per optimizer step, on each rank alike: the number of ranks does not matter",
-                next(event for event in step.all("schedule") if event["where"] == often),
+                often[0],
                 CHAPTER,
             )
             break

@@ -39,7 +39,7 @@ def _losses(step: Step) -> list[Event]:
 
 def _of_call(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]]) -> Finding | None:
     """Of the losses that one call in the script computed, by rank."""
-    weights = [(rank, loss, abs(loss["weights"][0]) / loss["scale"]) for rank, own in enumerate(losses) for loss in own]
+    weights = [(rank, loss, abs(loss["weight"]) / loss["scale"]) for rank, own in enumerate(losses) for loss in own]
     finite = [one for one in weights if math.isfinite(one[2]) and one[2] > 0]
     if len(finite) < len(weights) or not finite:
         return None
@@ -73,7 +73,7 @@ def _of_call(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]
             CHAPTER,
         )
     for factor, text in ((ranks * passes, "ranks x micro-batches"), (ranks, "ranks")):
-        if factor > 1 and (total > 1.5) and math.isclose(total, factor, rel_tol=TOLERANCE):
+        if factor > 1 and math.isclose(total, factor, rel_tol=TOLERANCE):
             return Finding(
                 f"the weights of all terms sum to {total:.3g} and not to 1: the loss is multiplied by the number of {text}",
                 "DDP divides by the number of ranks: weigh each term by 1 / the terms of the global batch x ranks, no more",

@@ -72,7 +72,6 @@ def _called(name: str, args: Any, before: float | None, after: float | None) -> 
         gaps=gaps[:1],
         parameter=parameter,
         in_backward=torch._C._current_graph_task_id() != -1,
-        own=called_by_script(),
         where=where(),
     )
 

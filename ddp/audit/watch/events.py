@@ -80,7 +80,7 @@ def called_by_script() -> bool:
 def watch(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace ``owner.name`` by the decorated function, which gets the original as its first argument.
 
-    Within what one watched function calls to watch, others are not watched. torch.compile traces the original.
+    Quiet functions get the original itself, and so does torch.compile.
     """
     original = getattr(owner, name)
 

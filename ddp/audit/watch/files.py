@@ -36,9 +36,8 @@ def install() -> None:
 
     @watch(torch, "load")
     def load(original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(f, *args, **kwargs)
-        _loaded(result, f)
-        return result
+        emit("load", path=_path(f))
+        return original(f, *args, **kwargs)
 
 
 def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
@@ -63,11 +62,6 @@ def _saved(obj: Any, f: Any, torn: bool) -> None:
         where=where(),
         **_content(obj),
     )
-
-
-@quiet
-def _loaded(obj: Any, f: Any) -> None:
-    emit("load", path=_path(f), where=where(), **_content(obj))
 
 
 def _path(f: Any) -> str | None:

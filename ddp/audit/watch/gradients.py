@@ -57,13 +57,12 @@ def _end(before: Any, line: str) -> None:
     if before is None:
         emit("backward", where=line)
         return
-    after = tensors.gradient_probes()
-    weights = tensors.checksums(list(tensors.alive().values())[:1])
+    weights = tensors.checksums([p for p in tensors.alive().values() if p.requires_grad][:1])
     computed = tensors.as_lists(_computed)
-    emit("backward", before=before, computed=computed, after=after, norm=norm(), weights=sum(weights), where=line)
+    emit("backward", before=before, computed=computed, norm=_norm(), weights=sum(weights), where=line)
 
 
-def norm() -> float | None:
+def _norm() -> float | None:
     """Of all gradients together; None if there are none."""
     gradients = [tensors.local(p.grad).detach() for p in tensors.alive().values() if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]

@@ -92,7 +92,6 @@ def _begin(loader: Any, iterator: Any) -> None:
         length=None if iterable else _length(dataset),
         iterable=iterable,
         sampler=type(sampler).__name__,
-        sampler_epoch=getattr(sampler, "epoch", None),
         replicas=getattr(sampler, "num_replicas", None),
         workers=loader.num_workers,
         where=loader._audit_made,

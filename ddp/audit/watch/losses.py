@@ -49,20 +49,13 @@ def _computed(name: str, result: Any, args: Any, kwargs: Any) -> None:
             return  # terms of different weights by design
         terms = len(target) if target.is_floating_point() else int((target != kwargs.get("ignore_index", -100)).sum())
     samples = len(target) if target.dim() else 1
-    result.register_hook(
-        functools.partial(_weighted, name, reduction, terms, samples, where(), where(with_instruction=True))
-    )
+    result.register_hook(functools.partial(_weighted, reduction, terms, samples, where(), where(with_instruction=True)))
 
 
 @quiet
-def _weighted(name: str, reduction: str, terms: int, samples: int, line: str, call: str, factor: Tensor) -> None:
+def _weighted(reduction: str, terms: int, samples: int, line: str, call: str, factor: Tensor) -> None:
     factors = factor.detach().double()
     factors = factors[factors != 0]  # a term that is masked has no weight
-    if not terms or not factors.numel():
-        emit("loss", function=name, terms=0, samples=samples, weights=[0.0, 0.0], where=line, call=call)
-        return
-    if reduction == "none":
-        terms = factors.numel()
-    divisor = terms if reduction == "mean" else 1
-    weights = [factors.min().item() / divisor, factors.max().item() / divisor]
-    emit("loss", function=name, terms=terms, samples=samples, weights=weights, where=line, call=call)
+    terms = factors.numel() if reduction == "none" else terms if factors.numel() else 0
+    weight = factors.mean().item() / (terms if reduction == "mean" else 1) if terms else 0.0
+    emit("loss", terms=terms, samples=samples, weight=weight, where=line, call=call)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import events, tensors
-from .events import detailed, emit, quiet, watch, where
-from .gradients import norm, watch_parameters
+from .events import called_by_script, detailed, emit, quiet, watch, where
+from .gradients import watch_parameters
 
 _scaling = 0  # how many of the scaler's own steps are running
 
@@ -58,8 +58,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
         n for n, p in zip(own, _parameters(optimizer), strict=True) if p.requires_grad and p.grad is None
     ]
     if detailed():
-        fields |= {"gradients": tensors.gradient_probes(), "norm": norm()}
-        fields["parameters"] = _sums(optimizer, own)
+        fields |= {"gradients": tensors.gradient_probes(), "parameters": _sums(optimizer, own)}
     emit("before_step", own=own, **fields)
 
 
@@ -85,9 +84,10 @@ def _watch_schedules() -> None:
 def _watch_schedule(schedule: Any) -> None:
     @watch(schedule, "step")
     def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        metric = args[0] if args else kwargs.get("metrics")
-        metric = None if metric is None else float(metric)
-        emit("schedule", schedule=type(self).__name__, metric=metric, where=where())
+        if called_by_script():  # SequentialLR calls the steps of others
+            metric = args[0] if args else kwargs.get("metrics")
+            metric = None if metric is None else float(metric)
+            emit("schedule", schedule=type(self).__name__, id=id(self), metric=metric, where=where())
         return original(self, *args, **kwargs)
 
 

@@ -104,7 +104,7 @@ def as_lists(probes: dict[int, Tensor]) -> dict[int, list[float]]:
 
 
 def find_tensors(value: Any, depth: int = 6) -> list[Tensor]:
-    """The tensors in nested dicts, lists, tuples and objects' attributes."""
+    """The tensors in nested dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if depth == 0:

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from .events import directory, emit, frames, gradients_enabled, quiet, watch, where
+from .events import called_by_script, directory, emit, frames, gradients_enabled, quiet, watch, where
 from .tensors import register
 
 _inside = threading.local()  # how many wrappers' forward passes are running
 _seen: set[tuple[str, bool]] = set()  # lines of the script that have been reported
-_RANDOM = (
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._BatchNorm,
-)  # what differs between training and evaluation
+# Layers that differ between training and evaluation.
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
 
 def install() -> None:
@@ -38,16 +36,16 @@ def _watch_groups() -> None:
     @watch(dist, "init_process_group")
     def init_process_group(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        _joined(where())
+        _joined()
         return result
 
     dist.distributed_c10d.init_process_group = dist.init_process_group
 
 
 @quiet
-def _joined(line: str) -> None:
+def _joined() -> None:
     rank = dist.get_rank()
-    emit("group", rank=rank, where=line)
+    emit("group", rank=rank)
     stack = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  it stays open
     stack.write(f"{rank}\n")
     stack.flush()
@@ -78,16 +76,11 @@ def _watch_ddp(ddp: Any) -> None:
         finally:
             _inside.depth -= 1
 
-    assign = ddp.__setattr__
-
-    def setattr_(self: Any, name: str, value: Any) -> None:
-        if name == "require_backward_grad_sync" and name in self.__dict__:
-            line = where()
-            if "torch/nn/parallel/distributed.py" not in line:
-                emit("flag", value=bool(value), where=line)
-        assign(self, name, value)
-
-    ddp.__setattr__ = setattr_
+    @watch(ddp, "__setattr__")
+    def assign(original: Any, self: Any, name: str, value: Any) -> None:
+        if name == "require_backward_grad_sync" and called_by_script():
+            emit("flag", where=where())
+        original(self, name, value)
 
 
 @quiet

@@ -1,4 +1,4 @@
-"""All epochs have the same order, because nobody tells the sampler which epoch it is
+"""All epochs have the same order, because the sampler is not told the epoch
 
 Every epoch went through the samples in one and the same order. A guide to distributed training had this bug, too.
 

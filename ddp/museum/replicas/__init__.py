@@ -1,1 +1,1 @@
-"""Bugs after which the ranks' replicas differ, or nobody trains them."""
+"""Bugs after which the ranks' replicas differ, or are not trained."""

@@ -1,4 +1,4 @@
-"""The optimizer is built before the model is sharded: it owns parameters that nobody uses, and nothing is trained
+"""The optimizer is built before the model is sharded: it owns parameters that the model does not use, and nothing is trained
 
 People who used FSDP through accelerate saw a loss that stayed flat.
 

@@ -1,8 +1,6 @@
-"""The museum: each exhibit has a bug that the audit finds at its line, and none once the bug is mended."""
+"""The museum: each exhibit has a bug that the audit finds at its line, and none once the bug is fixed."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -57,12 +55,12 @@ def test_an_exhibit_is_shown_both_ways() -> None:
     """Its story, its diff, and for both variants the number and what the audit says."""
     done = run_command("ddp.museum", "loss_not_divided")
     assert done.returncode == 0, done.stderr
-    broken, mended = done.stdout.partition("\nmended:")[::2]
+    broken, fixed = done.stdout.partition("\nmended:")[::2]
     assert "\n+" in broken
     assert "relative error" in broken
     assert "the loss is not divided" in broken
-    assert "relative error" in mended
-    assert mended.endswith("nothing wrong was found\n")
+    assert "relative error" in fixed
+    assert fixed.endswith("nothing wrong was found\n")
 
 
 def test_an_unknown_exhibit_is_a_user_error() -> None:
@@ -82,7 +80,7 @@ def test_the_audit_finds_the_bug_and_nothing_else(name: str) -> None:
     assert broken.returncode == 1, broken.stdout + broken.stderr
     (finding,) = broken.stdout.splitlines()[1:]
     file, line, _ = finding.split(":", 2)
-    assert Path(file) == path, finding
+    assert REPOSITORY / file == path, finding
     assert BLAMED[name] in path.read_text().splitlines()[int(line) - 1], finding
-    mended = run_command("ddp.audit", "--", relative, "--right")
-    assert mended.returncode == 0, mended.stdout + mended.stderr
+    fixed = run_command("ddp.audit", "--", relative, "--right")
+    assert fixed.returncode == 0, fixed.stdout + fixed.stderr

@@ -138,7 +138,7 @@ def test_an_interrupt_while_a_process_starts_ends_it_too(tmp_path: Path) -> None
 
 def test_a_folder_that_holds_something(tmp_path: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that holds anything but earlier results is refused by name, and kept."""
-    monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(gpu_check, "adopt_orphans", lambda: None)
     (tmp_path / "summary.json").write_text("{}")
     flags = ("--device", "cpu", "--output", tmp_path)
     assert user_error(gpu_check.main, *flags).endswith("give another, or --overwrite to delete them")
