@@ -31,6 +31,8 @@ def _losses(step: Step) -> list[Event]:
     """The losses of a step, each with the scaler's scale, and with whether it is of a batch that was gathered from all ranks."""
     scale, gathered, losses = step.last("scale").get("scale", 1.0), False, []
     for event in step.events:
+        if event["kind"] == "zero_grad":
+            losses.clear()  # their gradients are gone
         gathered |= event["kind"] == "put_back"
         if event["kind"] == "loss" and event["terms"]:
             losses.append(event | {"scale": scale, "gathered": gathered})

@@ -48,6 +48,13 @@ def test_a_script_that_spawns_its_ranks_is_watched_too(tmp_path: Path) -> None:
     assert f"{script}:{line}: the forward pass goes around the DDP wrapper" in done.stdout
 
 
+@pytest.mark.examples
+@pytest.mark.parametrize("name", ["UNUSUAL", "JOINS"])
+def test_what_is_right_though_unusual_is_quiet(tmp_path: Path, name: str) -> None:
+    done = audit("--", write(tmp_path, name))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "flags", "said"),
     [
