@@ -29,7 +29,7 @@ def _draws(trace: Trace) -> Iterator[Finding]:
             if one["shape"][0] in samples and one["shape"][0] > 1:
                 is_same = all(other["checksum"] == one["checksum"] for other in of_ranks)
                 equal.setdefault(one["where"], {})[one["step"]] = is_same
-                shown[one["where"]] = one
+                shown.setdefault(one["where"], one)
     for line, same in equal.items():
         if len(same) > 1 and all(same.values()):  # what is drawn once may be meant for all ranks
             yield Finding(
