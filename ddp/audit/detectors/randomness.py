@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Trace
+from ddp.audit.trace import Event, Trace
 
 CHAPTER = "ddp/README.md, chapter 3"
 
@@ -18,7 +18,7 @@ def detect(trace: Trace) -> Iterator[Finding]:
 def _draws(trace: Trace) -> Iterator[Finding]:
     """Numbers that the script draws for the samples of a step: as many as a rank has samples, and equal on all ranks."""
     equal: dict[str, dict[int, bool]] = {}
-    shown = {}
+    shown: dict[str, Event] = {}
     for steps in trace.steps():
         samples = {loss["samples"] for step in steps for loss in step.all("loss")}
         draws = [step.all("draw") for step in steps]

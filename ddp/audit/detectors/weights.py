@@ -29,7 +29,7 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 def _losses(step: Step) -> list[Event]:
     """The losses of a step, each with the scaler's scale, and with whether it is of a batch that was gathered from all ranks."""
-    scale, gathered, losses = step.last("scale").get("scale", 1.0), False, []
+    scale, gathered, losses = step.last("scale").get("scale", 1.0), False, list[Event]()
     for event in step.events:
         if event["kind"] == "zero_grad":
             losses.clear()  # their gradients are gone
