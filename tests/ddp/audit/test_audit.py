@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ddp.audit import scripts
+from tests.ddp.audit.forked import judge
 from tests.support.launch import REPOSITORY, clean_environment, run_command
 
 
@@ -51,8 +52,7 @@ def test_a_script_that_spawns_its_ranks_is_watched_too(tmp_path: Path) -> None:
 @pytest.mark.examples
 @pytest.mark.parametrize("name", ["UNUSUAL", "JOINS"])
 def test_what_is_right_though_unusual_is_quiet(tmp_path: Path, name: str) -> None:
-    done = audit("--", write(tmp_path, name))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert judge(tmp_path, write(tmp_path, name)) == []
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,7 @@ def test_user_errors() -> None:
 )
 def test_no_false_alarm_on_the_trainer(tmp_path: Path, flags: tuple[str, ...]) -> None:
     small = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--device", "cpu")
-    done = audit("--", "-m", "ddp.train", *small, *flags, "--run-dir", tmp_path / "run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert judge(tmp_path, "-m", "ddp.train", *small, *flags, "--run-dir", tmp_path / "run") == []
 
 
 @pytest.mark.examples
@@ -118,5 +117,4 @@ def test_no_false_alarm_on_the_trainer(tmp_path: Path, flags: tuple[str, ...]) -
 )
 def test_no_false_alarm_on_the_examples(tmp_path: Path, name: str, steps: tuple[str, ...]) -> None:
     folder = [tmp_path / "checkpoints"] if steps else []
-    done = audit("--", REPOSITORY / "examples" / f"{name}.py", *steps, *folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert judge(tmp_path, REPOSITORY / "examples" / f"{name}.py", *steps, *folder) == []

@@ -1,0 +1,56 @@
+"""The audit of a script on ranks that have torch imported already: as ``python -m ddp.audit``, in a fifth of the time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from ddp.audit.detectors import find
+from ddp.audit.detectors.finding import Finding
+from ddp.audit.launch import INJECT
+from ddp.audit.trace import read
+from tests.support.launch import run_ranks
+
+
+def judge(folder: Path, *arguments: object) -> list[Finding]:
+    """What is wrong with ``python ARGUMENTS`` on two ranks.
+
+    :param folder: a temporary one
+    :raises AssertionError: if the script failed, or the audit itself
+    """
+    directory = Path(tempfile.mkdtemp(dir=folder))
+    run_ranks(_run_watched, 2, tuple(map(str, arguments)), directory, fresh=True)
+    trace = read(directory)
+    findings = find(trace)
+    assert trace.errors == []
+    return findings
+
+
+def _run_watched(arguments: tuple[str, ...], directory: Path) -> str:
+    """Run a script on this rank; what it prints."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "ddp")]:
+        del sys.modules[name]  # they are imported anew, once torch is watched
+    np.random.seed()
+    os.environ["DDP_AUDIT_DIRECTORY"] = os.fspath(directory)
+    runpy.run_path(str(INJECT / "sitecustomize.py"))["_load_watch"]().install()
+    script, *sys.argv[1:] = arguments if arguments[0] != "-m" else arguments[1:]
+    sys.argv[0] = script
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            if arguments[0] == "-m":
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, os.path.dirname(script))
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, traceback.format_exc()
+    return printed.getvalue()
