@@ -10,6 +10,7 @@ from ddp.audit.detectors import (
     checkpoints,
     clipping,
     collectives,
+    costs,
     coverage,
     evaluation,
     optimizers,
@@ -36,6 +37,7 @@ DETECTORS: Sequence[Callable[[Trace], Iterable[Finding]]] = (
     evaluation.detect,
     checkpoints.detect,
     replicas.detect,
+    costs.detect,
 )
 
 

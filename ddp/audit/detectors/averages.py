@@ -35,7 +35,8 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
     counts = {len(own) for own in passes}
     if len(counts) > 1 or counts == {0} or any("computed" not in one for own in passes for one in own):
         return None
-    if len({one["weights"] for one in passes[0]}) > 1:
+    weights = {known for one in passes[0] for known in one["weights"].items()}
+    if len(weights) > len(dict(weights)):
         return None  # the script itself changes the weights between two passes, as SAM does
     if any(step.last("step").get("sharded") or "gradients" not in step.last("before_step") for step in steps):
         return None
@@ -47,9 +48,9 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
     if not known:
         return None
     text = max(set(known), key=known.count)
-    weights = [loss["weight"] * loss["terms"] / _scale(step) for step in steps for loss in step.all("loss")]
+    of_terms = [loss["weight"] * loss["terms"] / _scale(step) for step in steps for loss in step.all("loss")]
     # The script may divide the loss and not the gradients, or the other way round: together they are right.
-    if text in (SUM, TWICE) and math.isclose(sum(weights) / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
+    if text in (SUM, TWICE) and math.isclose(sum(of_terms) / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
         return None
     number = next(n for n in numbers if explanations[n] == text)
     return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(known) - 1} more")
@@ -96,9 +97,6 @@ def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event
         return LOCAL
     if all_are(*totals):
         return LOCAL
-    with_rest = _sum([average, _scaled(_sum(left), 1 / len(steps))])
-    if any(map(any, left)) and all_are(with_rest):
-        return REST
     if all_are(_scaled(average, len(steps))):
         return SUM
     if all_are(_scaled(average, 1 / len(steps))):
@@ -115,7 +113,6 @@ def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event
 LOCAL = "each rank steps with its own gradients: nothing was averaged"
 SUM = "the gradients are summed over the ranks and not averaged"
 TWICE = "the gradients are divided by the number of ranks twice"
-REST = "the gradients of the step before are still in .grad, and are added to this step's"
 LAST = "the gradients of all micro-batches but the last are thrown away"
 PARTLY = "some of the micro-batches' gradients are averaged and others are not, so the ranks step with different ones"
 DIFFERENT = "the ranks step with different gradients"
@@ -153,7 +150,6 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
     cure, event = {
         LOCAL: ("Wrap the model by DDP, or all-reduce and divide each gradient after backward", first.last("backward")),
         PARTLY: ("Average all micro-batches' gradients, or the sum of them", first.last("backward")),
-        REST: ("Call zero_grad once per optimizer step, after it", step),
         LAST: ("Move zero_grad behind the optimizer step", first.last("zero_grad") or step),
         SUM: ("Divide by the number of ranks", first.last("collective") or step),
         TWICE: ("DDP averages: do not divide again", step),

@@ -22,9 +22,8 @@ def detect(trace: Trace) -> Iterator[Finding]:
 def _writers(trace: Trace) -> Iterator[Finding]:
     writers: dict[tuple[str, int], set[int]] = {}
     for rank in trace.ranks:
-        saved = {event["path"] for event in rank.all("save")}
         for event in rank.all("save", "rename"):
-            if event["path"] and event.get("source", event["path"]) in saved:
+            if event["path"]:
                 writers.setdefault((event["path"], event["step"]), set()).add(rank.rank)
     for (path, step), ranks in writers.items():
         if len(ranks) > 1:

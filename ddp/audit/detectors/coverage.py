@@ -13,6 +13,7 @@ CHAPTER = "ddp/README.md, chapter 3"
 
 def detect(trace: Trace) -> Iterator[Finding]:
     yield from _replaced(trace)
+    yield from _same(trace)
     if any(rank.all("weighted_order") for rank in trace.ranks):
         return  # samples are drawn with replacement
     training = [[epoch for epoch in epochs(rank) if epoch.trains] for rank in trace.ranks]
@@ -20,6 +21,23 @@ def detect(trace: Trace) -> Iterator[Finding]:
         if found := _repeated(of_ranks, number) or _uneven(of_ranks, number) or _unseen(of_ranks, number):
             yield found
             return
+
+
+def _same(trace: Trace) -> Iterator[Finding]:
+    """Batches of no loader: their losses have equal inputs and targets on all ranks, in all steps."""
+    if trace.world_size < 2 or any(epoch.trains for epoch in epochs(trace.ranks[0])):
+        return
+    steps = list(trace.steps())
+    losses = [one for of_ranks in steps for one in zip(*(step.all("loss") for step in of_ranks), strict=False)]
+    first = trace.ranks[0]
+    gathered = first.all("put_back") or any(event["requires_grad"] for event in first.all("collective"))
+    if len(losses) > 2 and not gathered and all(own["probes"] == one[0]["probes"] for one in losses for own in one):
+        yield Finding(
+            f"all ranks train on the same samples: in all of {len(losses)} losses, inputs and targets are equal",
+            "Give each rank another part of the global batch",
+            losses[0][0],
+            CHAPTER,
+        )
 
 
 def _repeated(of_ranks: tuple[Epoch, ...], number: int) -> Finding | None:

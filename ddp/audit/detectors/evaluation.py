@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -16,15 +17,37 @@ def detect(trace: Trace) -> Iterator[Finding]:
         for event in rank.all("evaluation"):
             if event["training"] and event["random"]:
                 yield Finding(
-                    f"a forward pass without gradients runs in training mode, though the model has {event['random'][0]}",
+                    f"a forward pass without gradients runs in training mode, though the model has {event['random']}",
                     "Call model.eval() before the evaluation, and model.train() after it",
                     event,
                     CHAPTER,
                     rank.rank,
                 )
+        passes = rank.all("forward", "backward")
+        for forward, backward in itertools.pairwise(passes):
+            if forward.get("evaluates") and backward["kind"] == "backward":
+                yield Finding(
+                    f"the model trains in evaluation mode, in which {forward['evaluates']} does nothing, or does not learn",
+                    "Call model.train() before each epoch of training",
+                    forward,
+                    CHAPTER,
+                    rank.rank,
+                )
+                break
     if trace.world_size < 2:
         return
-    evaluations = [[epoch for epoch in epochs(rank) if not epoch.trains] for rank in trace.ranks]
+    for events in zip(*(rank.all("evaluation") for rank in trace.ranks), strict=False):
+        if len({str(event["buffers"]) for event in events}) > 1:
+            yield Finding(
+                "the ranks evaluate with different buffers, such as BatchNorm's statistics",
+                "Average them over the ranks before the evaluation, or send rank 0's; or evaluate with the DDP wrapper",
+                events[0],
+                CHAPTER,
+            )
+            break
+    evaluations = [
+        [epoch for epoch in epochs(rank) if epoch.begin["evaluates"] and not epoch.trains] for rank in trace.ranks
+    ]
     for of_ranks in zip(*evaluations, strict=False):
         if found := _twice(of_ranks) or _part(of_ranks):
             yield found

@@ -18,6 +18,7 @@ class Finding:
     :param chapter: the page that explains it
     :param rank: the rank on which it was seen; None for all
     :param diverges: whether it makes the ranks' weights differ
+    :param is_hint: whether nothing is wrong, and the run could be faster or more varied
     """
 
     text: str
@@ -26,10 +27,12 @@ class Finding:
     chapter: str
     rank: int | None = None
     diverges: bool = False
+    is_hint: bool = False
 
     def as_json(self) -> dict[str, object]:
         """What is printed, in parts."""
-        own = {"text": self.text, "cure": self.cure, "chapter": self.chapter, "rank": self.rank}
+        names = ("text", "cure", "chapter", "rank", "is_hint")
+        own = {name: getattr(self, name) for name in names}
         return {"where": self.where, "step": self.event["step"], **own}
 
     @property
@@ -40,4 +43,4 @@ class Finding:
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "
         place = self.where.removeprefix(os.getcwd() + os.sep)
-        return f"{place}: {self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"
+        return f"{place}: {'hint: ' * self.is_hint}{self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"

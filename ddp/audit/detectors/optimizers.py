@@ -13,6 +13,7 @@ CHAPTER = "ddp/README.md, chapter 4"
 def detect(trace: Trace) -> Iterator[Finding]:
     for rank in trace.ranks[:1]:
         yield from _of_rank(rank, trace)
+    yield from _owned_by_none(trace)
 
 
 def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
@@ -38,6 +39,13 @@ def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
                 steps[0].last("before_step"),
                 CHAPTER,
             )
+        elif rest := next((step for step in steps[1:] if _starts_with_a_rest(step)), None):
+            yield Finding(
+                "the gradients of the step before are still in .grad, and are added to this step's",
+                "Call zero_grad once per optimizer step, after it",
+                rest.last("before_step"),
+                CHAPTER,
+            )
         elif len(steps) > 1 and all(map(_is_unchanged, steps)):
             yield Finding(
                 "no optimizer step changes any weight, though the learning rate is not 0",
@@ -45,6 +53,31 @@ def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
                 steps[0].last("before_step"),
                 CHAPTER,
             )
+
+
+def _starts_with_a_rest(step: Step) -> bool:
+    """Whether the optimizer's gradients are there before the first backward pass that computes them: all that are not zero."""
+    passes = [one for one in step.all("backward") if one.get("computed", {}).keys() & set(step.own)]
+    first = (passes or step.all("backward") or [{}])[0].get("before") or {}  # of shards, the gradients are others
+    used = [number for number in step.own if any(step.last("before_step").get("gradients", {}).get(number, ()))]
+    return bool(used) and not step.has_closure and all(any(first.get(number, ())) for number in used)
+
+
+def _owned_by_none(trace: Trace) -> Iterator[Finding]:
+    """Parameters whose gradients DDP averages in each step, and that no rank's optimizer has."""
+    steps = [step for rank in trace.ranks for step in rank.steps]
+    if any(step.last("step").get("sharded") for step in steps) or not any(step.all("forward") for step in steps):
+        return
+    own = {number for step in steps for number in step.own}
+    passes = [one.get("computed", {}) for step in steps for one in step.all("backward")]
+    lost = sorted({number for one in passes for number, probe in one.items() if any(probe)} - own, key=int)
+    if lost:
+        yield Finding(
+            f"{len(lost)} parameters have gradients and are in no optimizer: {trace.names.get(lost[0], lost[0])}",
+            "Give the optimizer all parameters, or set requires_grad to False before the model is wrapped",
+            steps[0].last("before_step"),
+            CHAPTER,
+        )
 
 
 def _is_unchanged(step: Step) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Trace, epochs
+from ddp.audit.trace import Event, RankTrace, Trace, epochs
 
 CHAPTER = "ddp/README.md, chapter 3"
 
 
 def detect(trace: Trace) -> Iterator[Finding]:
     for rank in trace.ranks[:1]:
+        yield from _leftover(rank)
         training = [epoch for epoch in epochs(rank) if epoch.trains]
         seen: dict[tuple[int, ...], int] = {}
         for number, epoch in enumerate(training):
@@ -34,6 +35,30 @@ def detect(trace: Trace) -> Iterator[Finding]:
                 rank.rank,
             )
             return
+
+
+def _leftover(rank: RankTrace) -> Iterator[Finding]:
+    """Backward passes at an epoch's end that no optimizer step follows: their gradients enter the next epoch's first step."""
+    left: list[Event] = []
+    ended, carried = set[str](), False
+    for event in rank.events:
+        if event["kind"] in ("step", "skipped", "zero_grad"):
+            left, ended, carried = [], set(), False
+        elif event["kind"] == "backward":
+            if carried:
+                yield Finding(
+                    f"{len(left)} micro-batches at the end of an epoch wait for the first step of the next one",
+                    "Take an optimizer step after an epoch's last micro-batch too, or let the sampler drop what is over",
+                    left[0],
+                    "ddp/README.md, chapter 5",
+                    rank.rank,
+                )
+                return
+            left.append(event)
+        elif event["kind"] == "epoch":
+            carried |= bool(left) and event["where"] in ended
+        elif event["kind"] == "epoch_end" and left:
+            ended |= {e["where"] for e in rank.all("epoch") if e["iterator"] == event["iterator"]}
 
 
 def _between(events: list[dict[str, object]], first: object, last: object) -> list[dict[str, object]]:

@@ -12,12 +12,14 @@ CHAPTER = "ddp/README.md, chapter 3"
 
 def detect(trace: Trace) -> Iterator[Finding]:
     yield from _draws(trace)
+    yield from _forward_passes(trace)
     yield from _workers(trace)
 
 
 def _draws(trace: Trace) -> Iterator[Finding]:
     """Numbers that the script draws for the samples of a step: as many as a rank has samples, and equal on all ranks."""
     equal: dict[str, dict[int, bool]] = {}
+    drawn: dict[str, set[int]] = {}
     shown: dict[str, Event] = {}
     for steps in trace.steps():
         samples = {loss["samples"] for step in steps for loss in step.all("loss")}
@@ -26,11 +28,20 @@ def _draws(trace: Trace) -> Iterator[Finding]:
             continue
         for of_ranks in zip(*draws, strict=True):
             one = of_ranks[0]
-            if one["shape"][0] in samples and one["shape"][0] > 1:
+            if one["shape"][0] % max(samples, default=1) == 0 and one["shape"][0] > 1:
                 is_same = all(other["checksum"] == one["checksum"] for other in of_ranks)
-                equal.setdefault(one["where"], {})[one["step"]] = is_same
+                equal.setdefault(one["where"], {})[one["step"]] = is_same and one["shape"][0] in samples
                 shown.setdefault(one["where"], one)
+                drawn.setdefault(one["where"], set()).add(one["checksum"])
     for line, same in equal.items():
+        if len(drawn[line]) == 1 < len(same):
+            yield Finding(
+                f"each step draws the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']}",
+                "Do not seed with the same number in each step",
+                shown[line],
+                CHAPTER,
+            )
+            continue
         if len(same) > 1 and all(same.values()):  # what is drawn once may be meant for all ranks
             yield Finding(
                 f"all ranks draw the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']} in "
@@ -39,6 +50,31 @@ def _draws(trace: Trace) -> Iterator[Finding]:
                 shown[line],
                 CHAPTER,
             )
+
+
+def _forward_passes(trace: Trace) -> Iterator[Finding]:
+    """Numbers that dropout and the like draw in forward passes: from another state on each rank, and in each step."""
+    steps = [[step.all("forward") for step in of_ranks] for of_ranks in trace.steps()]
+    passes = [one for of_ranks in steps for one in zip(*of_ranks, strict=False) if one[0]["drawn_from"] is not None]
+    if len(passes) > 1 and trace.world_size > 1 and all(len({e["drawn_from"] for e in one}) == 1 for one in passes):
+        yield Finding(
+            f"all ranks draw the same random numbers in all of {len(passes)} forward passes, so dropout drops the same units",
+            "Seed with seed + rank once the model is built",
+            passes[0][0],
+            CHAPTER,
+            is_hint=True,
+        )
+    drawn: dict[int, Event] = {}
+    for event, *_ in passes:
+        before = drawn.setdefault(event["drawn_from"], event)
+        if before["step"] != event["step"]:
+            yield Finding(
+                f"this forward pass draws the random numbers of step {before['step']} again",
+                "Do not seed with the same number again: seed once, or with the number of the step",
+                event,
+                CHAPTER,
+            )
+            return
 
 
 def _workers(trace: Trace) -> Iterator[Finding]:

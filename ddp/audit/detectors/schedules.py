@@ -6,9 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Trace
+from ddp.audit.trace import RankTrace, Trace, epochs
 
 CHAPTER = "ddp/README.md, chapter 6"
+LONG = 10  # optimizer steps of a script without loaders
+
+
+def _is_long(rank: RankTrace) -> bool:
+    """Whether a schedule would have been stepped by now."""
+    return sum(epoch.trains for epoch in epochs(rank)) > 1 or (not rank.all("epoch") and len(rank.steps) >= LONG)
 
 
 def detect(trace: Trace) -> Iterator[Finding]:
@@ -20,6 +26,17 @@ def detect(trace: Trace) -> Iterator[Finding]:
                 f"the schedule takes {trace.world_size} steps for one optimizer step, so it runs {trace.world_size} times too fast",
                 "Step it once per optimizer step, on each rank alike: the number of ranks does not matter",
                 often[0],
+                CHAPTER,
+            )
+            break
+    first = trace.ranks[0]
+    stepped = {event["optimizer"] for event in first.all("schedule")}
+    for event in first.all("schedule_made"):
+        if event["optimizer"] not in stepped and _is_long(first):
+            yield Finding(
+                f"no {event['schedule']} of this optimizer is ever stepped: the learning rate stays as it is",
+                "Call its step() once per epoch or optimizer step, as it is meant",
+                event,
                 CHAPTER,
             )
             break

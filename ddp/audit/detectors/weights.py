@@ -67,9 +67,10 @@ def _of_call(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]
             )
         return None
     total *= factor_of(steps)
-    if 1 < passes <= len(steps[0].all("backward")) and math.isclose(total, passes, rel_tol=TOLERANCE):
+    too_large = total > 1.5 and math.isclose(total, round(total), rel_tol=TOLERANCE) and passes % round(total) == 0
+    if 1 < passes <= len(steps[0].all("backward")) and too_large:
         return Finding(
-            f"the loss is not divided by the number of micro-batches: the weights of all terms sum to {total:.3g} and not to 1",
+            f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {total:.3g} and not to 1",
             f"Divide each micro-batch's mean loss by {passes}",
             high,
             CHAPTER,

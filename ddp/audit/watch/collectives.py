@@ -70,6 +70,7 @@ def _called(name: str, args: Any, before: float | None, after: float | None) -> 
         before=before,
         after=after,
         gaps=gaps[:1],
+        requires_grad=any(tensor.requires_grad and not tensor.is_leaf for tensor in found),
         parameter=parameter,
         in_backward=torch._C._current_graph_task_id() != -1,
         where=where(),

@@ -54,6 +54,11 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_below(module: str) -> bool:
+    """Whether a module of this name leads to the present call."""
+    return any(frame.f_globals.get("__name__") == module for frame in frames())
+
+
 def where(with_instruction: bool = False) -> str:
     """``file:line`` of the innermost line of the script that leads to the present call; of any code, if none is the script's.
 

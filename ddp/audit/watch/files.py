@@ -13,10 +13,10 @@ from torch import Tensor
 
 from . import events, tensors
 from .events import emit, quiet, watch, where
-from .tensors import checksums, find_tensors
+from .tensors import checksum, find_tensors
 
 _TEMPORARY = os.path.realpath(tempfile.gettempdir())  # where libraries write files of their own
-PROGRESS = ("epoch", "step", "iter", "batch")
+PROGRESS = ("ep", "iter", "batch")  # epoch, ep, step, global_step, ...
 
 
 def install() -> None:
@@ -90,7 +90,7 @@ def _content(obj: Any) -> dict[str, Any]:
                 for key, one in value.items()
             )
     floating = [t for t in find_tensors(obj) if t.is_floating_point()]
-    return {**found, "checksums": checksums(floating[: len(tensors.parameters)])}
+    return {**found, "checksums": [checksum(t) for t in floating[: len(tensors.parameters)]]}
 
 
 def _dicts(obj: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], dict[Any, Any]]]:

@@ -57,9 +57,9 @@ def _end(before: Any, line: str) -> None:
     if before is None:
         emit("backward", where=line)
         return
-    weights = tensors.checksums([p for p in tensors.alive().values() if p.requires_grad][:1])
+    weights = {n: tensors.checksum(parameter) for n, parameter in tensors.alive().items() if n in list(_computed)[:1]}
     computed = tensors.as_lists(_computed)
-    emit("backward", before=before, computed=computed, norm=_norm(), weights=sum(weights), where=line)
+    emit("backward", before=before, computed=computed, norm=_norm(), weights=weights, where=line)
 
 
 def _norm() -> float | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import dataloader
 
-from .events import emit, quiet, watch, where
-from .tensors import find_tensors
+from .events import emit, is_below, quiet, watch, where
+from .tensors import checksum, find_tensors
 
 _iterators = 0
 MOST_ROWS = 4096
@@ -91,6 +91,7 @@ def _begin(loader: Any, iterator: Any) -> None:
         iterator=_iterators,
         length=None if iterable else _length(dataset),
         iterable=iterable,
+        evaluates=not is_below("torch.optim.swa_utils"),
         sampler=type(sampler).__name__,
         replicas=getattr(sampler, "num_replicas", None),
         workers=loader.num_workers,
@@ -137,8 +138,7 @@ def _integers(indices: Any) -> list[int] | None:
 
 def _rows(tensor: Tensor) -> list[int]:
     """A checksum of each sample."""
-    rows = tensor.detach().cpu()[:MOST_ROWS]
-    return [zlib.crc32(np.ascontiguousarray(row.contiguous().view(-1).view(torch.uint8).numpy()).data) for row in rows]
+    return [checksum(row) for row in tensor[:MOST_ROWS]]
 
 
 def _generators(dataset: Any) -> list[int]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .events import emit, quiet, watch, where
+from .tensors import probe
 
 CLASSES = ("cross_entropy", "nll_loss")
 ELEMENTS = (
@@ -49,13 +50,15 @@ def _computed(name: str, result: Any, args: Any, kwargs: Any) -> None:
             return  # terms of different weights by design
         terms = len(target) if target.is_floating_point() else int((target != kwargs.get("ignore_index", -100)).sum())
     samples = len(target) if target.dim() else 1
-    result.register_hook(functools.partial(_weighted, reduction, terms, samples, where(), where(with_instruction=True)))
+    of = {"samples": samples, "probes": [*probe(args[0]).tolist(), *probe(target).tolist()]}
+    of |= {"where": where(), "call": where(with_instruction=True)}
+    result.register_hook(functools.partial(_weighted, reduction, terms, of))
 
 
 @quiet
-def _weighted(reduction: str, terms: int, samples: int, line: str, call: str, factor: Tensor) -> None:
+def _weighted(reduction: str, terms: int, of: dict[str, Any], factor: Tensor) -> None:
     factors = factor.detach().double()
     factors = factors[factors != 0]  # a term that is masked has no weight
     terms = factors.numel() if reduction == "none" else terms if factors.numel() else 0
     weight = factors.mean().item() / (terms if reduction == "mean" else 1) if terms else 0.0
-    emit("loss", terms=terms, samples=samples, weight=weight, where=line, call=call)
+    emit("loss", terms=terms, weight=weight, **of)

@@ -10,10 +10,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import events, tensors
-from .events import called_by_script, detailed, emit, quiet, watch, where
+from .events import detailed, emit, quiet, watch, where
 from .gradients import watch_parameters
 
 _scaling = 0  # how many of the scaler's own steps are running
+_scheduling = 0  # how many schedules' constructors and steps are running
 
 
 def install() -> None:
@@ -72,23 +73,32 @@ def _after_step(optimizer: Any, *_: Any) -> None:
 
 
 def _sums(optimizer: Any, own: list[int]) -> dict[int, int]:
-    return dict(zip(own, tensors.checksums(_parameters(optimizer)), strict=True))
+    return dict(zip(own, map(tensors.checksum, _parameters(optimizer)), strict=True))
 
 
 def _watch_schedules() -> None:
-    for schedule in vars(torch.optim.lr_scheduler).values():
-        if isinstance(schedule, type) and "step" in vars(schedule):
-            _watch_schedule(schedule)
+    base = torch.optim.lr_scheduler.LRScheduler
+    for schedule in list(vars(torch.optim.lr_scheduler).values()):
+        if isinstance(schedule, type) and issubclass(schedule, base):
+            for name in vars(schedule).keys() & {"__init__", "step"}:
+                _watch_schedule(schedule, name)
 
 
-def _watch_schedule(schedule: Any) -> None:
-    @watch(schedule, "step")
-    def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if called_by_script():  # SequentialLR calls the steps of others
-            metric = args[0] if args else kwargs.get("metrics")
-            metric = None if metric is None else float(metric)
-            emit("schedule", schedule=type(self).__name__, id=id(self), metric=metric, where=where())
-        return original(self, *args, **kwargs)
+def _watch_schedule(schedule: Any, name: str) -> None:
+    @watch(schedule, name)
+    def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _scheduling
+        _scheduling += 1
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            _scheduling -= 1
+        if not _scheduling:  # SequentialLR calls the steps of others, and each constructor takes a step
+            metric = args[0] if args and name == "step" else kwargs.get("metrics")
+            fields = {"metric": None if metric is None else float(metric), "optimizer": id(self.optimizer)}
+            kind = "schedule" if name == "step" else "schedule_made"
+            emit(kind, schedule=type(self).__name__, id=id(self), where=where(), **fields)
+        return result
 
 
 def _watch_clipping() -> None:

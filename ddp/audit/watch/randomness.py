@@ -35,4 +35,4 @@ def _drawn(name: str, result: Tensor) -> None:
     global _step, _draws
     _step, _draws = events.steps, _draws + 1 if _step == events.steps else 0
     if _draws < MOST_DRAWS and result.dim():
-        emit("draw", function=name, shape=list(result.shape), checksum=int(checksum(result)), where=where())
+        emit("draw", function=name, shape=list(result.shape), checksum=checksum(result), where=where())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import functools
 import os
 import signal
 import threading
@@ -15,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from .events import called_by_script, directory, emit, frames, gradients_enabled, quiet, watch, where
-from .tensors import register
+from .events import called_by_script, directory, emit, gradients_enabled, is_below, quiet, watch, where
+from .tensors import checksum, register
 
 _inside = threading.local()  # how many wrappers' forward passes are running
-_seen: set[tuple[str, bool]] = set()  # lines of the script that have been reported
+_seen: set[tuple[str, bool, bool]] = set()  # lines of the script that have been reported
 # Layers that differ between training and evaluation.
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
@@ -68,13 +69,15 @@ def _watch_ddp(ddp: Any) -> None:
 
     @watch(ddp, "forward")
     def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            _forward(self)
         _inside.depth = getattr(_inside, "depth", 0) + 1
+        before = checksum(torch.get_rng_state())
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             _inside.depth -= 1
+        if torch.is_grad_enabled():
+            _forward(self, None if before == checksum(torch.get_rng_state()) else before)
+        return result
 
     @watch(ddp, "__setattr__")
     def assign(original: Any, self: Any, name: str, value: Any) -> None:
@@ -87,17 +90,28 @@ def _watch_ddp(ddp: Any) -> None:
 def _wrapped(wrapper: Any, module: nn.Module) -> None:
     register(module.named_parameters())
     wrapper.__dict__["_audit_known"] = _hooked(module)
+    wrapper.__dict__["_audit_random"] = _random_layers(module)
+    wrapper.__dict__["_audit_sync"] = any(isinstance(one, nn.SyncBatchNorm) for one in module.modules())
     for submodule in module.modules():
-        submodule.register_forward_pre_hook(_before_forward)
-    module.register_forward_pre_hook(_before_evaluation)
+        submodule.register_forward_pre_hook(functools.partial(_before_forward, module))
 
 
 @quiet
-def _forward(wrapper: Any) -> None:
-    """Hooks are lost where a parameter is another object than when it was wrapped, or has another dtype or device."""
-    known = wrapper.__dict__.get("_audit_known", {})
-    now = _hooked(wrapper.module)
-    emit("forward", lost=any(known.get(parameter, kind) != kind for parameter, kind in now.items()), where=where())
+def _forward(wrapper: Any, drawn_from: int | None) -> None:
+    """Hooks are lost where a parameter is another object than when it was wrapped, or has another dtype or device.
+
+    :param drawn_from: checksum of the generator from which the forward pass drew numbers, if it drew any
+    """
+    known, now = wrapper.__dict__["_audit_known"], _hooked(wrapper.module)
+    emit(
+        "forward",
+        lost=any(known.get(parameter, kind) != kind for parameter, kind in now.items()),
+        drawn_from=drawn_from,
+        evaluates=not wrapper.training and wrapper.__dict__["_audit_random"],
+        synchronizes=wrapper.require_backward_grad_sync,
+        synchronizes_batchnorm=wrapper.__dict__["_audit_sync"],
+        where=where(),
+    )
 
 
 def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
@@ -105,24 +119,24 @@ def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
 
 
 @quiet
-def _before_forward(module: nn.Module, _: Any) -> None:
-    """Of a module that a wrapper holds: it is called by the wrapper, or around it."""
-    if getattr(_inside, "depth", 0) or torch._C._current_graph_task_id() != -1 or not gradients_enabled():
+def _before_forward(root: nn.Module, module: nn.Module, _: Any) -> None:
+    """Of a module that a wrapper holds: training calls it through the wrapper, or around it; an evaluation may do either."""
+    trains, is_inside = gradients_enabled(), getattr(_inside, "depth", 0) or torch._C._current_graph_task_id() != -1
+    if is_inside and (trains or module is not root):  # activation checkpointing turns gradients off as well
         return
-    line = where()
-    if module.training and (line, True) not in _seen:
-        _seen.add((line, True))
-        emit("around", where=line)
-
-
-@quiet
-def _before_evaluation(module: nn.Module, _: Any) -> None:
-    if gradients_enabled() or "swa_utils" in {
-        frame.f_globals.get("__name__", "").rpartition(".")[2] for frame in frames()
-    }:
+    if is_below("torch.optim.swa_utils"):
         return  # update_bn must run in training mode
-    line = where()
-    if (line, module.training) not in _seen:
-        _seen.add((line, module.training))
-        random = [type(one).__name__ for one in module.modules() if isinstance(one, _RANDOM)]
-        emit("evaluation", training=module.training, random=random[:1], where=line)
+    kind = (where(), trains, module.training)
+    if kind in _seen or (trains and not module.training):
+        return
+    _seen.add(kind)
+    if trains:
+        emit("around", where=kind[0])
+    else:
+        sums = [checksum(buffer) for buffer in root.buffers()]
+        emit("evaluation", training=module.training, random=_random_layers(module), buffers=sums, where=kind[0])
+
+
+def _random_layers(module: nn.Module) -> str | None:
+    """The first layer that differs between training and evaluation."""
+    return next((type(one).__name__ for one in module.modules() if isinstance(one, _RANDOM)), None)
