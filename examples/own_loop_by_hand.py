@@ -15,6 +15,7 @@ from ddp.by_hand import HandwrittenDistributedDataParallel
 STEPS, MICRO_STEPS, BATCH_SIZE = 20, 2, 32  # the batch of a rank and micro-step
 
 dist.init_process_group("gloo")
+torch.manual_seed(0)
 generator = torch.Generator().manual_seed(dist.get_rank())  # each rank has its own samples
 model = HandwrittenDistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

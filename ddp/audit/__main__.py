@@ -16,14 +16,17 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.cli import command, option, parse
 from common.errors import UsageError
 from ddp.audit import launch
 from ddp.audit.detectors import find
 from ddp.audit.trace import Trace, read
+from ddp.audit.vary import KINDS, RUN, Flags, require_flags, vary
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class AuditConfig:
     ranks: int = option(2, "ranks on which the script runs", minimum=1, maximum=64)
     quick: bool = option(False, "look closely only at the first 8 steps, and every 16th after them")
     timeout: float = option(600.0, "seconds after which the script counts as hanging", above=0)
+    vary: tuple[str, ...] = option(
+        (), "run it again: as it is, on other ranks, with micro-steps, killed and resumed", choices=KINDS
+    )
+    batch_flag: str = option(
+        None, "the script's flag for the batch of a rank and micro-step, without dashes; for ranks and micro-steps"
+    )
+    accumulation_flag: str = option(None, "the script's flag for its micro-steps, without dashes; for micro-steps")
+    resume_flag: str = option(None, "a switch with which the script goes on, without dashes; for resume")
     json: Path = option(None, "file for the findings")
 
 
@@ -42,21 +53,55 @@ def main() -> None:
     own, script = (arguments, []) if "--" not in arguments else _split(arguments)
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
     _require_script(script)
+    flags = Flags(config.batch_flag, config.accumulation_flag, config.resume_flag)
+    require_flags(config.vary, flags, script)
+    variations: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as directory:
-        outcome = launch.run(script, config.ranks, Path(directory), config.timeout, config.quick)
-        trace = read(Path(directory))
-    findings = find(trace) if trace.ranks else []
-    print(_summary(trace, outcome))
-    for finding in findings:
-        print(finding)
+        runs = Runs(Path(directory), config)
+        trace, outcome = runs.run(script, config.ranks)
+        findings = find(trace) if trace.ranks else []
+        print(_summary(trace, outcome))
+        for finding in findings:
+            print(finding)
+        if config.vary and not outcome.status:
+            for variation in vary(config.vary, flags, script, trace, runs.run_again):
+                print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
+                findings += [variation.finding] if variation.finding else []
+                variations.append({"what": variation.what, "text": variation.text, "is_right": not variation.finding})
     if config.json:
         content = {"script": script, "seconds": outcome.seconds, "findings": [one.as_json() for one in findings]}
+        content["variations"] = variations
         config.json.write_text(json.dumps(content, indent=1) + "\n")
     _require_judged(trace, outcome)
     is_wrong = not all(finding.is_hint for finding in findings)
     if not is_wrong:
         print("nothing wrong was found")
     sys.exit(is_wrong)
+
+
+class Runs:
+    """Runs of the script, each in a folder of its own unless it goes on in that of another."""
+
+    def __init__(self, directory: Path, config: AuditConfig) -> None:
+        self._directory, self._config = directory, config
+
+    def run(
+        self, script: Sequence[str], ranks: int, name: str | None = None, **how: Any
+    ) -> tuple[Trace, launch.Outcome]:
+        events = Path(tempfile.mkdtemp(dir=self._directory))
+        folder = self._directory / name if name else events / "run"
+        folder.mkdir(exist_ok=True)
+        arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
+        outcome = launch.run(arguments, ranks, events, self._config.timeout, self._config.quick, **how)
+        return read(events), outcome
+
+    def run_again(self, script: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
+        """:raises UsageError: if the script fails, which it did not before"""
+        trace, outcome = self.run(script, ranks, name, kill_at=kill_at, output=self._directory / "output")
+        if outcome.status != 0 and not kill_at:
+            sys.stderr.write((self._directory / "output").read_text())
+            raise UsageError(f"the script failed with {' '.join(script)} on {ranks} ranks; its output is above")
+        return trace
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

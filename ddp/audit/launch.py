@@ -40,14 +40,25 @@ def starts_itself(arguments: Sequence[str]) -> bool:
     return False
 
 
-def run(arguments: Sequence[str], ranks: int, directory: Path, timeout: float, quick: bool) -> Outcome:
+def run(
+    arguments: Sequence[str],
+    ranks: int,
+    directory: Path,
+    timeout: float,
+    quick: bool,
+    kill_at: int | None = None,
+    output: Path | None = None,
+) -> Outcome:
     """Run ``python ARGUMENTS`` on so many ranks, and write down what they do.
 
     :param arguments: the script's path, or ``-m`` and a module, and its own arguments
     :param directory: of the events
     :param timeout: seconds after which the run is stopped
+    :param kill_at: each rank is killed after so many optimizer steps
+    :param output: file for what the script prints; without one, that goes to stderr
     """
     env = {**os.environ, "DDP_AUDIT_DIRECTORY": os.fspath(directory), "DDP_AUDIT_QUICK": "1" if quick else ""}
+    env["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.fspath(INJECT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, *arguments]
     if not starts_itself(arguments):
@@ -59,8 +70,10 @@ def run(arguments: Sequence[str], ranks: int, directory: Path, timeout: float, q
     adopt_orphans()
     before, began, status = descendants(), time.monotonic(), None
     try:
-        process = subprocess.Popen(command, env=env, stdout=sys.stderr, start_new_session=True)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(output, "w")) if output else sys.stderr
+            process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+            stack.enter_context(contextlib.suppress(subprocess.TimeoutExpired))
             status = process.wait(timeout)
         return Outcome(status, time.monotonic() - began, [] if status is not None else _stacks(directory))
     finally:

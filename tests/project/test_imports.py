@@ -21,6 +21,7 @@ COMMANDS = [
         "ddp.timeline",
         "ddp.ladder",
         "ddp.audit",
+        "ddp.audit.peers",
         "ddp.museum",
     ),
     *("ddp.gpu_check", "ddp.gpu_check.equivalence", "ddp.gpu_check.gaps", "ddp.gpu_check.pinned"),

@@ -61,7 +61,7 @@ def factor_of(steps: Sequence[Step]) -> float:
     factors = []
     for number in steps[0].own:
         computed = [_value(one.get("computed", {}), number) for step in steps for one in step.all("backward")]
-        average, got = _scaled(_sum(computed), 1 / len(steps))[0] if computed else 0.0, _unscaled(number, steps[0])
+        average, got = _scaled(_sum(computed), 1 / len(steps))[0] if computed else 0.0, unscaled(number, steps[0])
         if average and got and math.isfinite(average) and math.isfinite(got[0]):
             factors.append(got[0] / average)
     same = factors and max(factors) - min(factors) <= TOLERANCE * abs(factors[0])
@@ -79,7 +79,7 @@ def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event
     totals = [_sum(own) for own in computed]
     average = _scaled(_sum(totals), 1 / len(steps))
     left = [_value(own[0]["before"], number) for own in passes]
-    got = [_unscaled(number, step) for step in steps]
+    got = [unscaled(number, step) for step in steps]
     size = max(_norm(one["computed"], number) for own in passes for one in own) * len(passes[0])
     if any(value is None for value in got) or not size or not all(map(math.isfinite, (size, *average))):
         return None
@@ -158,7 +158,7 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
     return Finding(f"{text}: {which}", cure, event, CHAPTER, diverges=text in (LOCAL, PARTLY, DIFFERENT))
 
 
-def _unscaled(number: str, step: Step) -> Value | None:
+def unscaled(number: str, step: Step) -> Value | None:
     """``.grad`` before the optimizer step, as it was before it was unscaled and clipped; None if that cannot be told."""
     factor = 1.0
     scale = step.last("scale").get("scale", 1.0) if step.all("unscale") else 1.0

@@ -25,9 +25,9 @@ def detect(trace: Trace) -> Iterator[Finding]:
                 )
         passes = rank.all("forward", "backward")
         for forward, backward in itertools.pairwise(passes):
-            if forward.get("evaluates") and backward["kind"] == "backward":
+            if not forward.get("training", True) and forward["layer"] and backward["kind"] == "backward":
                 yield Finding(
-                    f"the model trains in evaluation mode, in which {forward['evaluates']} does nothing, or does not learn",
+                    f"the model trains in evaluation mode, in which {forward['layer']} does nothing, or does not learn",
                     "Call model.train() before each epoch of training",
                     forward,
                     CHAPTER,
@@ -56,14 +56,13 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 def _twice(of_ranks: tuple[Epoch, ...]) -> Finding | None:
     begin, samples = of_ranks[0].begin, [epoch.samples for epoch in of_ranks]
-    if begin["replicas"] is None or any(one is None for one in samples):
+    if any(one is None for one in samples) or all(one == samples[0] for one in samples):
         return None
     counts = Counter(sample for own in samples for sample in own or ())
     total = sum(counts.values())
     if all(epoch.ended for epoch in of_ranks) and total > len(counts):
         return Finding(
-            f"the evaluation counts {total} samples, and the data set has {begin['length']}: {begin['sampler']} repeats "
-            f"{total - len(counts)} so that all ranks have equally many",
+            f"the evaluation counts {total} samples, of which {len(counts)} are different: {begin['sampler']} gives some to several ranks",
             "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",
             begin,
             CHAPTER,

@@ -17,7 +17,8 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 
 def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
-    looked_at = [step for step in rank.steps if step.last("before_step").get("parameters") is not None]
+    closed = [step for step in rank.steps if not step.has_closure]
+    looked_at = [step for step in closed if step.last("before_step").get("parameters") is not None]
     for line in dict.fromkeys(step.last("before_step")["where"] for step in looked_at):
         steps = [step for step in looked_at if step.last("before_step")["where"] == line]
         missing = [set(step.last("before_step")["without_gradient"]) for step in steps]
@@ -60,7 +61,7 @@ def _starts_with_a_rest(step: Step) -> bool:
     passes = [one for one in step.all("backward") if one.get("computed", {}).keys() & set(step.own)]
     first = (passes or step.all("backward") or [{}])[0].get("before") or {}  # of shards, the gradients are others
     used = [number for number in step.own if any(step.last("before_step").get("gradients", {}).get(number, ()))]
-    return bool(used) and not step.has_closure and all(any(first.get(number, ())) for number in used)
+    return bool(used) and all(any(first.get(number, ())) for number in used)
 
 
 def _owned_by_none(trace: Trace) -> Iterator[Finding]:

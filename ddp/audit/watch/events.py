@@ -19,12 +19,11 @@ import torch
 directory = Path(os.environ["DDP_AUDIT_DIRECTORY"])
 _QUICK = bool(os.environ.get("DDP_AUDIT_QUICK"))
 QUICK_STEPS, QUICK_INTERVAL = 8, 16
-# Code that is not the script's: torch, other packages, the standard library, this folder.
+# Code that is not the script's: the standard library, this folder, and torch and other packages.
 _LIBRARIES = tuple(
-    os.path.realpath(folder) + os.sep
-    for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), os.path.dirname(__file__))
-    if folder
+    os.path.realpath(folder) + os.sep for folder in (sysconfig.get_path("stdlib"), os.path.dirname(__file__))
 )
+_PACKAGES = os.sep + "site-packages" + os.sep
 
 _file, _pid = -1, -1
 steps = 0  # optimizer steps of this process
@@ -69,7 +68,7 @@ def where(with_instruction: bool = False) -> str:
         name = frame.f_code.co_filename
         if not name.startswith("<"):
             outermost = f"{name}:{frame.f_lineno}" + (f":{frame.f_lasti}" if with_instruction else "")
-            if not os.path.realpath(name).startswith(_LIBRARIES):
+            if not _is_library(name):
                 return outermost
     return getattr(threading.current_thread(), "_audit_started", outermost)
 
@@ -79,7 +78,12 @@ def called_by_script() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and os.path.realpath(frame.f_code.co_filename).startswith(_LIBRARIES[-1]):
         frame = frame.f_back
-    return frame is not None and not os.path.realpath(frame.f_code.co_filename).startswith(_LIBRARIES)
+    return frame is not None and not _is_library(frame.f_code.co_filename)
+
+
+def _is_library(file: str) -> bool:
+    file = os.path.realpath(file)
+    return file.startswith(_LIBRARIES) or _PACKAGES in file
 
 
 def watch(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

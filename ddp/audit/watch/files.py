@@ -83,7 +83,8 @@ def _content(obj: Any) -> dict[str, Any]:
         found["optimizer"] |= {"state", "param_groups"} <= keys
         found["scaler"] |= {"scale", "growth_factor"} <= keys
         found["schedule"] |= "last_epoch" in keys
-        found["model"] |= any(isinstance(one, Tensor) and one.is_floating_point() for one in value.values())
+        is_model = any(isinstance(one, Tensor) and one.is_floating_point() for one in value.values())
+        found["model"] |= is_model and "state" not in path[:-1]  # those of an optimizer are below state and a number
         if not keys & {"last_epoch", "growth_factor", "param_groups", "exp_avg"} and "param_groups" not in path:
             found["progress"] |= any(
                 isinstance(key, str) and isinstance(one, int) and any(word in key.lower() for word in PROGRESS)

@@ -13,10 +13,9 @@ from torch.utils import data
 from torch.utils.data import dataloader
 
 from .events import emit, is_below, quiet, watch, where
-from .tensors import checksum, find_tensors
+from .tensors import rows
 
 _iterators = 0
-MOST_ROWS = 4096
 
 
 def install() -> None:
@@ -111,13 +110,7 @@ def _arrived(iterator: Any, batch: Any) -> None:
     queue = iterator.__dict__.get("_audit_indices") or []
     indices = queue.pop(0) if queue else None
     flat = _integers(indices)
-    first = next((tensor for tensor in find_tensors(batch) if tensor.dim()), None)
-    emit(
-        "batch",
-        iterator=iterator.__dict__.get("_audit_number"),
-        indices=flat,
-        rows=_rows(first) if first is not None else [],
-    )
+    emit("batch", iterator=iterator.__dict__.get("_audit_number"), indices=flat, rows=rows(batch))
 
 
 def _integers(indices: Any) -> list[int] | None:
@@ -134,11 +127,6 @@ def _integers(indices: Any) -> list[int] | None:
     if isinstance(samples, (list, tuple)) and all(isinstance(one, (int, np.integer)) for one in samples):
         return [int(one) for one in samples]
     return None
-
-
-def _rows(tensor: Tensor) -> list[int]:
-    """A checksum of each sample."""
-    return [checksum(row) for row in tensor[:MOST_ROWS]]
 
 
 def _generators(dataset: Any) -> list[int]:

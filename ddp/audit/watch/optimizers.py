@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from . import events, tensors
 from .events import detailed, emit, quiet, watch, where
 from .gradients import watch_parameters
 
+KILL_AT = int(os.environ.get("DDP_AUDIT_KILL_AT", 0))
 _scaling = 0  # how many of the scaler's own steps are running
 _scheduling = 0  # how many schedules' constructors and steps are running
 
@@ -51,7 +54,22 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 @quiet
-def _before_step(optimizer: Any, *_: Any) -> None:
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """A closure computes the gradients within the step, so they are looked at when it ends."""
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if closure is None:
+        return _look(optimizer)
+
+    def closure_and_look() -> Any:
+        result = closure()
+        _look(optimizer)
+        return result
+
+    return args[:1], {**kwargs, "closure": closure_and_look}
+
+
+@quiet
+def _look(optimizer: Any) -> None:
     own = tensors.register(("", parameter) for parameter in _parameters(optimizer))
     fields: dict[str, Any] = {"scaler": _scaling > 0, "where": where()}
     fields["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
@@ -70,6 +88,8 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     sums = _sums(optimizer, own) if detailed() else None
     emit("step", parameters=sums, sharded=sharded)
     events.steps += 1
+    if events.steps == KILL_AT:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _sums(optimizer: Any, own: list[int]) -> dict[int, int]:

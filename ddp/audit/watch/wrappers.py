@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from .events import called_by_script, directory, emit, gradients_enabled, is_below, quiet, watch, where
-from .tensors import checksum, register
+from .events import called_by_script, detailed, directory, emit, gradients_enabled, is_below, quiet, watch, where
+from .tensors import checksum, register, rows
 
 _inside = threading.local()  # how many wrappers' forward passes are running
 _seen: set[tuple[str, bool, bool]] = set()  # lines of the script that have been reported
+_dtypes: set[torch.dtype] = set()  # of autocast
 # Layers that differ between training and evaluation.
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
@@ -57,6 +58,13 @@ def _joined() -> None:
 
 
 def _watch_ddp(ddp: Any) -> None:
+    @watch(torch.amp.autocast_mode.autocast, "__enter__")
+    def autocast(original: Any, self: Any) -> Any:
+        if self._enabled and self.fast_dtype not in _dtypes:
+            _dtypes.add(self.fast_dtype)
+            emit("autocast", eps=torch.finfo(self.fast_dtype).eps)
+        return original(self)
+
     @watch(Join, "__enter__")
     def join(original: Any, self: Any) -> Any:
         emit("join", where=where())
@@ -76,7 +84,7 @@ def _watch_ddp(ddp: Any) -> None:
         finally:
             _inside.depth -= 1
         if torch.is_grad_enabled():
-            _forward(self, None if before == checksum(torch.get_rng_state()) else before)
+            _forward(self, [args, kwargs], None if before == checksum(torch.get_rng_state()) else before)
         return result
 
     @watch(ddp, "__setattr__")
@@ -90,14 +98,14 @@ def _watch_ddp(ddp: Any) -> None:
 def _wrapped(wrapper: Any, module: nn.Module) -> None:
     register(module.named_parameters())
     wrapper.__dict__["_audit_known"] = _hooked(module)
-    wrapper.__dict__["_audit_random"] = _random_layers(module)
+    wrapper.__dict__["_audit_layer"] = _random_layers(module)
     wrapper.__dict__["_audit_sync"] = any(isinstance(one, nn.SyncBatchNorm) for one in module.modules())
     for submodule in module.modules():
         submodule.register_forward_pre_hook(functools.partial(_before_forward, module))
 
 
 @quiet
-def _forward(wrapper: Any, drawn_from: int | None) -> None:
+def _forward(wrapper: Any, inputs: Any, drawn_from: int | None) -> None:
     """Hooks are lost where a parameter is another object than when it was wrapped, or has another dtype or device.
 
     :param drawn_from: checksum of the generator from which the forward pass drew numbers, if it drew any
@@ -106,8 +114,10 @@ def _forward(wrapper: Any, drawn_from: int | None) -> None:
     emit(
         "forward",
         lost=any(known.get(parameter, kind) != kind for parameter, kind in now.items()),
+        rows=rows(inputs) if detailed() else [],
         drawn_from=drawn_from,
-        evaluates=not wrapper.training and wrapper.__dict__["_audit_random"],
+        training=wrapper.training,
+        layer=wrapper.__dict__["_audit_layer"],
         synchronizes=wrapper.require_backward_grad_sync,
         synchronizes_batchnorm=wrapper.__dict__["_audit_sync"],
         where=where(),
@@ -139,4 +149,5 @@ def _before_forward(root: nn.Module, module: nn.Module, _: Any) -> None:
 
 def _random_layers(module: nn.Module) -> str | None:
     """The first layer that differs between training and evaluation."""
-    return next((type(one).__name__ for one in module.modules() if isinstance(one, _RANDOM)), None)
+    layers = (one for one in module.modules() if isinstance(one, _RANDOM) and getattr(one, "p", True))
+    return next((type(one).__name__ for one in layers), None)

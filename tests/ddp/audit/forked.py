@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,30 +16,43 @@ import numpy as np
 from ddp.audit.detectors import find
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.launch import INJECT
-from ddp.audit.trace import read
+from ddp.audit.trace import Trace, read
 from tests.support.launch import run_ranks
 
 
 def judge(folder: Path, *arguments: object) -> list[Finding]:
-    """What is wrong with ``python ARGUMENTS`` on two ranks.
+    """What is wrong with ``python ARGUMENTS`` on two ranks, hints left out.
 
     :param folder: a temporary one
     :raises AssertionError: if the script failed, or the audit itself
     """
-    directory = Path(tempfile.mkdtemp(dir=folder))
-    run_ranks(_run_watched, 2, tuple(map(str, arguments)), directory, fresh=True)
-    trace = read(directory)
+    trace = watch(folder, map(str, arguments))
     findings = find(trace)
     assert trace.errors == []
     return [finding for finding in findings if not finding.is_hint]
 
 
-def _run_watched(arguments: tuple[str, ...], directory: Path) -> str:
+def watch(folder: Path, arguments: Iterable[str], ranks: int = 2, kill_at: int | None = None) -> Trace:
+    """What the ranks of ``python ARGUMENTS`` do.
+
+    :param kill_at: after so many steps each rank kills itself
+    """
+    directory = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        run_ranks(_run_watched, ranks, tuple(arguments), directory, kill_at, fresh=True)
+    except AssertionError:
+        if not kill_at:
+            raise
+    return read(directory)
+
+
+def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | None) -> str:
     """Run a script on this rank; what it prints."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "ddp")]:
         del sys.modules[name]  # they are imported anew, once torch is watched
     np.random.seed()
     os.environ["DDP_AUDIT_DIRECTORY"] = os.fspath(directory)
+    os.environ["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
     runpy.run_path(str(INJECT / "sitecustomize.py"))["_load_watch"]().install()
     script, *sys.argv[1:] = arguments if arguments[0] != "-m" else arguments[1:]
     sys.argv[0] = script

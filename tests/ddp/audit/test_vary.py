@@ -1,0 +1,73 @@
+"""The same job again: what must be equal is, and each change of the script is seen by the variation that it breaks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ddp.audit.peers.__main__ import FLAGS, FOLDER
+from ddp.audit.trace import Trace
+from ddp.audit.vary import KINDS, RUN, Flags, Variation, vary
+from tests.ddp.audit.forked import watch
+from tests.support.launch import run_command
+
+SCRIPT = FOLDER / "torch_alone.py"
+
+
+def varied(folder: Path, source: str, kinds: Sequence[str]) -> list[Variation]:
+    """The variations of a script with the arguments of the table's job."""
+    (folder / "job.py").write_text(source)
+
+    def run(arguments: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
+        place = folder / name if name else Path(tempfile.mkdtemp(dir=folder))
+        place.mkdir(exist_ok=True)
+        return watch(folder, [argument.replace(RUN, str(place)) for argument in arguments], ranks, kill_at)
+
+    script = [str(folder / "job.py"), *FLAGS]
+    return list(vary(kinds, Flags("batch-size", "micro-steps"), script, run(script, 2, None, None), run))
+
+
+@pytest.mark.examples
+def test_a_right_script_comes_to_the_same_result(tmp_path: Path) -> None:
+    found = varied(tmp_path, SCRIPT.read_text(), KINDS)
+    assert [variation.finding for variation in found] == [None] * 5
+    assert found[0][:2] == ("run again", "the same samples and the same bits in 9 steps")
+    killed = "killed after step 5 and started again, at step 3"
+    assert found[4][:2] == (killed, "the same samples and the same bits in 6 steps")
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize(
+    ("kind", "was", "becomes", "said"),
+    [
+        ("repeat", "torch.manual_seed(0)", "torch.seed()", "takes other samples"),
+        ("ranks", "seed=0", "seed=ranks", "takes other samples: 48 instead of 48"),
+        ("ranks", "/ args.micro_steps", "/ args.micro_steps / ranks", "has other gradients"),
+        ("micro-steps", " / args.micro_steps", "", "has other gradients"),
+        ("resume", '    optimizer.load_state_dict(state["optimizer"])\n', "", "uses another learning rate"),
+        ("resume", '    model.module.load_state_dict(state["model"])\n', "", "it begins anew"),
+        ("resume", "sampler.set_epoch(epoch)", "sampler.set_epoch(epoch - first_epoch)", "takes those of step 0"),
+        ("resume", "range(first_epoch, 3)", "range(first_epoch, first_epoch + 3)", "it takes 9 steps where 6 are left"),
+    ],
+)
+def test_what_differs_is_said(tmp_path: Path, kind: str, was: str, becomes: str, said: str) -> None:
+    source = SCRIPT.read_text()
+    assert was in source
+    texts = [one.finding.text for one in varied(tmp_path, source.replace(was, becomes), [kind]) if one.finding]
+    assert texts
+    assert all(said in text for text in texts)
+
+
+def test_flags_that_the_script_lacks() -> None:
+    for flags, said in (
+        (("--vary", "resume"), "--vary resume needs {run} among the script's arguments"),
+        (("--vary", "micro-steps"), "--vary micro-steps needs --accumulation-flag"),
+        (("--vary", "ranks", "--batch-flag", "bs"), "--bs is not among the script's arguments"),
+        (("--vary", "everything"), "--vary"),
+    ):
+        done = run_command("ddp.audit", *flags, "--", str(SCRIPT))
+        assert done.returncode == 2
+        assert said in done.stderr.splitlines()[-1]
