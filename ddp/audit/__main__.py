@@ -26,7 +26,7 @@ from common.errors import UsageError
 from ddp.audit import launch
 from ddp.audit.detectors import find
 from ddp.audit.trace import Trace, read
-from ddp.audit.vary import KINDS, RUN, Flags, require_flags, vary
+from ddp.audit.vary import KINDS, RUN, Flags, plan, vary
 
 
 @dataclass(frozen=True)
@@ -54,29 +54,33 @@ def main() -> None:
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
     _require_script(script)
     flags = Flags(config.batch_flag, config.accumulation_flag, config.resume_flag)
-    require_flags(config.vary, flags, script)
-    variations: list[dict[str, object]] = []
+    plans = plan(config.vary, flags, script, config.ranks)
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as directory:
         runs = Runs(Path(directory), config)
         trace, outcome = runs.run(script, config.ranks)
         findings = find(trace) if trace.ranks else []
+        unjudged = _why_unjudged(trace, outcome)
         print(_summary(trace, outcome))
         for finding in findings:
             print(finding)
-        if config.vary and not outcome.status:
-            for variation in vary(config.vary, flags, script, trace, runs.run_again):
-                print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
-                findings += [variation.finding] if variation.finding else []
-                variations.append({"what": variation.what, "text": variation.text, "is_right": not variation.finding})
+        variations = []
+        for variation in (
+            vary(plans, "resume" in config.vary, flags, script, trace, runs.run_again) if not unjudged else ()
+        ):
+            print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
+            variations.append(variation)
+    findings += [variation.finding for variation in variations if variation.finding]
     if config.json:
         content = {"script": script, "seconds": outcome.seconds, "findings": [one.as_json() for one in findings]}
-        content["variations"] = variations
+        content["variations"] = [variation.as_json() for variation in variations]
         config.json.write_text(json.dumps(content, indent=1) + "\n")
-    _require_judged(trace, outcome)
-    is_wrong = not all(finding.is_hint for finding in findings)
-    if not is_wrong:
-        print("nothing wrong was found")
-    sys.exit(is_wrong)
+    if unjudged:
+        raise UsageError(unjudged)
+    if not all(finding.is_hint for finding in findings):
+        sys.exit(1)
+    if not all(variation.is_judged for variation in variations):
+        raise UsageError("the script did not run in every way that was asked for; see above")
+    print("nothing wrong was found")
 
 
 class Runs:
@@ -128,23 +132,22 @@ def _summary(trace: Trace, outcome: launch.Outcome) -> str:
     )
 
 
-def _require_judged(trace: Trace, outcome: launch.Outcome) -> None:
-    """:raises UsageError: if the run could not be judged, with the reason"""
+def _why_unjudged(trace: Trace, outcome: launch.Outcome) -> str | None:
+    """Why a run cannot be judged, if it cannot."""
     if trace.errors:
-        raise UsageError(f"the audit itself failed ({trace.errors[0]['what']}): {trace.errors[0]['text']}")
+        return f"the audit itself failed ({trace.errors[0]['what']}): {trace.errors[0]['text']}"
     if outcome.status is None:
-        raise UsageError(
-            f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
-        )
+        return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
     if outcome.status:
-        raise UsageError(f"the script failed with exit status {outcome.status}; its own output is above")
+        return f"the script failed with exit status {outcome.status}; its own output is above"
     if not trace.ranks:
-        raise UsageError("the script never made a process group: it calls no init_process_group")
+        return "the script never made a process group: it calls no init_process_group"
     if trace.world_size < 2:
-        raise UsageError("the script ran on one rank: most of what can be wrong needs two, so give --ranks 2")
+        return "the script ran on one rank: most of what can be wrong needs two, so give --ranks 2"
     if not any(rank.steps for rank in trace.ranks):
         passes = sum(len(rank.all("backward")) for rank in trace.ranks)
-        raise UsageError(f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)")
+        return f"the script took no optimizer step of torch.optim ({passes} backward passes were seen)"
+    return None
 
 
 def _innermost(stack: str) -> str:

@@ -43,47 +43,78 @@ class Flags:
 
 
 class Variation(NamedTuple):
-    """What became of one, and what is wrong with it."""
+    """What became of one, and what is wrong with it.
+
+    :ivar is_judged: whether the script ran
+    """
 
     what: str
     text: str
     finding: Finding | None = None
+    is_judged: bool = True
+
+    def as_json(self) -> dict[str, object]:
+        return {"what": self.what, "text": self.text, "is_right": self.is_judged and self.finding is None}
 
 
-def require_flags(kinds: Sequence[str], flags: Flags, script: Sequence[str]) -> None:
-    """:raises UsageError: if something cannot be varied with this script's arguments"""
+class Plan(NamedTuple):
+    """A run of the script that is compared with the first one.
+
+    :ivar compare: gets both traces
+    """
+
+    what: str
+    script: Sequence[str]
+    ranks: int
+    compare: Callable[[str, Trace, Trace], Variation]
+
+
+def plan(kinds: Sequence[str], flags: Flags, script: Sequence[str], ranks: int) -> list[Plan]:
+    """What to run, apart from ``resume``.
+
+    :raises UsageError: if something cannot be varied with this script's arguments
+    """
     for name in filter(None, (flags.batch, flags.accumulation)):
         if f"--{name}" not in script[:-1]:
             raise UsageError(
-                f"--{name} is not among the script's arguments: give it there with the value that it has on --ranks ranks"
+                f"--{name} is not among the script's arguments: give it there, as --{name} N, with its value on {ranks} ranks"
             )
-    if "micro-steps" in kinds and not flags.accumulation:
-        raise UsageError(
-            "--vary micro-steps needs --accumulation-flag: the name of the script's flag for its micro-steps"
-        )
+    plans = []
+    if "repeat" in kinds:
+        plans.append(Plan("run again", script, ranks, _same_bits))
+    if "ranks" in kinds:
+        for other in (ranks - 1, ranks + 1):
+            changed = _changed(script, flags.batch, ranks, other)
+            plans.append(Plan(f"on {other} rank{'s' * (other > 1)}", changed, other, _same_numbers))
+    if "micro-steps" in kinds:
+        if not flags.accumulation:
+            raise UsageError(
+                "--vary micro-steps needs --accumulation-flag: the name of the script's flag for its micro-steps"
+            )
+        changed = _changed(_changed(script, flags.accumulation, 2, 1), flags.batch, 1, 2)
+        plans.append(Plan("with twice as many micro-steps", changed, ranks, _same_numbers))
     if "resume" in kinds and not any(RUN in argument for argument in script):
         raise UsageError(
             f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
         )
+    return plans
 
 
-def vary(kinds: Sequence[str], flags: Flags, script: Sequence[str], base: Trace, run: Runner) -> Iterator[Variation]:
-    """Run the variations, one after another.
+def vary(
+    plans: Sequence[Plan], resumes: bool, flags: Flags, script: Sequence[str], base: Trace, run: Runner
+) -> Iterator[Variation]:
+    """Run the script again, each time in another way.
 
+    :param resumes: whether to kill it and start it again, at the end
     :param base: the script as it is
     :param run: runs arguments on ranks, up to an optimizer step at which it is killed, in the folder of an earlier run of this name
     """
-    ranks = base.world_size
-    if "repeat" in kinds:
-        yield _same_bits("run again", base, run(script, ranks, None, None), 0)
-    if "ranks" in kinds:
-        for other in (ranks - 1, ranks + 1):
-            changed = _changed(script, flags.batch, ranks, other)
-            yield _same_numbers(f"on {other} rank{'s' * (other > 1)}", base, run(changed, other, None, None))
-    if "micro-steps" in kinds:
-        changed = _changed(_changed(script, flags.accumulation, 2, 1), flags.batch, 1, 2)
-        yield _same_numbers("with twice as many micro-steps", base, run(changed, ranks, None, None))
-    if "resume" in kinds:
+    for what, changed, ranks, compare in plans:
+        try:
+            yield compare(what, base, run(changed, ranks, None, None))
+        except UsageError as error:
+            yield Variation(what, f"not compared: {error}", is_judged=False)
+    if resumes:
         yield _resumed(base, flags, script, run)
 
 
@@ -97,9 +128,7 @@ def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int)
         at = changed.index(f"--{name}") + 1
         value, rest = divmod(int(changed[at]) * factor, divisor)
         if rest:
-            raise UsageError(
-                f"--{name} {changed[at]}, times {factor}, cannot be divided by {divisor}: take a multiple of {divisor}"
-            )
+            raise UsageError(f"--{name} {changed[at]}, times {factor}, is no multiple of {divisor}: take one")
         changed[at] = str(value)
     return changed
 
@@ -122,7 +151,7 @@ def _resumed(base: Trace, flags: Flags, script: Sequence[str], run: Runner) -> V
     return _same_bits(f"{what}, at step {start}", base, resumed, start)
 
 
-def _same_bits(what: str, base: Trace, other: Trace, start: int) -> Variation:
+def _same_bits(what: str, base: Trace, other: Trace, start: int = 0) -> Variation:
     """Compare a run with the steps of the first from one on."""
     for rank, repeated in zip(base.ranks, other.ranks, strict=False):
         for step, again in zip(rank.steps[start:], repeated.steps, strict=False):
@@ -206,9 +235,21 @@ def _weights(step: Step) -> object:
 
 
 def _rows(trace: RankTrace, step: Step) -> list[int]:
-    """The checksums of the samples that a rank trains on in a step: what DDP gets, which may be later than what the loader gives."""
-    if forwards := step.all("forward"):
-        return [row for forward in forwards for row in forward["rows"]]
+    """The checksums of the samples that a rank trains on in a step: what DDP gets, and without DDP, what the loader gives.
+
+    A loader may give a batch of the next step already. A pass whose gradients are thrown away, such as one to warm up, does not count.
+    """
+    rows: list[int] = []
+    forwards: list[int] = []
+    for event in step.all("forward", "backward"):
+        if event["kind"] == "forward":
+            forwards += event["rows"]
+            continue
+        before = event.get("before") or {}
+        starts_anew = not any(any(before.get(number, ())) for number in step.own)
+        rows, forwards = (forwards if starts_anew else rows + forwards), []
+    if rows:
+        return rows
     training = {epoch.begin["iterator"] for epoch in epochs(trace) if epoch.trains}
     return [row for batch in step.all("batch") if batch["iterator"] in training for row in batch["rows"]]
 

@@ -26,7 +26,7 @@ from common.errors import UsageError
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parent.parent.parent / "examples"
 VARIATIONS = ("run again", "on 1 rank", "on 3 ranks", "with twice as many micro-steps", "killed")
-SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--device", "cpu", "--batch-size", "48")
+SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--batch-size", "48")
 
 
 class Job(NamedTuple):
@@ -58,9 +58,10 @@ JOBS = {
     "lightning": Job("lightning", (str(FOLDER / "with_lightning.py"), *FLAGS), PEER),
     "transformers": Job("transformers", (str(FOLDER / "with_transformers.py"), *FLAGS), PEER),
     "ddp.train": Job(
-        "torch", ("-m", "ddp.train", *SMALL, *OURS, "--checkpoint-every", "2", "--run-dir", "{run}/run"), TRAINER
+        "torch",
+        ("-m", "ddp.train", "--device", "cpu", *SMALL, *OURS, "--checkpoint-every", "2", "--run-dir", "{run}/run"),
+        TRAINER,
     ),
-    "dataparallel.train": Job("torch", ("-m", "dataparallel.train", *SMALL, "--run-dir", "{run}/run"), ()),
     "own_loop_by_hand": Job("torch", (str(EXAMPLES / "own_loop_by_hand.py"),), ("--vary", "repeat")),
     "own_loop_checkpoints": Job(
         "torch", (str(EXAMPLES / "own_loop_checkpoints.py"), "30", "{run}/c"), ("--vary", "repeat,resume")

@@ -10,7 +10,7 @@ import pytest
 
 from ddp.audit.peers.__main__ import FLAGS, FOLDER
 from ddp.audit.trace import Trace
-from ddp.audit.vary import KINDS, RUN, Flags, Variation, vary
+from ddp.audit.vary import KINDS, RUN, Flags, Variation, plan, vary
 from tests.ddp.audit.forked import watch
 from tests.support.launch import run_command
 
@@ -27,7 +27,9 @@ def varied(folder: Path, source: str, kinds: Sequence[str]) -> list[Variation]:
         return watch(folder, [argument.replace(RUN, str(place)) for argument in arguments], ranks, kill_at)
 
     script = [str(folder / "job.py"), *FLAGS]
-    return list(vary(kinds, Flags("batch-size", "micro-steps"), script, run(script, 2, None, None), run))
+    flags = Flags("batch-size", "micro-steps")
+    base = run(script, 2, None, None)
+    return list(vary(plan(kinds, flags, script, 2), "resume" in kinds, flags, script, base, run))
 
 
 @pytest.mark.examples
