@@ -197,23 +197,22 @@ def _same_numbers(what: str, base: Trace, other: Trace) -> Variation:
     layers = [event["layer"] for event in ours[0][0].all("forward") if event["layer"]]
     if layers:
         return Variation(what, f"the same samples; numbers are not compared, since {layers[0]} differs by design")
-    if ours[0][0].last("step")["sharded"]:
-        return Variation(
-            what, "the same samples; numbers are not compared, since each rank has a part of the gradients"
-        )
     autocast = max((event["eps"] for event in base.ranks[0].all("autocast")), default=0.0)
     terms = sum(event["terms"] for step in ours[0] for event in step.all("loss"))
     allowed, largest = SAFETY * (float(autocast) + EPS * math.sqrt(terms or 1)), 0.0
     for mine, yours in zip(ours, theirs, strict=False):
         difference, name = _distance(mine, yours, base)
+        if not name:
+            return Variation(
+                what, "the same samples; numbers are not compared, since each rank has a part of the gradients"
+            )
         if difference > allowed:
             text = f"of {name}, by {difference:.2g} of its size ({allowed:.2g} are allowed)"
             return _wrong(what, f"step {mine[0].number} has other gradients: {text}", yours[0])
         largest = max(largest, difference)
         if autocast:
-            return Variation(
-                what, f"the same samples; the first gradients within {largest:.2g} ({allowed:.2g} are allowed)"
-            )
+            numbers = f"{largest:.2g} ({allowed:.2g} are allowed)"
+            return Variation(what, f"the same samples; the first gradients within {numbers}")
         allowed = LATER
     return Variation(what, f"the same samples, and gradients within {largest:.2g}")
 
