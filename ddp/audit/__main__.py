@@ -28,6 +28,8 @@ from ddp.audit.detectors import find
 from ddp.audit.trace import Trace, read
 from ddp.audit.vary import KINDS, RUN, Flags, plan, vary
 
+OUTPUT_LINES = 20  # of a variation that fails
+
 
 @dataclass(frozen=True)
 class AuditConfig:
@@ -40,7 +42,8 @@ class AuditConfig:
         (), "run it again: as it is, on other ranks, with micro-steps, killed and resumed", choices=KINDS
     )
     batch_flag: str = option(
-        None, "the script's flag for the batch of a rank and micro-step, without dashes; for ranks and micro-steps"
+        None,
+        "the script's flag for the batch of a rank and micro-step, without dashes; leave it out if the batch is global",
     )
     accumulation_flag: str = option(None, "the script's flag for its micro-steps, without dashes; for micro-steps")
     resume_flag: str = option(None, "a switch with which the script goes on, without dashes; for resume")
@@ -51,9 +54,12 @@ class AuditConfig:
 def main() -> None:
     arguments = sys.argv[1:]
     own, script = (arguments, []) if "--" not in arguments else _split(arguments)
+    if not {"-h", "--help"} & set(own):
+        _require_script(script)
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
-    _require_script(script)
-    flags = Flags(config.batch_flag, config.accumulation_flag, config.resume_flag)
+    flags = Flags(
+        *(flag and flag.lstrip("-") for flag in (config.batch_flag, config.accumulation_flag, config.resume_flag))
+    )
     plans = plan(config.vary, flags, script, config.ranks)
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as directory:
         runs = Runs(Path(directory), config)
@@ -103,8 +109,13 @@ class Runs:
         """:raises UsageError: if the script fails, which it did not before"""
         trace, outcome = self.run(script, ranks, name, kill_at=kill_at, output=self._directory / "output")
         if outcome.status != 0 and not kill_at:
-            sys.stderr.write((self._directory / "output").read_text())
-            raise UsageError(f"the script failed with {' '.join(script)} on {ranks} ranks; its output is above")
+            text, *_ = (
+                (self._directory / "output").read_text().partition("torch/distributed/elastic")
+            )  # torchrun's own report
+            sys.stderr.write("".join(text.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
+            raise UsageError(
+                f"the script failed with {' '.join(script)} on {ranks} rank{'s' * (ranks > 1)}; see its output"
+            )
         return trace
 
 
@@ -116,7 +127,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _require_script(script: list[str]) -> None:
     """:raises UsageError: without a script that can be run"""
     if not script:
-        raise UsageError("which script? python -m ddp.audit -- train.py ARGUMENTS")
+        raise UsageError("which script? python -m ddp.audit -- train.py ARGUMENTS (with -- before it)")
     if "RANK" in os.environ:
         raise UsageError("this runs under torchrun already (RANK is set): the audit starts the script's ranks itself")
     if script[0] != "-m" and not Path(script[0]).is_file():

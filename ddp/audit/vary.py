@@ -23,6 +23,7 @@ KINDS = ("repeat", "ranks", "micro-steps", "resume")
 SAFETY = 16.0
 EPS = 2.0**-23  # of float32
 LATER = 1e-2  # for the steps after the first
+WEIGHTS = 26.5  # the norm of a probe's weights: no probe is larger than this times its elements' norm
 RUN = "{run}"  # in the script's arguments: a folder of the run
 
 Runner = Callable[[Sequence[str], int, int | None, str | None], Trace]
@@ -74,11 +75,9 @@ def plan(kinds: Sequence[str], flags: Flags, script: Sequence[str], ranks: int) 
 
     :raises UsageError: if something cannot be varied with this script's arguments
     """
-    for name in filter(None, (flags.batch, flags.accumulation)):
-        if f"--{name}" not in script[:-1]:
-            raise UsageError(
-                f"--{name} is not among the script's arguments: give it there, as --{name} N, with its value on {ranks} ranks"
-            )
+    for name in filter(None, (flags.batch, flags.accumulation)) if {"ranks", "micro-steps"} & set(kinds) else ():
+        if not any(_place(script, name)):
+            raise UsageError(f"--{name} is not among the script's arguments: give it there, with a number")
     plans = []
     if "repeat" in kinds:
         plans.append(Plan("run again", script, ranks, _same_bits))
@@ -111,11 +110,24 @@ def vary(
     """
     for what, changed, ranks, compare in plans:
         try:
-            yield compare(what, base, run(changed, ranks, None, None))
+            other = run(changed, ranks, None, None)
+            if other.world_size != ranks:
+                raise UsageError(f"the script made a group of {other.world_size} ranks itself")
+            yield compare(what, base, other)
         except UsageError as error:
             yield Variation(what, f"not compared: {error}", is_judged=False)
     if resumes:
         yield _resumed(base, flags, script, run)
+
+
+def _place(script: Sequence[str], name: str) -> tuple[int, str]:
+    """Where the value of a flag stands, and what stands before it there; 0 if it is not given."""
+    for at, argument in enumerate(script):
+        if argument == f"--{name}" and at + 1 < len(script):
+            return at + 1, ""
+        if argument.startswith(f"--{name}="):
+            return at, f"--{name}="
+    return 0, ""
 
 
 def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int) -> list[str]:
@@ -125,60 +137,62 @@ def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int)
     """
     changed = list(script)
     if name:
-        at = changed.index(f"--{name}") + 1
-        value, rest = divmod(int(changed[at]) * factor, divisor)
+        at, before = _place(script, name)
+        was = changed[at].removeprefix(before)
+        value, rest = divmod(int(was) * factor, divisor)
         if rest:
-            raise UsageError(f"--{name} {changed[at]}, times {factor}, is no multiple of {divisor}: take one")
-        changed[at] = str(value)
+            raise UsageError(f"--{name} {was} cannot be varied: {int(was) * factor} is no multiple of {divisor}")
+        changed[at] = f"{before}{value}"
     return changed
 
 
 def _resumed(base: Trace, flags: Flags, script: Sequence[str], run: Runner) -> Variation:
     kill_at = max(1, 2 * len(base.ranks[0].steps) // 3)
-    run(script, base.world_size, kill_at, "resume")
-    resumed = run([*script, f"--{flags.resume}"] if flags.resume else script, base.world_size, None, "resume")
     what = f"killed after step {kill_at - 1} and started again"
-    steps, again = base.ranks[0].steps, resumed.ranks[0].steps
-    start = next((i for i, step in enumerate(steps) if again and _weights(step) == _weights(again[0])), None)
-    if not again:
+    try:
+        run(script, base.world_size, kill_at, "resume")
+        resumed = run([*script, f"--{flags.resume}"] if flags.resume else script, base.world_size, None, "resume")
+    except UsageError as error:
+        return Variation(what, f"not compared: {error}", is_judged=False)
+    if not resumed.world_size or not resumed.ranks[0].steps:
         return Variation(what, "nothing was left to do")
+    steps, first = base.ranks[0].steps, resumed.ranks[0].steps[0]
+    start = next((i for i, step in enumerate(steps) if _weights(step) == _weights(first)), None)
     if start is None:
-        return _wrong(what, "it goes on with weights that the undisturbed run never has before a step", again[0])
+        return _wrong(what, "it goes on with weights that the undisturbed run never has before a step", LOAD, first)
     if start == 0:
-        return _wrong(
-            what, "it begins anew, with the initial weights: nothing was saved by then, or nothing is loaded", again[0]
-        )
+        return _wrong(what, "it begins anew, with the initial weights", LOAD, first)
     return _same_bits(f"{what}, at step {start}", base, resumed, start)
+
+
+LOAD = "Save the weights after a step, before the run is killed, and load them at the start"
+SEED = "Seed what is drawn: weights, orders, augmentation, dropout"
+POSITION = "Save the number of the epoch, and the position in it, and set the sampler to them after a resume"
+DIVIDE = "Let the ranks divide each global batch, without padding; --batch-flag is for a batch size of one rank"
+AVERAGE = "Weigh each sample by 1 / the global batch, whatever the number of ranks and micro-steps"
 
 
 def _same_bits(what: str, base: Trace, other: Trace, start: int = 0) -> Variation:
     """Compare a run with the steps of the first from one on."""
     for rank, repeated in zip(base.ranks, other.ranks, strict=False):
         for step, again in zip(rank.steps[start:], repeated.steps, strict=False):
-            if _rows(rank, step) != _rows(repeated, again):
-                same = [other.number for other in rank.steps if _rows(rank, other) == _rows(repeated, again)]
-                which = f"those of step {same[0]}" if same else "other samples"
-                return _wrong(what, f"step {step.number} of rank {rank.rank} takes {which}", again)
-            for name, value in (
-                ("begins with other weights", _weights),
-                ("uses another learning rate", lambda step: step.last("before_step")["rates"]),
-                ("has other gradients", lambda step: step.last("before_step").get("gradients")),
-                ("ends with other weights", lambda step: step.last("step")["parameters"]),
+            at = f"step {step.number} of rank {rank.rank}"
+            rows = _rows(repeated, again)
+            if _rows(rank, step) != rows:
+                same = [f"the samples of step {one.number}" for one in rank.steps if _rows(rank, one) == rows]
+                return _wrong(what, f"{at} takes {[*same, 'other samples'][0]}", POSITION if start else SEED, step)
+            for name, value, cure in (
+                ("begins with other weights", _weights, LOAD),
+                ("uses another learning rate", _rates, "Save and load the schedule's state, and the optimizer's"),
+                ("has other gradients", _gradients, "Restore the generators, and BatchNorm's statistics"),
+                ("ends with other weights", _results, "Save and load the optimizer's state"),
             ):
                 if value(step) != value(again):
-                    return _wrong(what, f"step {step.number} of rank {rank.rank} {name}{_cause(name, start)}", again)
+                    return _wrong(what, f"{at} {name}", cure if start else SEED, step)
     expected, got = len(base.ranks[0].steps) - start, len(other.ranks[0].steps)
     if expected != got:
-        return _wrong(what, f"it takes {got} steps where {expected} are left", other.ranks[0].steps[-1])
+        return _wrong(what, f"it takes {got} steps where {expected} are left", POSITION, base.ranks[0].steps[-1])
     return Variation(what, f"the same samples and the same bits in {got} steps")
-
-
-def _cause(name: str, start: int) -> str:
-    if not start:
-        return ": something is not seeded"
-    if "gradients" in name:
-        return ", from the same weights and samples: a generator is not restored, or BatchNorm's statistics"
-    return ", from the same gradients: the optimizer's state is not restored" if "ends" in name else ""
 
 
 def _same_numbers(what: str, base: Trace, other: Trace) -> Variation:
@@ -191,46 +205,71 @@ def _same_numbers(what: str, base: Trace, other: Trace) -> Variation:
         )
         if samples != others:
             count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
-            return _wrong(what, f"step {mine[0].number} takes other samples: {count}", yours[0])
+            return _wrong(what, f"step {mine[0].number} takes other samples: {count}", DIVIDE, mine[0])
+        if _rates(mine[0]) != _rates(yours[0]):
+            rates = f"{_rates(yours[0])} instead of {_rates(mine[0])}"
+            cure = "With the same global batches, the rate must not depend on the number of ranks"
+            return _wrong(what, f"step {mine[0].number} uses other learning rates: {rates}", cure, mine[0])
     if len(ours) != len(theirs):
-        return _wrong(what, f"it takes {len(theirs)} optimizer steps and not {len(ours)}", theirs[-1][0])
+        return _wrong(what, f"it takes {len(theirs)} optimizer steps and not {len(ours)}", DIVIDE, ours[-1][0])
     layers = [event["layer"] for event in ours[0][0].all("forward") if event["layer"]]
     if layers:
         return Variation(what, f"the same samples; numbers are not compared, since {layers[0]} differs by design")
     autocast = max((event["eps"] for event in base.ranks[0].all("autocast")), default=0.0)
     terms = sum(event["terms"] for step in ours[0] for event in step.all("loss"))
-    allowed, largest = SAFETY * (float(autocast) + EPS * math.sqrt(terms or 1)), 0.0
-    for mine, yours in zip(ours, theirs, strict=False):
-        difference, name = _distance(mine, yours, base)
-        if not name:
+    first = SAFETY * (float(autocast) + EPS * math.sqrt(terms or 1))
+    largest = 0.0
+    for number, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
+        if number and autocast:
+            break
+        difference, text = _distance(mine, yours, base)
+        if not text:
             return Variation(
                 what, "the same samples; numbers are not compared, since each rank has a part of the gradients"
             )
-        if difference > allowed:
-            text = f"of {name}, by {difference:.2g} of its size ({allowed:.2g} are allowed)"
-            return _wrong(what, f"step {mine[0].number} has other gradients: {text}", yours[0])
+        if difference > (LATER if number else first):
+            return _wrong(what, f"step {mine[0].number} has other gradients: {text}", AVERAGE, mine[0])
         largest = max(largest, difference)
-        if autocast:
-            numbers = f"{largest:.2g} ({allowed:.2g} are allowed)"
-            return Variation(what, f"the same samples; the first gradients within {numbers}")
-        allowed = LATER
-    return Variation(what, f"the same samples, and gradients within {largest:.2g}")
+    allowed = f"{first:.2g} are allowed in the first step, " + (
+        "the others are not compared" if autocast else f"{LATER} later"
+    )
+    return Variation(what, f"the same samples, and gradients within {largest:.2g} ({allowed})")
 
 
 def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple[float, str]:
-    """The largest difference of a parameter's gradient, as it is before clipping, over its size; and the parameter."""
+    """The largest difference of a parameter's gradient, as it is before clipping, over its size; and what to say of it."""
     found = [(0.0, "")]
     for number in mine[0].own:
         ours, theirs = unscaled(number, mine[0]), unscaled(number, yours[0])
-        size = max((one.get("computed", {}).get(number, [0.0])[-1] for one in mine[0].all("backward")), default=0.0)
+        passes = [one for step in mine for one in step.all("backward")]
+        size = WEIGHTS * max((one.get("computed", {}).get(number, [0.0])[-1] for one in passes), default=0.0)
         if size and ours and theirs:
-            distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-            found.append((distance / size, base.names.get(number, number)))
+            distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / size
+            ratios = [b / a if a else math.inf for a, b in zip(ours, theirs, strict=True)]
+            is_factor = math.isclose(*ratios, rel_tol=LATER)
+            how = (
+                f"{ratios[0]:.3g} times those of the first run"
+                if is_factor
+                else f"they differ by {distance:.2g} of their size"
+            )
+            found.append((distance, f"of {base.names.get(number, number)}, {how}"))
     return max(found)
 
 
 def _weights(step: Step) -> object:
     return step.last("before_step").get("parameters")
+
+
+def _gradients(step: Step) -> object:
+    return step.last("before_step").get("gradients")
+
+
+def _rates(step: Step) -> object:
+    return step.last("before_step")["rates"]
+
+
+def _results(step: Step) -> object:
+    return step.last("step")["parameters"]
 
 
 def _rows(trace: RankTrace, step: Step) -> list[int]:
@@ -253,7 +292,6 @@ def _rows(trace: RankTrace, step: Step) -> list[int]:
     return [row for batch in step.all("batch") if batch["iterator"] in training for row in batch["rows"]]
 
 
-def _wrong(what: str, text: str, step: Step) -> Variation:
+def _wrong(what: str, text: str, cure: str, step: Step) -> Variation:
     event: Event = step.last("before_step")
-    cure = "Compare what the script does there in both runs"
     return Variation(what, text, Finding(f"{what}: {text}", cure, event, "ddp/audit/README.md"))

@@ -75,6 +75,14 @@ def _of_call(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]
             high,
             CHAPTER,
         )
+    if ranks > 1 and math.isclose(total, 1 / ranks, rel_tol=TOLERANCE):
+        return Finding(
+            f"the weights of all terms sum to {total:.3g}, which is 1 / the number of ranks",
+            "If the loss is divided by the number of ranks, leave that out: DDP divides the gradients already",
+            high,
+            CHAPTER,
+            is_hint=True,
+        )
     for factor, text in ((ranks * passes, "ranks x micro-batches"), (ranks, "ranks")):
         if factor > 1 and math.isclose(total, factor, rel_tol=TOLERANCE):
             return Finding(

@@ -17,14 +17,17 @@ from tests.support.launch import run_command
 SCRIPT = FOLDER / "torch_alone.py"
 
 
-def varied(folder: Path, source: str, kinds: Sequence[str]) -> list[Variation]:
-    """The variations of a script with the arguments of the table's job."""
+def varied(folder: Path, source: str, kinds: Sequence[str], always: int | None = None) -> list[Variation]:
+    """The variations of a script with the arguments of the table's job.
+
+    :param always: ranks that the script starts itself, whatever it is told
+    """
     (folder / "job.py").write_text(source)
 
     def run(arguments: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
         place = folder / name if name else Path(tempfile.mkdtemp(dir=folder))
         place.mkdir(exist_ok=True)
-        return watch(folder, [argument.replace(RUN, str(place)) for argument in arguments], ranks, kill_at)
+        return watch(folder, [argument.replace(RUN, str(place)) for argument in arguments], always or ranks, kill_at)
 
     script = [str(folder / "job.py"), *FLAGS]
     flags = Flags("batch-size", "micro-steps")
@@ -51,7 +54,7 @@ def test_a_right_script_comes_to_the_same_result(tmp_path: Path) -> None:
         ("micro-steps", " / args.micro_steps", "", "has other gradients"),
         ("resume", '    optimizer.load_state_dict(state["optimizer"])\n', "", "uses another learning rate"),
         ("resume", '    model.module.load_state_dict(state["model"])\n', "", "it begins anew"),
-        ("resume", "sampler.set_epoch(epoch)", "sampler.set_epoch(epoch - first_epoch)", "takes those of step 0"),
+        ("resume", "sampler.set_epoch(epoch)", "sampler.set_epoch(epoch - first_epoch)", "takes the samples of step 0"),
         ("resume", "range(first_epoch, 3)", "range(first_epoch, first_epoch + 3)", "it takes 9 steps where 6 are left"),
     ],
 )
@@ -63,11 +66,20 @@ def test_what_differs_is_said(tmp_path: Path, kind: str, was: str, becomes: str,
     assert all(said in text for text in texts)
 
 
+@pytest.mark.examples
+def test_a_script_that_starts_its_own_ranks_is_not_compared(tmp_path: Path) -> None:
+    found = varied(tmp_path, SCRIPT.read_text(), ["ranks"], always=2)
+    assert [(one.text, one.is_judged) for one in found] == [
+        ("not compared: the script made a group of 2 ranks itself", False)
+    ] * 2
+
+
 def test_flags_that_the_script_lacks() -> None:
     for flags, said in (
         (("--vary", "resume"), "--vary resume needs {run} among the script's arguments"),
         (("--vary", "micro-steps"), "--vary micro-steps needs --accumulation-flag"),
         (("--vary", "ranks", "--batch-flag", "bs"), "--bs is not among the script's arguments"),
+        (("--vary", "ranks", "--batch-flag=--bs"), "--bs is not among the script's arguments"),
         (("--vary", "everything"), "--vary"),
     ):
         done = run_command("ddp.audit", *flags, "--", str(SCRIPT))
