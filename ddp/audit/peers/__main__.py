@@ -99,7 +99,7 @@ def _row(title: str, job: Job) -> str:
     cells = ["-"] * len(VARIATIONS)
     for one in result["variations"]:
         at = next(i for i, what in enumerate(VARIATIONS) if one["what"].startswith(what))
-        cells[at] = one["text"].replace("the same samples and the same bits", "same bits")
+        cells[at] = one["text"].partition(" (")[0].replace("the same samples and the same bits", "the same bits")
     varied = tuple(VARIATIONS)
     texts = [one["text"] for one in result["findings"] if not one["is_hint"] and not one["text"].startswith(varied)]
     if done.returncode > 1:

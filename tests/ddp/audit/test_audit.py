@@ -84,7 +84,7 @@ def test_the_table_of_others() -> None:
     done = run_command("ddp.audit.peers", "own_loop_by_hand")
     row = f"| own_loop_by_hand (torch {torch.__version__.partition('+')[0]}"
     assert done.stdout.splitlines()[-1].startswith(row), done.stdout + done.stderr
-    assert "| nothing | same bits in 20 steps | - | - | - | - |" in done.stdout
+    assert "| nothing | the same bits in 20 steps | - | - | - | - |" in done.stdout
     unknown = run_command("ddp.audit.peers", "x")
     assert unknown.returncode == 2
     assert unknown.stderr.startswith("error: x: there is no such job; there are torch_alone, ")
