@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import judge
-from tests.support.launch import REPOSITORY, clean_environment, run_command
+from tests.support.launch import REPOSITORY, run_command
 
 
 def write(folder: Path, name: str) -> Path:
@@ -34,9 +33,9 @@ def test_a_right_script_is_quiet_and_ends_with_the_same_bits(tmp_path: Path) -> 
     assert audited.returncode == 0, audited.stdout + audited.stderr
     assert audited.stdout.endswith("nothing wrong was found\n")
     assert json.loads((tmp_path / "audit.json").read_text())["findings"] == []
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    env = clean_environment() | {"PYTHONPATH": ""}
-    subprocess.run([*command, script, tmp_path / "alone.pt"], check=True, capture_output=True, env=env)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = run_command(*torchrun, str(script), str(tmp_path / "alone.pt"), env={"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
     with_audit, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("audited", "alone"))
     assert all(map(torch.equal, with_audit, alone))
 
