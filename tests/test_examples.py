@@ -81,7 +81,12 @@ def test_it_lists_every_example_with_what_it_shows() -> None:
 
 @pytest.mark.examples
 @pytest.mark.parametrize(
-    "name", [name for name in listed() if name not in (*LOADING, *MEASURING, *INTERRUPTED, "doctor", "audit", "museum")]
+    "name",
+    [
+        name
+        for name in listed()
+        if name not in (*LOADING, *MEASURING, *INTERRUPTED, "doctor", "audit", "audit-again", "museum")
+    ],
 )
 def test_an_example_prints_its_command_and_runs(name: str, tmp_path: Path, faces: Path) -> None:
     """An example prints its command and runs.
