@@ -14,37 +14,41 @@ CHAPTER = "ddp/README.md, chapter 5"
 
 def detect(trace: Trace) -> Iterator[Finding]:
     first = trace.ranks[0]
-    for text, cure, event in (
-        *map(_passes, first.steps[1:2]),
-        _workers(first.all("epoch"), trace.world_size),
-    ):
-        if event:
-            yield Finding(text, cure, event, CHAPTER, is_hint=True)
+    for step in first.steps[1:2]:
+        yield from _micro_steps(step)
+    yield from _workers(first.all("epoch"), trace.world_size)
 
 
-def _passes(step: Step) -> tuple[str, str, Event]:
-    """Micro-steps of which each averages the gradients, or BatchNorm's statistics."""
-    lines = Counter(event["where"] for event in step.all("forward") if event["synchronizes"])
-    forward = step.last("forward")
-    if max(lines.values(), default=0) > 1:
-        return (
-            f"{max(lines.values())} micro-batches of one step average the gradients over the ranks, and one pass would do",
+def _micro_steps(step: Step) -> Iterator[Finding]:
+    forwards = step.all("forward")
+    averaging = Counter(event["where"] for event in forwards if event["synchronizes"])
+    if max(averaging.values(), default=0) > 1:
+        yield Finding(
+            f"{max(averaging.values())} micro-batches of one step average the gradients over the ranks, and one would do",
             "Put forward and backward of all micro-batches but the last under no_sync()",
-            forward,
+            forwards[-1],
+            CHAPTER,
+            is_hint=True,
         )
-    is_many = len(step.all("forward")) > 1
-    return (
-        "SyncBatchNorm averages its statistics over the ranks in each micro-batch",
-        "Take larger micro-batches, or GroupNorm, which needs no averages",
-        forward if is_many and forward.get("synchronizes_batchnorm") else {},
-    )
+    elif len(forwards) > 1 and forwards[-1]["synchronizes_batchnorm"]:
+        yield Finding(
+            "SyncBatchNorm averages its statistics over the ranks in each micro-batch",
+            "Take larger micro-batches, or GroupNorm, which needs no averages",
+            forwards[-1],
+            CHAPTER,
+            is_hint=True,
+        )
 
 
-def _workers(loaders: list[Event], ranks: int) -> tuple[str, str, Event]:
+def _workers(loaders: list[Event], ranks: int) -> Iterator[Finding]:
     cores = os.cpu_count() or 1
-    crowded = [event for event in loaders if event["workers"] * ranks > cores]
-    return (
-        f"{ranks} ranks have {crowded[0]['workers'] if crowded else 0} loader workers each, and this machine has {cores} cores",
-        "Where the ranks of a node share its cores, divide the workers by the ranks",
-        crowded[0] if crowded else {},
-    )
+    for loader in loaders:
+        if loader["workers"] * ranks > cores:
+            yield Finding(
+                f"{ranks} ranks have {loader['workers']} loader workers each, and this machine has {cores} cores",
+                "Where the ranks of a node share its cores, divide the workers by the ranks",
+                loader,
+                CHAPTER,
+                is_hint=True,
+            )
+            return

@@ -47,8 +47,8 @@ def _leftover(rank: RankTrace) -> Iterator[Finding]:
         elif event["kind"] == "backward":
             if carried:
                 yield Finding(
-                    f"{len(left)} micro-batches at the end of an epoch wait for the first step of the next one",
-                    "Take an optimizer step after an epoch's last micro-batch too, or let the sampler drop what is over",
+                    f"{len(left)} micro-batch{'es' * (len(left) > 1)} at the end of an epoch: the gradients enter the next epoch's first step",
+                    "Take an optimizer step after an epoch's last micro-batch too, or drop the rest of the epoch",
                     left[0],
                     "ddp/README.md, chapter 5",
                     rank.rank,

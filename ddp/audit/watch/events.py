@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -23,7 +24,7 @@ QUICK_STEPS, QUICK_INTERVAL = 8, 16
 _LIBRARIES = tuple(
     os.path.realpath(folder) + os.sep for folder in (sysconfig.get_path("stdlib"), os.path.dirname(__file__))
 )
-_PACKAGES = os.sep + "site-packages" + os.sep
+_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 _file, _pid = -1, -1
 steps = 0  # optimizer steps of this process
@@ -83,7 +84,7 @@ def called_by_script() -> bool:
 
 def _is_library(file: str) -> bool:
     file = os.path.realpath(file)
-    return file.startswith(_LIBRARIES) or _PACKAGES in file
+    return file.startswith(_LIBRARIES) or _PACKAGES.search(file) is not None
 
 
 def watch(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Optimizer steps, learning-rate schedules, gradient clipping and the scaler of mixed precision."""
+"""Optimizer steps, learning-rate schedules, gradient clipping, and the scaler and autocast of mixed precision."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .gradients import watch_parameters
 
 KILL_AT = int(os.environ.get("DDP_AUDIT_KILL_AT", 0))
 _scaling = 0  # how many of the scaler's own steps are running
+_dtypes: set[torch.dtype] = set()  # of autocast
 _scheduling = 0  # how many schedules' constructors and steps are running
 
 
@@ -24,7 +25,7 @@ def install() -> None:
     _watch_optimizers()
     _watch_schedules()
     _watch_clipping()
-    _watch_scaler()
+    _watch_precision()
 
 
 def _watch_optimizers() -> None:
@@ -143,8 +144,15 @@ def _clipped(limit: Any, norm: Any) -> None:
         emit("clip", norm=float(norm) if known else None, limit=limit and float(limit), where=where())
 
 
-def _watch_scaler() -> None:
+def _watch_precision() -> None:
     scaler = torch.amp.grad_scaler.GradScaler
+
+    @watch(torch.amp.autocast_mode.autocast, "__enter__")
+    def autocast(original: Any, self: Any) -> Any:
+        if self._enabled and self.fast_dtype not in _dtypes:
+            _dtypes.add(self.fast_dtype)
+            emit("autocast", eps=torch.finfo(self.fast_dtype).eps)
+        return original(self)
 
     @watch(scaler, "scale")
     def scale(original: Any, self: Any, outputs: Any) -> Any:

@@ -21,7 +21,6 @@ from .tensors import checksum, register, rows
 
 _inside = threading.local()  # how many wrappers' forward passes are running
 _seen: set[tuple[str, bool, bool]] = set()  # lines of the script that have been reported
-_dtypes: set[torch.dtype] = set()  # of autocast
 # Layers that differ between training and evaluation.
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
 
@@ -58,13 +57,6 @@ def _joined() -> None:
 
 
 def _watch_ddp(ddp: Any) -> None:
-    @watch(torch.amp.autocast_mode.autocast, "__enter__")
-    def autocast(original: Any, self: Any) -> Any:
-        if self._enabled and self.fast_dtype not in _dtypes:
-            _dtypes.add(self.fast_dtype)
-            emit("autocast", eps=torch.finfo(self.fast_dtype).eps)
-        return original(self)
-
     @watch(Join, "__enter__")
     def join(original: Any, self: Any) -> Any:
         emit("join", where=where())
@@ -134,11 +126,9 @@ def _before_forward(root: nn.Module, module: nn.Module, _: Any) -> None:
     trains, is_inside = gradients_enabled(), getattr(_inside, "depth", 0) or torch._C._current_graph_task_id() != -1
     if is_inside and (trains or module is not root):  # activation checkpointing turns gradients off as well
         return
-    if is_below("torch.optim.swa_utils"):
-        return  # update_bn must run in training mode
     kind = (where(), trains, module.training)
-    if kind in _seen or (trains and not module.training):
-        return
+    if kind in _seen or (trains and not module.training) or is_below("torch.optim.swa_utils"):
+        return  # update_bn must run in training mode
     _seen.add(kind)
     if trains:
         emit("around", where=kind[0])

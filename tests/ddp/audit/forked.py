@@ -46,8 +46,8 @@ def watch(folder: Path, arguments: Iterable[str], ranks: int = 2, kill_at: int |
     return read(directory)
 
 
-def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | None) -> str:
-    """Run a script on this rank; what it prints."""
+def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | None) -> None:
+    """Run a script on this rank."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "ddp")]:
         del sys.modules[name]  # they are imported anew, once torch is watched
     np.random.seed()
@@ -56,8 +56,7 @@ def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | Non
     runpy.run_path(str(INJECT / "sitecustomize.py"))["_load_watch"]().install()
     script, *sys.argv[1:] = arguments if arguments[0] != "-m" else arguments[1:]
     sys.argv[0] = script
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(io.StringIO()):
         try:
             if arguments[0] == "-m":
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -67,4 +66,3 @@ def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | Non
         except SystemExit as end:
             if end.code:
                 raise AssertionError(f"{arguments} ended with {end.code}") from None
-    return printed.getvalue()

@@ -3,7 +3,7 @@
 python accelerate_repeats_the_first_epoch.py
 
 It prints the orders of both epochs, and then that of epoch 1 in a run that continues after epoch 0. On two ranks the same happens with the
-default sampler. See huggingface/accelerate#4238, #4233, #4203 and #4196.
+default sampler. See huggingface/accelerate#3996.
 """
 
 import sys
