@@ -57,10 +57,8 @@ def main() -> None:
     if not {"-h", "--help"} & set(own):
         _require_script(script)
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
-    flags = Flags(
-        *(flag and flag.lstrip("-") for flag in (config.batch_flag, config.accumulation_flag, config.resume_flag))
-    )
-    plans = plan(config.vary, flags, script, config.ranks)
+    names = (config.batch_flag, config.accumulation_flag, config.resume_flag)
+    plans = plan(config.vary, Flags(*(name and name.lstrip("-") for name in names)), script, config.ranks)
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as directory:
         runs = Runs(Path(directory), config)
         trace, outcome = runs.run(script, config.ranks)
@@ -70,9 +68,7 @@ def main() -> None:
         for finding in findings:
             print(finding)
         variations = []
-        for variation in (
-            vary(plans, "resume" in config.vary, flags, script, trace, runs.run_again) if not unjudged else ()
-        ):
+        for variation in vary([] if unjudged else plans, trace, runs.run_again):
             print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
             variations.append(variation)
     findings += [variation.finding for variation in variations if variation.finding]
@@ -107,15 +103,13 @@ class Runs:
 
     def run_again(self, script: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
         """:raises UsageError: if the script fails, which it did not before"""
-        trace, outcome = self.run(script, ranks, name, kill_at=kill_at, output=self._directory / "output")
+        output = self._directory / "output"
+        trace, outcome = self.run(script, ranks, name, kill_at=kill_at, output=output)
         if outcome.status != 0 and not kill_at:
-            text, *_ = (
-                (self._directory / "output").read_text().partition("torch/distributed/elastic")
-            )  # torchrun's own report
-            sys.stderr.write("".join(text.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
-            raise UsageError(
-                f"the script failed with {' '.join(script)} on {ranks} rank{'s' * (ranks > 1)}; see its output"
-            )
+            own, *_ = output.read_text().partition("torch/distributed/elastic")  # torchrun's report follows
+            sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
+            how = "hangs" if outcome.status is None else "fails"
+            raise UsageError(f"{' '.join(script)} {how} on {ranks} rank{'s' * (ranks > 1)}")
         return trace
 
 

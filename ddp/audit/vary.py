@@ -23,7 +23,9 @@ KINDS = ("repeat", "ranks", "micro-steps", "resume")
 SAFETY = 16.0
 EPS = 2.0**-23  # of float32
 LATER = 1e-2  # for the steps after the first
-WEIGHTS = 26.5  # the norm of a probe's weights: no probe is larger than this times its elements' norm
+WEIGHTS = (
+    27.5  # the norm of a probe's weights (watch/tensors.py): no probe is larger than this times its elements' norm
+)
 RUN = "{run}"  # in the script's arguments: a folder of the run
 
 Runner = Callable[[Sequence[str], int, int | None, str | None], Trace]
@@ -62,22 +64,21 @@ class Plan(NamedTuple):
     """A run of the script that is compared with the first one.
 
     :ivar compare: gets both traces
+    :ivar killed: what is run before it in the same folder, and killed, if anything
     """
 
     what: str
     script: Sequence[str]
     ranks: int
     compare: Callable[[str, Trace, Trace], Variation]
+    killed: Sequence[str] | None = None
 
 
 def plan(kinds: Sequence[str], flags: Flags, script: Sequence[str], ranks: int) -> list[Plan]:
-    """What to run, apart from ``resume``.
+    """What to run.
 
     :raises UsageError: if something cannot be varied with this script's arguments
     """
-    for name in filter(None, (flags.batch, flags.accumulation)) if {"ranks", "micro-steps"} & set(kinds) else ():
-        if not any(_place(script, name)):
-            raise UsageError(f"--{name} is not among the script's arguments: give it there, with a number")
     plans = []
     if "repeat" in kinds:
         plans.append(Plan("run again", script, ranks, _same_bits))
@@ -92,77 +93,73 @@ def plan(kinds: Sequence[str], flags: Flags, script: Sequence[str], ranks: int) 
             )
         changed = _changed(_changed(script, flags.accumulation, 2, 1), flags.batch, 1, 2)
         plans.append(Plan("with twice as many micro-steps", changed, ranks, _same_numbers))
-    if "resume" in kinds and not any(RUN in argument for argument in script):
-        raise UsageError(
-            f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
-        )
+    if "resume" in kinds:
+        if not any(RUN in argument for argument in script):
+            raise UsageError(
+                f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
+            )
+        again = [*script, f"--{flags.resume}"] if flags.resume else script
+        plans.append(Plan("killed and started again", again, ranks, _same_rest, killed=script))
     return plans
 
 
-def vary(
-    plans: Sequence[Plan], resumes: bool, flags: Flags, script: Sequence[str], base: Trace, run: Runner
-) -> Iterator[Variation]:
+def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int) -> list[str]:
+    """The arguments with the value of one flag multiplied and divided.
+
+    :raises UsageError: if it is not among them as ``--NAME N`` or ``--NAME=N``, or cannot be divided
+    """
+    changed = list(script)
+    if not name:
+        return changed
+    for at, argument in enumerate(script):
+        flag, equals, was = argument.partition("=")
+        if flag == f"--{name}" and not equals:
+            at, was = at + 1, script[at + 1] if at + 1 < len(script) else ""
+        if flag == f"--{name}" and was.isdecimal():
+            value, rest = divmod(int(was) * factor, divisor)
+            if rest:
+                raise UsageError(f"--{name} {was} cannot be varied: {int(was) * factor} is no multiple of {divisor}")
+            changed[at] = f"{flag}={value}" if equals else str(value)
+            return changed
+    raise UsageError(f"--vary needs a --{name} with a whole number among the script's arguments, to change it")
+
+
+def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]:
     """Run the script again, each time in another way.
 
-    :param resumes: whether to kill it and start it again, at the end
     :param base: the script as it is
     :param run: runs arguments on ranks, up to an optimizer step at which it is killed, in the folder of an earlier run of this name
     """
-    for what, changed, ranks, compare in plans:
+    for what, script, ranks, compare, killed in plans:
+        name = what if killed else None
         try:
-            other = run(changed, ranks, None, None)
+            if killed:
+                run(killed, ranks, _middle(base), name)
+            other = run(script, ranks, None, name)
             if other.world_size != ranks:
-                raise UsageError(f"the script made a group of {other.world_size} ranks itself")
+                raise UsageError(f"the script made a group of {other.world_size} ranks")
             yield compare(what, base, other)
         except UsageError as error:
             yield Variation(what, f"not compared: {error}", is_judged=False)
-    if resumes:
-        yield _resumed(base, flags, script, run)
 
 
-def _place(script: Sequence[str], name: str) -> tuple[int, str]:
-    """Where the value of a flag stands, and what stands before it there; 0 if it is not given."""
-    for at, argument in enumerate(script):
-        if argument == f"--{name}" and at + 1 < len(script):
-            return at + 1, ""
-        if argument.startswith(f"--{name}="):
-            return at, f"--{name}="
-    return 0, ""
+def _middle(base: Trace) -> int:
+    """After how many steps to kill a run: two thirds."""
+    return max(1, 2 * len(base.ranks[0].steps) // 3)
 
 
-def _changed(script: Sequence[str], name: str | None, factor: int, divisor: int) -> list[str]:
-    """The arguments with one value multiplied and divided.
-
-    :raises UsageError: if it cannot be divided
-    """
-    changed = list(script)
-    if name:
-        at, before = _place(script, name)
-        was = changed[at].removeprefix(before)
-        value, rest = divmod(int(was) * factor, divisor)
-        if rest:
-            raise UsageError(f"--{name} {was} cannot be varied: {int(was) * factor} is no multiple of {divisor}")
-        changed[at] = f"{before}{value}"
-    return changed
-
-
-def _resumed(base: Trace, flags: Flags, script: Sequence[str], run: Runner) -> Variation:
-    kill_at = max(1, 2 * len(base.ranks[0].steps) // 3)
-    what = f"killed after step {kill_at - 1} and started again"
-    try:
-        run(script, base.world_size, kill_at, "resume")
-        resumed = run([*script, f"--{flags.resume}"] if flags.resume else script, base.world_size, None, "resume")
-    except UsageError as error:
-        return Variation(what, f"not compared: {error}", is_judged=False)
-    if not resumed.world_size or not resumed.ranks[0].steps:
+def _same_rest(what: str, base: Trace, resumed: Trace) -> Variation:
+    """Compare a run that was started again with what was left of the first one."""
+    what += f", after {_middle(base)} steps"
+    steps, again = base.ranks[0].steps, resumed.ranks[0].steps
+    if not again:
         return Variation(what, "nothing was left to do")
-    steps, first = base.ranks[0].steps, resumed.ranks[0].steps[0]
-    start = next((i for i, step in enumerate(steps) if _weights(step) == _weights(first)), None)
+    start = next((i for i, step in enumerate(steps) if _weights(step) == _weights(again[0])), None)
     if start is None:
-        return _wrong(what, "it goes on with weights that the undisturbed run never has before a step", LOAD, first)
+        return _wrong(what, "it goes on with weights that the undisturbed run never has before a step", LOAD, again[0])
     if start == 0:
-        return _wrong(what, "it begins anew, with the initial weights", LOAD, first)
-    return _same_bits(f"{what}, at step {start}", base, resumed, start)
+        return _wrong(what, "it begins anew, with the initial weights", LOAD, again[0])
+    return _same_bits(f"{what}: from step {start} on", base, resumed, start)
 
 
 LOAD = "Save the weights after a step, before the run is killed, and load them at the start"

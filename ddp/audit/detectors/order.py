@@ -47,7 +47,7 @@ def _leftover(rank: RankTrace) -> Iterator[Finding]:
         elif event["kind"] == "backward":
             if carried:
                 yield Finding(
-                    f"{len(left)} micro-batch{'es' * (len(left) > 1)} at the end of an epoch: the gradients enter the next epoch's first step",
+                    f"{len(left)} micro-batch{'es' * (len(left) > 1)} at an epoch's end: the gradients enter the next one's first step",
                     "Take an optimizer step after an epoch's last micro-batch too, or drop the rest of the epoch",
                     left[0],
                     "ddp/README.md, chapter 5",

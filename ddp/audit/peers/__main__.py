@@ -25,7 +25,7 @@ from common.errors import UsageError
 
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parent.parent.parent / "examples"
-VARIATIONS = ("run again", "on 1 rank", "on 3 ranks", "with twice as many micro-steps", "killed")
+VARIATIONS = ("run again", "on 1 rank", "on 3 ranks", "with twice as many micro-steps", "killed and started again")
 SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--batch-size", "48")
 
 

@@ -1,9 +1,8 @@
-"""Scripts that are broken in one place, by a generator with a seed: a line dropped or moved, a wrong rank, seed or divisor."""
+"""Scripts that are broken in one place: a line that is dropped or moved, a wrong rank, seed or divisor."""
 
 from __future__ import annotations
 
 import ast
-import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,13 +17,9 @@ class Mutant(NamedTuple):
     source: str
 
 
-def mutants(source: str, count: int, seed: int) -> list[Mutant]:
-    """So many of all that there are, drawn without replacement."""
-    found = list(_all(ast.parse(source)))
-    return random.Random(seed).sample(found, min(count, len(found)))
-
-
-def _all(tree: ast.Module) -> Iterator[Mutant]:
+def mutants(source: str) -> Iterator[Mutant]:
+    """All that differ from a script in one place."""
+    tree = ast.parse(source)
     for parent in list(ast.walk(tree)):
         for field, value in ast.iter_fields(parent):
             for name, changed in _changes(value):

@@ -1,9 +1,10 @@
-"""Scripts that are broken in one place: most of those that do another thing than before are found."""
+"""Scripts that are broken in one place: those that are wrong are found, and those that are right with another recipe are not."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,11 @@ SCRIPTS = {
 }
 
 
-def drawn(count: int, seed: int) -> list[tuple[Path, Mutant]]:
-    """So many mutants of all scripts together."""
-    every = [(path, mutant) for path in SCRIPTS for mutant in mutants(path.read_text(), 1000, seed)]
-    return random.Random(seed).sample(every, count)
+# Mutants of torch_alone.py that end with other weights, samples or files, and are right programs: one run cannot tell them from an
+# intention. A second run with the settings that were meant would.
+OTHER_RECIPES = {
+    "another seed": ["torch.manual_seed(0), dropped"],
+}
 
 
 def outcome(folder: Path, path: Path, source: str) -> tuple[str | None, bool]:
@@ -66,19 +68,31 @@ def summary(trace: Trace) -> str:
     )
 
 
-def missed(folder: Path, count: int, seed: int) -> tuple[list[str], int]:
+def missed(folder: Path, drawn: Sequence[tuple[Path, Mutant]]) -> tuple[list[str], int]:
     """The mutants that do another thing and are not found, and how many do another thing."""
-    before = {path: outcome(folder / path.stem, path, path.read_text())[0] for path in SCRIPTS}
+    before = {path: outcome(folder / path.stem, path, path.read_text()) for path in {path for path, _ in drawn}}
+    assert [path for path, (_, is_found) in before.items() if is_found] == []
     names, changed = [], 0
-    for i, (path, mutant) in enumerate(drawn(count, seed)):
+    for i, (path, mutant) in enumerate(drawn):
         after, is_found = outcome(folder / str(i), path, mutant.source)
-        changed += after is not None and after != before[path]
-        if after != before[path] and not is_found:
-            names.append(f"{path.name}, {mutant.name}")
+        if after is not None and after != before[path][0]:
+            changed += 1
+            names += [] if is_found else [mutant.name.partition(": ")[2]]
     return names, changed
 
 
 @pytest.mark.examples
-def test_twenty_mutants(tmp_path: Path) -> None:
-    names, changed = missed(tmp_path, 20, seed=0)
+def test_what_is_missed_is_right(tmp_path: Path) -> None:
+    path, *_ = SCRIPTS
+    names, _ = missed(tmp_path, [(path, mutant) for mutant in mutants(path.read_text())])
+    assert sorted(names) == sorted(name for of_kind in OTHER_RECIPES.values() for name in of_kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_hundred_mutants(tmp_path: Path, seed: int) -> None:
+    """Of all scripts together. Of those that do another thing, most of what is missed is right with another recipe."""
+    every = [(path, mutant) for path in SCRIPTS for mutant in mutants(path.read_text())]
+    names, changed = missed(tmp_path, random.Random(seed).sample(every, 100))
+    print(f"{changed - len(names)} of {changed} are found; the others:", *names, sep="\n")
     assert len(names) <= changed / 2, names

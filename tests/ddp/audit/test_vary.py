@@ -30,9 +30,8 @@ def varied(folder: Path, source: str, kinds: Sequence[str], always: int | None =
         return watch(folder, [argument.replace(RUN, str(place)) for argument in arguments], always or ranks, kill_at)
 
     script = [str(folder / "job.py"), *FLAGS]
-    flags = Flags("batch-size", "micro-steps")
-    base = run(script, 2, None, None)
-    return list(vary(plan(kinds, flags, script, 2), "resume" in kinds, flags, script, base, run))
+    plans = plan(kinds, Flags("batch-size", "micro-steps"), script, 2)
+    return list(vary(plans, run(script, 2, None, None), run))
 
 
 @pytest.mark.examples
@@ -40,7 +39,7 @@ def test_a_right_script_comes_to_the_same_result(tmp_path: Path) -> None:
     found = varied(tmp_path, SCRIPT.read_text(), KINDS)
     assert [variation.finding for variation in found] == [None] * 5
     assert found[0][:2] == ("run again", "the same samples and the same bits in 9 steps")
-    killed = "killed after step 5 and started again, at step 3"
+    killed = "killed and started again, after 6 steps: from step 3 on"
     assert found[4][:2] == (killed, "the same samples and the same bits in 6 steps")
 
 
@@ -70,7 +69,7 @@ def test_what_differs_is_said(tmp_path: Path, kind: str, was: str, becomes: str,
 def test_a_script_that_starts_its_own_ranks_is_not_compared(tmp_path: Path) -> None:
     found = varied(tmp_path, SCRIPT.read_text(), ["ranks"], always=2)
     assert [(one.text, one.is_judged) for one in found] == [
-        ("not compared: the script made a group of 2 ranks itself", False)
+        ("not compared: the script made a group of 2 ranks", False)
     ] * 2
 
 
@@ -78,10 +77,14 @@ def test_flags_that_the_script_lacks() -> None:
     for flags, said in (
         (("--vary", "resume"), "--vary resume needs {run} among the script's arguments"),
         (("--vary", "micro-steps"), "--vary micro-steps needs --accumulation-flag"),
-        (("--vary", "ranks", "--batch-flag", "bs"), "--bs is not among the script's arguments"),
-        (("--vary", "ranks", "--batch-flag=--bs"), "--bs is not among the script's arguments"),
+        (
+            ("--vary", "ranks", "--batch-flag", "bs"),
+            "--vary needs a --bs with a whole number among the script's arguments",
+        ),
+        (("--vary", "ranks", "--batch-flag=--dropout"), "--vary needs a --dropout with a whole number"),
+        (("--vary", "ranks", "--batch-flag", "batch-size"), "--batch-size 7 cannot be varied: 14 is no multiple of 3"),
         (("--vary", "everything"), "--vary"),
     ):
-        done = run_command("ddp.audit", *flags, "--", str(SCRIPT))
+        done = run_command("ddp.audit", *flags, "--", str(SCRIPT), "--dropout=0.1", "--batch-size=7")
         assert done.returncode == 2
         assert said in done.stderr.splitlines()[-1]
