@@ -22,10 +22,9 @@ def detect(trace: Trace) -> Iterator[Finding]:
 def _writers(trace: Trace) -> Iterator[Finding]:
     writers: dict[tuple[str, int], set[int]] = {}
     for rank in trace.ranks:
-        saved = [event["path"] for event in rank.all("save") if event["path"]]
+        saved = {event["step"] for event in rank.all("save")}  # also to streams, which may be parts of a file
         for event in rank.all("save", "rename"):
-            source = event.get("source", event["path"])  # a file that was saved, or a folder with one
-            if source and any(path.startswith(source) for path in saved):
+            if event["path"] and event["step"] in saved and not event["path"].endswith(".pyc"):  # imports rename, too
                 writers.setdefault((event["path"], event["step"]), set()).add(rank.rank)
     for (path, step), ranks in writers.items():
         if len(ranks) > 1:

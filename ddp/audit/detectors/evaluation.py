@@ -81,7 +81,16 @@ def _part(of_ranks: tuple[Epoch, ...]) -> Finding | None:
     part = len(set(samples))
     sends = any(event["kind"] == "collective" and event["name"] != "barrier" for event in first.after)
     covered = len({sample for epoch in of_ranks for sample in epoch.samples or ()})
-    if part < first.begin["length"] and covered > part and not sends:
+    if part == first.begin["length"]:
+        return None
+    if all(epoch.samples == samples for epoch in of_ranks) and sends:
+        return Finding(
+            f"all ranks evaluate the same {part} of {first.begin['length']} samples, and the others are left out",
+            "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",
+            first.begin,
+            CHAPTER,
+        )
+    if covered > part and not sends:
         return Finding(
             f"rank 0 evaluates {part} of {first.begin['length']} samples, and nothing is summed over the ranks afterwards",
             "All-reduce the correct answers and the counts, and divide then",

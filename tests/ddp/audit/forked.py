@@ -32,14 +32,16 @@ def judge(folder: Path, *arguments: object) -> list[Finding]:
     return [finding for finding in findings if not finding.is_hint]
 
 
-def watch(folder: Path, arguments: Iterable[str], ranks: int = 2, kill_at: int | None = None) -> Trace:
+def watch(
+    folder: Path, arguments: Iterable[str], ranks: int = 2, kill_at: int | None = None, timeout_s: float = 120.0
+) -> Trace:
     """What the ranks of ``python ARGUMENTS`` do.
 
     :param kill_at: after so many steps each rank kills itself
     """
     directory = Path(tempfile.mkdtemp(dir=folder))
     try:
-        run_ranks(_run_watched, ranks, tuple(arguments), directory, kill_at, fresh=True)
+        run_ranks(_run_watched, ranks, tuple(arguments), directory, kill_at, timeout_s=timeout_s, fresh=True)
     except AssertionError:
         if not kill_at:
             raise

@@ -37,8 +37,15 @@ SCRIPTS = {
 # Mutants of torch_alone.py that end with other weights, samples or files, and are right programs: one run cannot tell them from an
 # intention. A second run with the settings that were meant would.
 OTHER_RECIPES = {
-    "another seed": ["torch.manual_seed(0), dropped"],
+    "another seed": [
+        "torch.manual_seed(0), dropped",
+        "torch.manual_seed(0), one line later",
+        "torch.manual_seed(7) for torch.manual_seed(0)",
+    ],
+    "no checkpoint, or another rank's": ["if rank == 0:, dropped", "rank != 0 for rank == 0"],
+    "no autocast": ["with torch.autocast('cpu', torch.float16):, always"],
 }
+HANGS_S = 30.0
 
 
 def outcome(folder: Path, path: Path, source: str) -> tuple[str | None, bool]:
@@ -47,7 +54,7 @@ def outcome(folder: Path, path: Path, source: str) -> tuple[str | None, bool]:
     (folder / path.name).write_text(source)
     arguments = [str(folder / path.name), *(one.replace("{run}", str(folder)) for one in SCRIPTS[path])]
     try:
-        trace = watch(folder, arguments)
+        trace = watch(folder, arguments, timeout_s=HANGS_S)
     except AssertionError:
         return None, True
     took_steps = any(rank.steps for rank in trace.ranks)
@@ -89,6 +96,7 @@ def test_what_is_missed_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_hundred_mutants(tmp_path: Path, seed: int) -> None:
     """Of all scripts together. Of those that do another thing, most of what is missed is right with another recipe."""
