@@ -96,7 +96,7 @@ def finish(run_dir: Path, expected: dict[str, Any], *flags: str) -> None:
 def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[str, Any]) -> None:
     """A full disk, and then a read-only one, end the run with one line each; the run then continues.
 
-    Claim (ddp/README.md, 12): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
+    Claim (ddp/resilience/README.md): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
     each, and the run continues from its checkpoint.
     """
     run_dir = tmp_path / "disk" / "run"
@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, expected: dict[str, Any]) -> None:
     """Damaged checkpoints are passed over.
 
-    Claim (ddp/README.md, 12): damaged checkpoints are passed over.
+    Claim (ddp/resilience/README.md): damaged checkpoints are passed over.
     """
     run_dir = tmp_path / "run"
     shutil.copytree(undisturbed, run_dir)
@@ -159,7 +159,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
 def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]) -> None:
     """A killed loader worker ends the run with one line; the run then continues from its checkpoint.
 
-    Claim (ddp/README.md, 12): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
+    Claim (ddp/resilience/README.md): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
     each, and the run continues from its checkpoint.
     """
     run_dir = tmp_path / "run"
@@ -179,7 +179,7 @@ def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]
 def test_shared_memory_that_is_full(tmp_path: Path, expected: dict[str, Any]) -> None:
     """A full ``/dev/shm`` ends the run with one line; the run then continues.
 
-    Claim (ddp/README.md, 12): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
+    Claim (ddp/resilience/README.md): a killed loader worker, a full `/dev/shm`, and a full or read-only disk are one line
     each, and the run continues from its checkpoint.
     """
     run_dir = tmp_path / "run"
@@ -198,7 +198,7 @@ def test_shared_memory_that_is_full(tmp_path: Path, expected: dict[str, Any]) ->
 def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision: str) -> None:
     """Steps with nan on one rank are skipped by all.
 
-    Claim (ddp/README.md, 12): in a run, steps with nan on one rank are skipped by all, and too many end it.
+    Claim (ddp/resilience/README.md): in a run, steps with nan on one rank are skipped by all, and too many end it.
     """
     run_dir = tmp_path / "run"
     flags = (*SMALL, "--precision", precision, "--check-replicas-every", "5")
@@ -225,7 +225,7 @@ def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision
 def test_too_many_steps_with_nan(tmp_path: Path) -> None:
     """A run with too many skipped steps ends with one line.
 
-    Claim (ddp/README.md, 12): in a run, steps with nan on one rank are skipped by all, and too many end it.
+    Claim (ddp/resilience/README.md): in a run, steps with nan on one rank are skipped by all, and too many end it.
     """
     run_dir = tmp_path / "run"
     flags = (*SMALL, "--max-skipped-steps", "2")
@@ -243,7 +243,7 @@ def test_too_many_steps_with_nan(tmp_path: Path) -> None:
 def test_two_runs_on_one_directory(tmp_path: Path, expected: dict[str, Any]) -> None:
     """A second run in the directory of a running one is refused.
 
-    Claim (ddp/README.md, 12): a second run in the same directory is refused.
+    Claim (ddp/resilience/README.md): a second run in the same directory is refused.
     """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL) as first:
@@ -265,7 +265,7 @@ def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> N
 
     Its ranks lived on, and the next start was refused.
 
-    Claim (ddp/README.md, 12): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
+    Claim (ddp/resilience/README.md): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
     """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL) as first:
@@ -284,7 +284,7 @@ def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> N
 def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
     """A run goes on when its lock is removed.
 
-    Claim (ddp/README.md, 12): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
+    Claim (ddp/resilience/README.md): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
     """
     run_dir = tmp_path / "run"
     with training(run_dir, *SMALL, "--checkpoint-every", "1") as run:
@@ -311,7 +311,7 @@ def training_on(hosts: TwoHosts, run_dir: Path, *flags: str) -> Iterator[list[Ru
 def test_a_network_that_is_cut(tmp_path: Path, expected: dict[str, Any]) -> None:
     """A cut network ends the run with a line that names the rank that cannot be reached.
 
-    Claim (ddp/README.md, 12): a cut network is named.
+    Claim (ddp/resilience/README.md): a cut network is named.
     """
     run_dir = tmp_path / "run"
     with two_hosts() as hosts:

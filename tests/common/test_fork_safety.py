@@ -74,7 +74,7 @@ def forks() -> list[tuple[int, int]]:
 def test_every_fork_of_a_rank_looks_and_goes_on() -> None:
     """Each fork of a rank waits until threads of C++ hold no lock.
 
-    Claim (ddp/README.md, 12): a fork waits for threads of C++.
+    Claim (ddp/resilience/README.md): a fork waits for threads of C++.
     """
     for children in run_ranks(forks, 2):
         assert {status for status, _ in children} == {7}

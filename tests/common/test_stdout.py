@@ -47,7 +47,7 @@ def end_of(function: str, stdout: str) -> tuple[int, str]:
 def test_a_reader_who_has_gone_is_no_failure(function: str, stdout: str) -> None:
     """A closed pipe at stdout ends a command without a traceback.
 
-    Claim (ddp/README.md, 12): a closed or full stdout is no traceback.
+    Claim (ddp/resilience/README.md): a closed or full stdout is no traceback.
     """
     assert end_of(function, stdout) == (0, "")
 
@@ -55,7 +55,7 @@ def test_a_reader_who_has_gone_is_no_failure(function: str, stdout: str) -> None
 def test_a_stdout_that_cannot_be_written_is_named() -> None:
     """A stdout that cannot be written is named.
 
-    Claim (ddp/README.md, 12): a closed or full stdout is no traceback.
+    Claim (ddp/resilience/README.md): a closed or full stdout is no traceback.
     """
     words = "stdout cannot be written (No space left on device)"
     assert end_of("table", "/dev/full") == (2, f"error: {words}\n")

@@ -138,7 +138,7 @@ def test_after_a_refused_start_the_corrected_one_finds_an_empty_directory(
 ) -> None:
     """After a refused start the corrected one finds an empty directory.
 
-    Claim (ddp/README.md, 12): a start that is refused leaves nothing in the way of the next.
+    Claim (ddp/resilience/README.md): a start that is refused leaves nothing in the way of the next.
     """
     small = ("--train-samples", "96", "--test-samples", "10", "--batch-size", "48", "--run-dir", str(tmp_path / "run"))
     line = user_error(train.main, *small, "--epochs", "1", "--device", "cpu", "--model", "json:dumps")

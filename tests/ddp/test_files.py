@@ -184,7 +184,7 @@ def end_of_training(config: TrainConfig) -> tuple[str, bool, int]:
 def test_a_damaged_file_ends_all_ranks_at_the_same_step(many: Path, tmp_path: Path, loader: str, workers: int) -> None:
     """A damaged file ends all ranks at the same step.
 
-    Claim (ddp/README.md, 12): a damaged file ends all ranks in the same step.
+    Claim (ddp/resilience/README.md): a damaged file ends all ranks in the same step.
     """
     folder = shutil.copytree(many, tmp_path / "many")
     path = damage(folder, "train")

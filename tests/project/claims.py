@@ -21,7 +21,19 @@ README = TESTS / "README.md"
 BEGIN, END = "<!-- Made by python -m tests.project.claims -->\n", "<!-- The end of the table of claims -->\n"
 PAGES = (
     "README.md",
-    *(f"{folder}/README.md" for folder in ("ddp", "ddp/conformance", "ddp/sharded", "dataparallel", "dataloading")),
+    *(
+        f"{folder}/README.md"
+        for folder in (
+            "ddp",
+            "ddp/by_hand",
+            "ddp/all_reduce",
+            "ddp/resilience",
+            "ddp/conformance",
+            "ddp/sharded",
+            "dataparallel",
+            "dataloading",
+        )
+    ),
 )
 TIERS = ("faults", "adversary", "examples", "slow")
 CLAIM = re.compile(

@@ -85,7 +85,7 @@ def test_other_errors_pass() -> None:
 def test_more_workers_than_memory_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """More workers than memory are refused with both numbers.
 
-    Claim (ddp/README.md, 12): workers that the machine cannot hold are refused.
+    Claim (ddp/resilience/README.md): workers that the machine cannot hold are refused.
     """
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
     require_room_for_workers(0)
@@ -100,7 +100,7 @@ def test_a_small_dev_shm_is_named_before_a_worker_is_started(monkeypatch: pytest
 
     torch's loader would hang until the job's timeout.
 
-    Claim (ddp/README.md, 12): workers that the machine cannot hold are refused.
+    Claim (ddp/resilience/README.md): workers that the machine cannot hold are refused.
     """
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=4096))
     stock_loader([1], 0, batch_bytes=10**9)

@@ -276,7 +276,7 @@ def test_a_rank_that_leaves_alone_aborts_nccl_and_waits_for_no_collective(
 ) -> None:
     """A rank that leaves alone aborts NCCL and waits for no collective.
 
-    Claim (ddp/README.md, 12): NCCL is destroyed when all leave together, and aborted by a rank that leaves alone.
+    Claim (ddp/resilience/README.md): NCCL is destroyed when all leave together, and aborted by a rank that leaves alone.
     """
     calls: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -43,7 +43,7 @@ def agreed(server: TCPStore, world_size: int) -> str:
 def test_each_start_agrees_on_another_prefix_whatever_its_size(server: TCPStore) -> None:
     """Each start of a job, of any world size, agrees on a new prefix in the store.
 
-    Claim (ddp/README.md, 12): a restart agrees on a prefix of its own in the store, without what NCCL has left there.
+    Claim (ddp/resilience/README.md): a restart agrees on a prefix of its own in the store, without what NCCL has left there.
     """
     sizes = (3, 3, 3, 2, 4, 1, 4)
     assert len({agreed(server, size) for size in sizes}) == len(sizes)
@@ -64,7 +64,7 @@ def test_a_restart_is_not_ended_by_what_nccl_has_left(server: TCPStore) -> None:
 
     After a timeout NCCL leaves a key outside any prefix, and a process that finds it ends itself minutes later.
 
-    Claim (ddp/README.md, 12): a restart agrees on a prefix of its own in the store, without what NCCL has left there.
+    Claim (ddp/resilience/README.md): a restart agrees on a prefix of its own in the store, without what NCCL has left there.
     """
     keys = ["exception_dump", "remote_error"]
     for key in keys:

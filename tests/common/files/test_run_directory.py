@@ -139,7 +139,7 @@ def put(folder: Path, names: Sequence[str]) -> None:
 def test_overwrite_deletes_all_that_a_run_writes(tmp_path: Path) -> None:
     """Overwrite deletes all that a run writes.
 
-    Claim (ddp/README.md, 12): `--overwrite` deletes what a run writes, and refuses all else by name.
+    Claim (ddp/resilience/README.md): `--overwrite` deletes what a run writes, and refuses all else by name.
     """
     run(tmp_path)
     put(tmp_path, WRITTEN)
@@ -151,7 +151,7 @@ def test_overwrite_deletes_all_that_a_run_writes(tmp_path: Path) -> None:
 def test_overwrite_refuses_a_folder_that_holds_something_else_and_names_it(name: str, tmp_path: Path) -> None:
     """Overwrite refuses a folder that holds something else and names it.
 
-    Claim (ddp/README.md, 12): `--overwrite` deletes what a run writes, and refuses all else by name.
+    Claim (ddp/resilience/README.md): `--overwrite` deletes what a run writes, and refuses all else by name.
     """
     run(tmp_path)
     put(tmp_path, (*WRITTEN, name))

@@ -86,7 +86,7 @@ def built(variable: str | None) -> list[str]:
 def test_the_one_that_overlaps_is_built_unless_the_user_asks_for_the_other(variable: str | None, expected: str) -> None:
     """The implementation of NCCL that overlaps is built, unless the user asks for the other.
 
-    Claim (ddp/README.md, 4): of torch's two implementations of NCCL, the one that overlaps is built.
+    Claim (ddp/resilience/README.md): of torch's two implementations of NCCL, the one that overlaps is built.
     """
     assert run_ranks(built, 1, variable, fresh=True) == [[expected]]  # fresh: torch chooses once per process
 

@@ -59,7 +59,7 @@ def line_for(error: Exception, device: torch.device) -> str:
 def test_a_gpu_says_what_took_its_memory(error: Exception, begins: str) -> None:
     """Out of memory is one line that says what took the memory of the GPU.
 
-    Claim (ddp/README.md, 12): memory that runs out is one line.
+    Claim (ddp/resilience/README.md): memory that runs out is one line.
     """
     message = line_for(error, GPU)
     assert message.startswith(begins)
@@ -126,7 +126,7 @@ def build(shape: tuple[int, int, int], classes: int) -> nn.Module:
 def test_two_ranks_without_memory_say_so_once(tmp_path: Path) -> None:
     """Two ranks without memory say so once.
 
-    Claim (ddp/README.md, 12): two ranks that run out of memory say so once.
+    Claim (ddp/resilience/README.md): two ranks that run out of memory say so once.
     """
     model = f"{__name__}:build"
     done = run_torchrun(2, "ddp.train", "--model", model, "--train-samples", "200", "--run-dir", str(tmp_path / "run"))

@@ -28,7 +28,7 @@ def test_each_implementation_of_nccl_has_its_recorder(
 
     torch 2.15 has two that are called NCCL. The recorder of the other one is empty.
 
-    Claim (ddp/README.md, 12): on NCCL, the collectives come from the recorder of the implementation that runs.
+    Claim (ddp/resilience/README.md): on NCCL, the collectives come from the recorder of the implementation that runs.
     """
     group, device = mock.Mock(), torch.device("cuda", 0)
     group._get_backend.return_value.name.return_value = backend
@@ -55,7 +55,7 @@ def in_two_groups(folder: Path) -> None:
 def test_torch_s_own_tool_reads_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``torchfrtrace`` reads the collectives that were written.
 
-    Claim (ddp/README.md, 12): on NCCL, the collectives come from the recorder of the implementation that runs.
+    Claim (ddp/resilience/README.md): on NCCL, the collectives come from the recorder of the implementation that runs.
     """
     from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
     from torch.distributed.flight_recorder.components import types

@@ -214,7 +214,7 @@ def test_after_a_stop_request_a_silent_rank_is_named() -> None:
 def test_after_a_stop_request_a_slow_step_is_waited_for() -> None:
     """After a stop request a slow step is waited for.
 
-    Claim (ddp/README.md, 12): a failed or killed rank is named within ten seconds; a slow step after a stop request
+    Claim (ddp/resilience/README.md): a failed or killed rank is named within ten seconds; a slow step after a stop request
     is waited for.
     """
     scene = Scene()
@@ -227,7 +227,7 @@ def test_after_a_stop_request_a_slow_step_is_waited_for() -> None:
 def test_a_failed_and_a_killed_rank_are_named_within_ten_seconds() -> None:
     """A failed and a killed rank are named within ten seconds.
 
-    Claim (ddp/README.md, 12): a failed or killed rank is named within ten seconds; a slow step after a stop request
+    Claim (ddp/resilience/README.md): a failed or killed rank is named within ten seconds; a slow step after a stop request
     is waited for.
     """
     # A tick each until the rank is stuck, the first reading is seen, the decision is proposed, and it is read.
@@ -369,7 +369,7 @@ def test_a_rank_that_failed_unseen_is_named_by_all_others(jobs: dict[str, Job]) 
 
     They wait inside C++ for something that will never come, as for the device on NCCL.
 
-    Claim (ddp/README.md, 12): a rank that fails or is killed is named by others that wait inside C++.
+    Claim (ddp/resilience/README.md): a rank that fails or is killed is named by others that wait inside C++.
     """
     failure_is_named(jobs["raise"])
 
@@ -402,7 +402,7 @@ def failure_is_named(job: Job) -> None:
 def test_a_rank_that_was_killed_unseen_is_named_by_those_that_get_sigterm(jobs: dict[str, Job]) -> None:
     """A rank that was killed unseen is named by those that get sigterm.
 
-    Claim (ddp/README.md, 12): a rank that fails or is killed is named by others that wait inside C++.
+    Claim (ddp/resilience/README.md): a rank that fails or is killed is named by others that wait inside C++.
     """
     job = jobs["kill"]
     for rank in (0, 2):
@@ -419,7 +419,7 @@ def test_the_latest_collectives_are_written_for_torch_s_own_tool(
 
     Rank 1 was in an endless loop when the others were in the first all-reduce after the barrier.
 
-    Claim (ddp/README.md, 12): the latest collectives are written for `torchfrtrace`.
+    Claim (ddp/resilience/README.md): the latest collectives are written for `torchfrtrace`.
     """
     from torch.distributed.flight_recorder import fr_trace  # not at the top: it logs at its import
 

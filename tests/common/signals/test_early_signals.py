@@ -30,7 +30,7 @@ def test_a_signal_during_the_imports_is_one_line(
 ) -> None:
     """A signal during the imports is one line.
 
-    Claim (ddp/README.md, 12): a signal during the imports is one line.
+    Claim (ddp/resilience/README.md): a signal during the imports is one line.
     """
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     with start_command(module, env={"PYTHONPATH": str(tmp_path)}) as process:

@@ -240,7 +240,7 @@ def test_a_process_that_waits_inside_cpp_ends_all_the_same(number: int, requeued
 
     A rank that waits for another would hear the signal only when that comes, or after the timeout.
 
-    Claim (ddp/README.md, 12): a signal ends a rank that waits inside C++.
+    Claim (ddp/resilience/README.md): a signal ends a rank that waits inside C++.
     """
     with running(waits_for_ever_inside_cpp, requeued) as (process, pipe):
         heard(pipe)

@@ -127,7 +127,7 @@ def assert_same_sums(builds: list[Build], layouts: list[str], examples: list[Cas
 def test_algorithms_sum_as_torch_does_to_the_same_bits_on_all_ranks(examples: list[Case]) -> None:
     """Each algorithm sums as torch does, to the same bits on all ranks.
 
-    Claim (ddp/README.md, 11): every all-reduce sums as torch does, to the same bits on all ranks.
+    Claim (ddp/all_reduce/README.md): every all-reduce sums as torch does, to the same bits on all ranks.
     """
     assert_same_sums(BY_HAND, [hosts for hosts in ONE_HOST if len(hosts) != 5], [*examples, *LARGE])
     assert_same_sums([SharedMemory], ONE_HOST, examples, **MANY_CHUNKS)
@@ -197,6 +197,10 @@ def on_hosts(hosts: str) -> Build:
     ],
 )
 def test_survivors_name_the_rank_that_was_killed(build: Build, ranks: int, victim: int) -> None:
+    """All survivors name the rank that was killed.
+
+    Claim (ddp/all_reduce/README.md): all survivors name the rank that was lost.
+    """
     survivors = run_with_victim(sum_until_lost, ranks, victim, build, signal.SIGKILL, 600.0)
     for message in survivors.values():
         assert message.startswith(f"rank {victim} (pid ")
@@ -208,6 +212,10 @@ def test_survivors_name_the_rank_that_was_killed(build: Build, ranks: int, victi
     "build", [watched_backend, Ring, HalvingDoubling, SharedMemory, on_hosts("aabb"), on_hosts("aaab")]
 )
 def test_survivors_name_the_rank_that_does_not_answer(build: Build) -> None:
+    """All survivors name the rank that does not answer.
+
+    Claim (ddp/all_reduce/README.md): all survivors name the rank that was lost.
+    """
     survivors = run_with_victim(sum_until_lost, 4, 1, build, signal.SIGSTOP, 2.0)
     for message in survivors.values():
         assert message.startswith("rank 1 (pid ")

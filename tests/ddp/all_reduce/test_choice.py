@@ -31,6 +31,10 @@ def built() -> list[str]:
 
 
 def test_every_name_is_an_all_reduce_of_its_own() -> None:
+    """Every name is an all-reduce of its own.
+
+    Claim (ddp/all_reduce/README.md): each name of `--all-reduce` is an algorithm of its own.
+    """
     for kinds in run_ranks(built, 3):
         assert [kind.lower() for kind in kinds] == [name.replace("-", "") for name in ALL_REDUCES]
 

@@ -56,6 +56,10 @@ def sum_until_killed(victim: int, numel: int) -> str:
 @pytest.mark.faults
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 1), (4, 3)])
 def test_survivors_name_the_rank_that_was_killed_at_once(ranks: int, victim: int) -> None:
+    """All survivors name the killed rank at once.
+
+    Claim (ddp/all_reduce/README.md): in shared memory, a killed rank is noticed at once.
+    """
     survivors = run_with_victim(sum_until_killed, ranks, victim, 100_000)
     assert len(survivors) == ranks - 1
     for message in survivors.values():
@@ -90,7 +94,7 @@ def names_in_use() -> tuple[set[str], bool]:
 def test_nothing_has_a_name_that_could_be_left_behind() -> None:
     """Shared memory has no name in the file system.
 
-    Claim (ddp/README.md, 11): nothing in shared memory has a name.
+    Claim (ddp/all_reduce/README.md): nothing in shared memory has a name.
     """
     for names, remains in run_ranks(names_in_use, 2):
         assert "/memfd:all-reduce (deleted)" in names
@@ -155,6 +159,10 @@ def mismatched(numels: list[int]) -> None:
 
 @pytest.mark.parametrize("numels", [[3, 4], [100_000, 100_001]])
 def test_ranks_that_sum_different_tensors_get_an_error(numels: list[int]) -> None:
+    """Ranks that sum different tensors get an error.
+
+    Claim (ddp/all_reduce/README.md): in shared memory, tensors that differ between ranks are an error.
+    """
     run_ranks(mismatched, 2, numels)
 
 

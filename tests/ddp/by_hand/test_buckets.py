@@ -33,7 +33,7 @@ def positions(tensors: list[Tensor], buckets: list[list[Tensor]]) -> list[list[i
 def test_buckets_are_torchs(tensors: list[Tensor], limits: list[int]) -> None:
     """Buckets have the parameters and the order of torch's.
 
-    Claim (ddp/README.md, 10): buckets are torch's, and travel while backward goes on.
+    Claim (ddp/by_hand/README.md): buckets are torch's, and travel while backward goes on.
     """
     buckets = assign_buckets(tensors, limits)
     places = positions(tensors, buckets)

@@ -65,8 +65,8 @@ def failures(wrapper: str, ranks: int) -> dict[str, Result]:
 def test_the_drop_in_passes_all_checks(ranks: int) -> None:
     """The drop-in passes all checks of the conformance suite, unused parameters, no_sync, hooks and join among them.
 
-    Claim (ddp/README.md, 10): unused parameters, `no_sync`, hooks and activation checkpointing are as in torch.
-    Claim (ddp/README.md, 10): a wrapper in a wrapper, and parameters that are converted later, are refused.
+    Claim (ddp/by_hand/README.md): unused parameters, `no_sync`, hooks and activation checkpointing are as in torch.
+    Claim (ddp/by_hand/README.md): a wrapper in a wrapper, and parameters that are converted later, are refused.
     Claim (ddp/conformance/README.md): ours passes all checks at two ranks (at three and four: slow).
     """
     assert failures("DistributedDataParallel", ranks) == {}

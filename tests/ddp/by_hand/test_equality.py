@@ -91,7 +91,7 @@ def in_high_precision(case: Case) -> Case:
 def test_two_ranks_train_to_the_same_bits_as_torch(cases: tuple[Case, ...]) -> None:
     """On two ranks, the DDP by hand trains random models and settings to the bits of torch's.
 
-    Claim (ddp/README.md, 10): DDP by hand trains to torch's bits over random settings and seventeen models.
+    Claim (ddp/by_hand/README.md): DDP by hand trains to torch's bits over random settings and seventeen models.
     """
     assert_equal_training(2, list(map(in_few_steps, cases)))
 
@@ -101,7 +101,7 @@ def test_two_ranks_train_to_the_same_bits_as_torch(cases: tuple[Case, ...]) -> N
 def test_three_ranks_train_as_torch_does(cases: list[Case]) -> None:
     """On three ranks, the DDP by hand trains as torch's, up to rounding.
 
-    Claim (ddp/README.md, 10): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
+    Claim (ddp/by_hand/README.md): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
     """
     assert_equal_training(3, list(map(in_high_precision, cases)))
 
@@ -157,7 +157,7 @@ def compared_by_algorithm() -> list[str]:
 def test_every_all_reduce_trains_as_torch_does(world_size: int) -> None:
     """With each all-reduce, the DDP by hand trains as torch's.
 
-    Claim (ddp/README.md, 10): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
+    Claim (ddp/by_hand/README.md): with more ranks, and with every all-reduce, DDP by hand trains as torch's.
     """
     for found in run_in_group(compared_by_algorithm, world_size):
         assert found == []

@@ -48,7 +48,7 @@ def all_uneven(world_size: int) -> st.SearchStrategy[list[Program]]:
 def test_ranks_of_uneven_inputs_train_as_torch_does(world_size: int, data: st.DataObject) -> None:
     """With two ranks, to the same bits.
 
-    Claim (ddp/README.md, 10): uneven inputs are joined as by torch's `Join`.
+    Claim (ddp/by_hand/README.md): uneven inputs are joined as by torch's `Join`.
     """
     for failed in run_in_group(compared, world_size, data.draw(all_uneven(world_size))):
         assert failed == []

@@ -43,7 +43,7 @@ def compared() -> list[str]:
 def test_trains_as_torch_does(world_size: int) -> None:
     """The naive wrapper trains as torch's DDP.
 
-    Claim (ddp/README.md, 10): the naive wrapper trains as torch's DDP.
+    Claim (ddp/by_hand/README.md): the naive wrapper trains as torch's DDP.
     """
     for found in run_in_group(compared, world_size):
         assert found == []

@@ -30,7 +30,7 @@ def assert_equal(some: list[Program]) -> None:
 def test_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> None:
     """Random programs give the same bits as torch.
 
-    Claim (ddp/README.md, 10): random training programs give torch's bits.
+    Claim (ddp/by_hand/README.md): random training programs give torch's bits.
     """
     assert_equal([FORWARD_FAILS_AFTER_EVALUATION, *some])
 
@@ -42,6 +42,6 @@ def test_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> Non
 def test_500_random_programs_give_the_same_bits_as_torch(some: list[Program]) -> None:
     """500 random programs give the same bits as torch.
 
-    Claim (ddp/README.md, 10): five hundred random training programs give torch's bits.
+    Claim (ddp/by_hand/README.md): five hundred random training programs give torch's bits.
     """
     assert_equal(some)

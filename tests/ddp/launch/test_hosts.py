@@ -111,7 +111,7 @@ def test_a_host_is_lost_and_comes_back(
 
     The first host's agent waits for another, as a scheduler starts it, and the job goes on from its newest checkpoint.
 
-    Claim (ddp/README.md, 12): a host is lost and comes back; a link is cut for longer than the timeout.
+    Claim (ddp/resilience/README.md): a host is lost and comes back; a link is cut for longer than the timeout.
     """
     folder = tmp_path / "run"
     job = ("-m", "ddp.train", *FLAGS, "--checkpoint-every", "5", "--timeout", "8", "--run-dir", str(folder))

@@ -127,7 +127,7 @@ def assert_same_end(run_dir: Path, other: Path) -> list[dict[str, Any]]:
 def test_a_job_is_that_of_the_other_guard_and_so_is_all_that_it_saves(tmp_path: Path, settings: dict[str, Any]) -> None:
     """With the device's guard, a job and its checkpoints have the bits of one with the host's guard.
 
-    Claim (ddp/README.md, 12): where the device decides and the host reads a step later, a job skips, stops, saves,
+    Claim (ddp/resilience/README.md): where the device decides and the host reads a step later, a job skips, stops, saves,
     resumes and ends with the same bits.
     """
     device, host = tmp_path / "device", tmp_path / "host"
@@ -142,7 +142,7 @@ def test_a_job_is_that_of_the_other_guard_and_so_is_all_that_it_saves(tmp_path: 
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_right_bits(tmp_path: Path) -> None:
     """All ranks stop after the same step and go on to the right bits.
 
-    Claim (ddp/README.md, 12): where the device decides and the host reads a step later, a job skips, stops, saves,
+    Claim (ddp/resilience/README.md): where the device decides and the host reads a step later, a job skips, stops, saves,
     resumes and ends with the same bits.
     """
     run_ranks(run_job, 2, small(**SETTINGS, run_dir=tmp_path / "whole"), ResilientGuard, no_fault)

@@ -40,7 +40,7 @@ def rank_below(torchrun: subprocess.Popen[str], rank: int) -> psutil.Process:
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, victim: int) -> None:
     """A killed rank costs the steps since the last checkpoint.
 
-    Claim (ddp/README.md, 12): a rank that is killed costs the steps since the last checkpoint.
+    Claim (ddp/resilience/README.md): a rank that is killed costs the steps since the last checkpoint.
     """
     with training(tmp_path / "undisturbed") as run:
         run.finish()
@@ -85,7 +85,7 @@ def agent(port: int, output: Path, *job: str, holds_store: bool) -> Iterator[sub
 def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
     """A job of several nodes goes on when one node leaves, and when another joins.
 
-    Claim (ddp/README.md, 12): a node may leave or join.
+    Claim (ddp/resilience/README.md): a node may leave or join.
     """
     folder = tmp_path / "run"
     port = free_port()

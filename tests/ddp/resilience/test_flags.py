@@ -108,7 +108,7 @@ def agreed_in(case: Case, env: DistEnv) -> Flags:
 def test_what_any_rank_raises_in_any_micro_step_all_know() -> None:
     """A flag that any rank raises in any micro-step reaches all ranks with the gradients.
 
-    Claim (ddp/README.md, 12): flags travel with the gradients and change no bit.
+    Claim (ddp/resilience/README.md): flags travel with the gradients and change no bit.
     """
     for world_size in range(1, LARGEST_WORLD + 1):
         for flags in run_ranks(agreed_in_each, world_size, CASES):
@@ -151,7 +151,7 @@ def step(env: DistEnv, strategy: str, flags: bool) -> Step:
 def test_loss_and_gradients_are_the_same_bits_as_without_the_flags() -> None:
     """Loss and gradients are the same bits as without the flags.
 
-    Claim (ddp/README.md, 12): flags travel with the gradients and change no bit.
+    Claim (ddp/resilience/README.md): flags travel with the gradients and change no bit.
     """
     for rank in run_ranks(steps_with_and_without, 2):
         for (losses, gradients), (expected_losses, expected) in rank:

@@ -79,7 +79,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hung]]:
 def test_the_rank_that_hangs_is_named_by_all_others(hung: dict[str, Hung], name: str) -> None:
     """The rank that hangs is named by all others.
 
-    Claim (ddp/README.md, 12): a rank that stops is named by all others, with its stacks in the log.
+    Claim (ddp/resilience/README.md): a rank that stops is named by all others, with its stacks in the log.
     """
     case, (run, statuses, pids) = CASES[name], hung[name]
     finding = r"has been at data of step \d+" if case.worker else r"has given no sign of life"
@@ -119,7 +119,7 @@ def corrupt() -> None:
 def test_a_flipped_bit_ends_the_run_with_the_names_of_tensor_and_rank(tmp_path: Path) -> None:
     """A flipped bit ends the run with the names of tensor and rank.
 
-    Claim (ddp/README.md, 12): a run ends when its replicas differ, with the names of tensor and rank.
+    Claim (ddp/resilience/README.md): a run ends when its replicas differ, with the names of tensor and rank.
     """
     flags = ("--model", "mlp", "--check-replicas-every", "5")
     with training(tmp_path / "run", *flags, world_size=3, plant=corrupt) as run:

@@ -119,7 +119,7 @@ def step_on(guard: type[ResilientGuard], **settings: Any) -> None:
 def test_a_step_reads_nothing(precision: str, clip_norm: float | None, optimizer: str) -> None:
     """On a (fake) GPU, a training step reads nothing from the device.
 
-    Claim (ddp/README.md, 12): on a GPU, a step reads nothing from the device.
+    Claim (ddp/resilience/README.md): on a GPU, a step reads nothing from the device.
     """
     settings: dict[str, Any] = {"precision": precision, "clip_norm": clip_norm, "optimizer": optimizer}
     step_on(DeviceGuard, **settings)

@@ -174,7 +174,7 @@ def samples_of_step(step: int) -> list[int]:
 def test_a_nan_on_one_rank_changes_nothing_on_any(tmp_path: Path, guard: Guard, precision: str, strategy: str) -> None:
     """A nan on one rank changes no parameter and no optimizer state on any rank.
 
-    Claim (ddp/README.md, 12): nan and inf are skipped by all ranks; too many end the run.
+    Claim (ddp/resilience/README.md): nan and inf are skipped by all ranks; too many end the run.
     """
     config, seen = run(tmp_path / "run", NAN_IMAGES, guard, precision=precision, strategy=strategy)
     nothing_has_changed(config, seen)
@@ -243,7 +243,7 @@ def too_many(config: TrainConfig, guard: Guard) -> tuple[str, int, bool]:
 def test_one_step_too_many_ends_all_ranks_with_the_same_words(tmp_path: Path, guard: Guard, most: int) -> None:
     """One skipped step too many ends all ranks with the same line.
 
-    Claim (ddp/README.md, 12): nan and inf are skipped by all ranks; too many end the run.
+    Claim (ddp/resilience/README.md): nan and inf are skipped by all ranks; too many end the run.
     """
     config = small(**SETTINGS, run_dir=tmp_path, max_skipped_steps=most)
     first, second = run_ranks(too_many, WORLD_SIZE, config, guard)

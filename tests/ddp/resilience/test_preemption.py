@@ -102,7 +102,7 @@ LINKS: list[tuple[tuple[str, ...], int, dict[int, int]]] = [
 def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_bits(tmp_path: Path, undisturbed: Path) -> None:
     """A run that signals stop again and again ends with the bits of an undisturbed one.
 
-    Claim (ddp/README.md, 12): signals stop all ranks after the same step, which is saved.
+    Claim (ddp/resilience/README.md): signals stop all ranks after the same step, which is saved.
     """
     folder = tmp_path / "run"
     for flags, step, requests in LINKS:
@@ -153,7 +153,7 @@ def ask_while_loading() -> None:
 def test_a_signal_before_the_first_step_asks_for_another_start(tmp_path: Path) -> None:
     """A signal before the first step asks for another start.
 
-    Claim (ddp/README.md, 12): a signal before the first step ends the job with status 75 too.
+    Claim (ddp/resilience/README.md): a signal before the first step ends the job with status 75 too.
     """
     with training(tmp_path / "run", plant=ask_while_loading) as run:
         assert run.exit_statuses()[1] == REQUEUE
@@ -172,7 +172,7 @@ def ask_while_drawing() -> None:
 def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
     """A signal while the figures are drawn changes nothing.
 
-    Claim (ddp/README.md, 12): a signal while the figures are drawn changes nothing.
+    Claim (ddp/resilience/README.md): a signal while the figures are drawn changes nothing.
     """
     with training(tmp_path / "run", plant=ask_while_drawing) as run:
         run.finish()
@@ -192,7 +192,7 @@ def test_a_process_without_a_job_leaves_with_a_status_that_says_why(tmp_path: Pa
 def test_a_second_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> None:
     """A second signal ends a rank that waits for another.
 
-    Claim (ddp/README.md, 12): signals stop all ranks after the same step, which is saved.
+    Claim (ddp/resilience/README.md): signals stop all ranks after the same step, which is saved.
     """
     with training(tmp_path / "run", "--workers", "1", "--checkpoint-every", "2") as run:
         run.wait_for_step(4)
@@ -208,7 +208,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> N
 def test_torchrun_passes_on_what_it_gets_and_what_a_terminal_sends_twice(tmp_path: Path, undisturbed: Path) -> None:
     """A signal to torchrun, or to the whole terminal twice, stops all ranks after the same step.
 
-    Claim (ddp/README.md, 12): signals stop all ranks after the same step, which is saved.
+    Claim (ddp/resilience/README.md): signals stop all ranks after the same step, which is saved.
     """
     folder = tmp_path / "run"
     for step, number, flag in ((5, signal.SIGTERM, "--overwrite"), (35, signal.SIGINT, "--resume")):

@@ -102,8 +102,8 @@ def test_a_flipped_bit_is_named_on_all_of_three_ranks(by_hashes: bool) -> None:
 
     Where a GPU hashes the parameters, the host makes no digests.
 
-    Claim (ddp/README.md, 12): when replicas differ, the tensor and the rank are named.
-    Claim (ddp/README.md, 12): on a GPU, replicas are compared by hashes that it makes itself.
+    Claim (ddp/resilience/README.md): when replicas differ, the tensor and the rank are named.
+    Claim (ddp/resilience/README.md): on a GPU, replicas are compared by hashes that it makes itself.
     """
     expected = [
         f"at step 50 the replicas have diverged: parameter {name!r} differs on rank {rank} of 3"

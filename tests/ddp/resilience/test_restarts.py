@@ -84,7 +84,7 @@ def started_again(run_dir: Path, below_torchrun: bool) -> list[str | None]:
 def test_torchrun_s_second_start_neither_deletes_nor_refuses_anything(tmp_path: Path) -> None:
     """Not even with ``--overwrite``, or with nothing at all; and no checkpoint is no mistake, whatever was asked for.
 
-    Claim (ddp/README.md, 12): torchrun's second start neither deletes nor refuses anything.
+    Claim (ddp/resilience/README.md): torchrun's second start neither deletes nor refuses anything.
     """
     run_dir = tmp_path / "run"
     for found in run_ranks(started_again, 2, run_dir, True):

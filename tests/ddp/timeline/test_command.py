@@ -75,7 +75,7 @@ def test_a_step_is_recorded_in_order(changes: dict[str, Any], buckets: int) -> N
 def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     """The command writes the files it names.
 
-    Claim (ddp/README.md, 10): one step is recorded and drawn.
+    Claim (ddp/by_hand/README.md): one step is recorded and drawn.
     """
     arguments = ("--model", "fashion-cnn", "--batch-size", "12", "--steps", "3", "--output", str(tmp_path))
     done = run_command("ddp.timeline", *arguments, timeout_s=280)
