@@ -1,0 +1,49 @@
+"""The pages are easy to read: short sentences, short paragraphs, lines that fit a screen."""
+
+from __future__ import annotations
+
+import re
+import statistics
+
+import pytest
+
+from tests.support.launch import REPOSITORY
+
+PAGES = ("README.md", "glossary.md", *(f"{name}/README.md" for name in ("by_hand", "all_reduce", "resilience")))
+PAGES += tuple(f"{name}/README.md" for name in ("bench", "ladder", "gpu_check"))
+LONGEST_SENTENCE, MEDIAN_SENTENCE, SENTENCES, COLUMNS = 32, 15, 5, 120  # words, words, of a paragraph, of a line
+
+
+def paragraphs(text: str) -> list[str]:
+    """The paragraphs and list items, without code, tables, headings, pictures and markup; inline code counts as a word.
+
+    Bold words that begin a paragraph and end like a sentence are its heading.
+    """
+    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(#|\||!\[|</?details).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(-|\d+\.) `[^`]+`: `.+`$", "", text, flags=re.MULTILINE)  # a quoted line of code
+    text = re.sub(r"`[^`]+`", "Code", text)
+    text = re.sub(r"^ *((?:- |\d+\. )?)\*\*[^*]+[.?:]\*\*", r"\1", text, flags=re.MULTILINE)
+    text = re.sub(r"<summary>|</?[a-z]+>", "\n\n", text)
+    text = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", text)
+    text = re.sub(r"^ *(-|\d+\.) ", "\n", text, flags=re.MULTILINE)
+    return [" ".join(part.replace("*", "").split()) for part in re.split(r"\n\s*\n", text) if part.strip(" *\n")]
+
+
+def sentences(paragraph: str) -> list[str]:
+    """Sentences end with a mark before a space and a capital letter, a number or a bracket."""
+    return re.split(r"(?<=[.?!:])\)? (?=[A-Z(\"])", paragraph)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_easy_to_read(page: str) -> None:
+    """Sentences, paragraphs and lines are short, and no sentence begins with "Of" or "What", but for questions."""
+    text = (REPOSITORY / "ddp" / page).read_text()
+    found = [f"line {n}" for n, line in enumerate(text.splitlines(), 1) if len(line) > COLUMNS]
+    parts = list(map(sentences, paragraphs(text)))
+    found += [part[0] for part in parts if len(part) > SENTENCES]
+    every = [sentence for part in parts for sentence in part if len(sentence.split()) > 2]
+    found += [one for one in every if len(one.split()) > LONGEST_SENTENCE]
+    found += [one for one in every if re.match(r"(Of|What) ", one) and one.endswith(".")]
+    assert not found
+    assert statistics.median(len(one.split()) for one in every) <= MEDIAN_SENTENCE
