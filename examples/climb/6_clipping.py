@@ -1,4 +1,4 @@
-"""Clipping: a step is never longer than the learning rate allows. Unscale first, or the norm is that of scaled gradients.
+"""Clipping: a step is never longer than the learning rate allows. Unscale first, or the norm is too large.
 torchrun --nproc_per_node=2 examples/climb/6_clipping.py
 """
 
