@@ -1,0 +1,72 @@
+"""Sharded: each rank keeps a part of the weights, gradients and momentum, and gathers weights only to use them.
+torchrun --nproc_per_node=2 examples/climb/8_sharded.py climb.pt
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+EPOCHS, BATCH_SIZE = 4, 48  # samples of an optimizer step
+MICRO_STEPS = 2
+
+
+def main() -> None:
+    torch.manual_seed(0)  # the same data and initial weights in every run
+    labels = torch.randint(10, (763,))
+    inputs = torch.randn(10, 32)[labels] + 1.5 * torch.randn(763, 32)  # ten clusters that overlap
+    train = TensorDataset(inputs[:576], labels[:576])
+    test = TensorDataset(inputs[576:], labels[576:])  # 187 samples: two ranks cannot have equally many
+    sampler: DistributedSampler[object] = DistributedSampler(train, seed=0)  # rank r takes samples r, r + ranks, ...
+    loader = DataLoader(train, BATCH_SIZE // dist.get_world_size(), sampler=sampler)
+    test_loader = DataLoader(test, BATCH_SIZE, sampler=range(dist.get_rank(), len(test), dist.get_world_size()))
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu")  # multiplies the loss, and divides the gradients again before the step
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    epoch, path = 0, sys.argv[1]
+    if os.path.exists(path):
+        epoch, weights, momentum, scale = torch.load(path)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momentum, options=whole)
+        scaler.load_state_dict(scale)
+    while epoch < EPOCHS:
+        sampler.set_epoch(epoch)  # another order in each epoch, the same on all ranks
+        model.train()
+        for inputs, labels in loader:
+            for part in range(MICRO_STEPS):
+                with torch.autocast("cpu", torch.float16):  # not around backward, which takes forward's dtypes
+                    loss = F.cross_entropy(model(inputs[part::MICRO_STEPS]), labels[part::MICRO_STEPS])
+                scaler.scale(loss / MICRO_STEPS).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # all ranks have the same average, so the same norm
+            scaler.step(optimizer)  # on an inf or nan, all ranks skip: all have the average
+            scaler.update()
+            optimizer.zero_grad()
+        epoch += 1
+        model.eval()
+        sums = torch.zeros(2)  # of the test samples: their losses, and how many are right
+        with torch.no_grad():
+            for inputs, labels in test_loader:
+                logits = model(inputs)
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+                sums += torch.stack([loss, (logits.argmax(1) == labels).sum()])
+        dist.all_reduce(sums)  # sums, not means: the ranks have different numbers of samples
+        mean_loss, accuracy = (sums / len(test)).tolist()
+        weights, momentum = get_state_dict(model, optimizer, options=whole)  # all ranks: their shards are gathered
+        if dist.get_rank() == 0:  # all have the same numbers
+            print(f"epoch {epoch}: test loss {mean_loss:.5f}, accuracy {accuracy:.2%}")
+            torch.save((epoch, weights, momentum, scaler.state_dict()), path + ".new")
+            os.replace(path + ".new", path)  # at once: killed at any time, it leaves a whole checkpoint
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")  # torchrun tells each process its rank through the environment
+    main()
+    dist.destroy_process_group()
