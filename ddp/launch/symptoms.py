@@ -2,26 +2,26 @@
 
 python -m ddp.launch.doctor --explain "RuntimeError: received 0 items of ancdata"
 
-A message of the page that is contained in the text comes first; numbers and paths in it may be others. Then count the words that text
-and entry share: the fewer entries have a word, the more it counts.
+A message of the page that the text contains comes first; numbers and paths in it may be others. Then the words count that text and
+entry share: the fewer entries have a word, the more it counts.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from common.cli import command, option, parse
 
 PAGE = Path(__file__).with_suffix(".md")
 MOST_ENTRIES = 3
-LEAST_SHARE = 0.55  # of the words' weight, of the text or of an entry's title, that must be shared
+LEAST_SHARE = 0.6  # of the weight of the text's words, or of those in an entry's title, that both must have
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,20 @@ class ExplainConfig:
     explain: str = option("", "text to look up in symptoms.md: a message, a traceback or a few words")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A symptom: its heading, and below it its lines in Markdown."""
-
+class Entry(NamedTuple):
     title: str
-    body: str
+    body: str  # in Markdown
 
-    @property
-    def messages(self) -> list[list[str]]:
-        """The messages in the heading, each in the pieces between which anything may stand."""
-        return [[masked(piece) for piece in quoted.split("...")] for quoted in re.findall(r"`(.+?)`", self.title)]
+    def contained_in(self, text: str) -> int:
+        """The length of the longest message in the title that a masked text contains; for ``...`` there may be anything."""
+        messages = [masked(quoted).split("...") for quoted in re.findall(r"`(.+?)`", self.title)]
+        return max((len("".join(one)) for one in messages if all(piece.strip() in text for piece in one)), default=0)
 
 
 def entries() -> list[Entry]:
     sections = re.split(r"^### (.+)\n", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return [
-        Entry(title, body.partition("\n## ")[0].strip())
-        for title, body in zip(sections[1::2], sections[2::2], strict=True)
+        Entry(title, body.split("\n## ")[0].strip()) for title, body in zip(sections[1::2], sections[2::2], strict=True)
     ]
 
 
@@ -60,40 +56,38 @@ def masked(text: str) -> str:
 
 def matches(text: str) -> list[Entry]:
     """The entries that fit a text, the best first."""
-    everything, masked_text, given = entries(), masked(text), _words(text)
-    counts = Counter(word for entry in everything for word in _words(entry.title + entry.body))
+    known, given = {entry: _words(" ".join(entry)) for entry in entries()}, _words(text)
+    counts = Counter(word for words in known.values() for word in words)
 
     def share(words: set[str], of: set[str]) -> float:
-        weights = {word: math.log(1 + len(everything) / max(1, counts[word])) for word in of}
+        """The share of ``of``, by weight, that is in ``words``."""
+        weights = {word: math.log(1 + len(known) / max(1, counts[word])) for word in of}
         return sum(weights[word] for word in words & of) / (sum(weights.values()) or 1)
 
     def score(entry: Entry) -> float:
-        contained = [len("".join(one)) for one in entry.messages if all(piece in masked_text for piece in one)]
-        title, whole = _words(entry.title), _words(entry.title + entry.body)
-        return (
-            max(contained, default=0) + max(share(given, title), share(whole, given) * 0.9) + share(title, given) / 10
+        title = _words(entry.title)
+        return entry.contained_in(masked(text)) + max(
+            share(given, title), share(known[entry], given) + share(title, given) / 10
         )
 
-    scores = {entry: score(entry) for entry in everything}
-    best = sorted(everything, key=scores.__getitem__, reverse=True)
-    return [entry for entry in best if scores[entry] >= max(LEAST_SHARE, scores[best[0]] / 2)][:MOST_ENTRIES]
+    scores = {entry: score(entry) for entry in known}
+    least = max(LEAST_SHARE, max(scores.values()) / 2)
+    return [entry for entry in sorted(known, key=scores.__getitem__, reverse=True) if scores[entry] >= least][
+        :MOST_ENTRIES
+    ]
 
 
 def _words(text: str) -> set[str]:
-    return set(re.findall(r"[a-z][a-z0-9]+", text.lower().replace("_", " ")))
+    return set(re.findall(r"[a-z][a-z0-9]{2,}", text.lower().replace("_", " ")))
 
 
 def readable(entry: Entry) -> str:
-    """An entry for a terminal: without Markdown, and with whole paths and addresses."""
-    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", lambda link: f"{link[1]} ({_address(link[2])})", entry.body)
-    lines = re.sub(r"\n +", " ", text).replace("**", "").replace("`", "").splitlines()
+    """An entry for a terminal: without Markdown, and with paths from the repository on."""
+    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (\2)", re.sub(r"\n +", " ", "\n".join(entry)))
+    text = text.replace("(../../", "(").replace("(../", "(ddp/").replace("(README", "(ddp/launch/README")
     return "\n".join(
-        [entry.title.replace("`", ""), *(textwrap.fill(line, 100, subsequent_indent="    ") for line in lines)]
+        textwrap.fill(line, 100, subsequent_indent="    ") for line in re.sub(r"\*\*|`", "", text).splitlines()
     )
-
-
-def _address(link: str) -> str:
-    return link if "://" in link else os.path.normpath(f"ddp/launch/{link}")
 
 
 @command

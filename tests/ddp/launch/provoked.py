@@ -6,6 +6,7 @@ Those of ``MESSAGES`` and ``ON_TWO_RANKS`` raise; the other ones return what is 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import resource
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader
 
 
 def local_rank_flag() -> None:
@@ -67,26 +68,19 @@ def numpy_state() -> None:
     torch.load(file)
 
 
-class InWorker(Dataset[Any]):
-    """What a function returns in a loader worker."""
-
-    def __init__(self, function: Callable[[], Any], samples: int = 4) -> None:
-        self.function, self.samples = function, samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.function()
+def in_worker(function: Callable[[Any], Any], batches: int = 4, num_workers: int = 1) -> DataLoader[Any]:
+    """A loader whose workers call a function for each batch."""
+    samples: Any = range(batches)
+    return DataLoader(samples, num_workers=num_workers, collate_fn=function)
 
 
 def killed_worker() -> None:
-    list(DataLoader(InWorker(lambda: os.kill(os.getpid(), signal.SIGKILL)), num_workers=1))
+    list(in_worker(lambda _: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def bus_error() -> None:
     """The signal that a worker gets from a full ``/dev/shm``."""
-    list(DataLoader(InWorker(lambda: os.kill(os.getpid(), signal.SIGBUS)), num_workers=1))
+    list(in_worker(lambda _: os.kill(os.getpid(), signal.SIGBUS)))
 
 
 def open_files() -> None:
@@ -94,37 +88,23 @@ def open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, hard))
     try:
-        list(DataLoader(InWorker(lambda: torch.zeros(2), 1000), num_workers=1))
+        list(in_worker(torch.tensor, 1000))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-class UnusedHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return self.body(inputs)
-
-
 def unused_parameters() -> None:
-    model = DistributedDataParallel(UnusedHead())
+    network = nn.Linear(2, 2)
+    network.head = nn.Linear(2, 2)
+    model = DistributedDataParallel(network)
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return checkpoint(self.a, inputs, use_reentrant=True)
-
-
 def reentrant_checkpoint() -> None:
-    model = DistributedDataParallel(Checkpointed(), find_unused_parameters=True)
+    network: Any = nn.Linear(2, 2)
+    network.forward = functools.partial(checkpoint, network.forward, use_reentrant=True)
+    model = DistributedDataParallel(network, find_unused_parameters=True)
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
 
@@ -147,25 +127,21 @@ def uneven_batches() -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
     for _ in range(2 + dist.get_rank()):
         model(torch.ones(1, 2)).sum().backward()
-    time.sleep(3)
+    time.sleep(6)
 
 
 MESSAGES = (local_rank_flag, port_taken, fp16_weights, numpy_state, killed_worker, bus_error, open_files)
 ON_TWO_RANKS = (unused_parameters, reentrant_checkpoint, mixed_gradients, two_forward_passes)
 
 
-def threads_of_workers() -> tuple[int, int]:
-    """How many threads torch takes in the main process, and in a loader worker."""
-    return torch.get_num_threads(), next(
-        iter(DataLoader(InWorker(torch.get_num_threads), batch_size=None, num_workers=1))
-    )
+def threads_of_workers() -> int:
+    """How many threads torch takes in a loader worker."""
+    return next(iter(in_worker(lambda _: torch.get_num_threads())))  # type: ignore[no-any-return]
 
 
-def whole_batches() -> list[list[int]]:
-    """Which worker has made each sample of four batches."""
-    worker: Any = get_worker_info
-    loader = DataLoader(InWorker(lambda: worker().id, 8), batch_size=2, num_workers=2)
-    return [batch.tolist() for batch in loader]
+def whole_batches() -> list[int]:
+    """The process that has made each of four batches, of two workers."""
+    return list(in_worker(lambda _: os.getpid(), num_workers=2))
 
 
 def prefixed_keys() -> tuple[bool, list[str]]:
