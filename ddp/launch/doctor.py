@@ -3,6 +3,7 @@
     python -m ddp.launch.doctor                                      # this host
     torchrun --nproc_per_node=2 -m ddp.launch.doctor                 # in the place of ddp.train, under any launcher
     srun --nodes=2 --ntasks-per-node=1 python -m ddp.launch.doctor
+    python -m ddp.launch.doctor --explain "MESSAGE"                  # which entries of symptoms.md fit an error message
 
 The ranks meet as those of ddp.train do: if one is missing, or was started differently, one line says so, and the exit status is 2.
 Otherwise rank 0 prints what is wrong, a table of the ranks and one of the links between their hosts. Wrong are clocks that differ, hosts
@@ -30,6 +31,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__" and any(argument.partition("=")[0] == "--explain" for argument in sys.argv):
+    from ddp.launch import symptoms
+
+    symptoms.main()  # exits, before torch is imported
 
 import torch
 import torch.distributed as dist
@@ -75,6 +81,7 @@ class DoctorConfig:
     run_dir: Path = option(
         None, "folder of the runs, whose disk is looked at, and whether all hosts see it (default: runs)"
     )
+    explain: str | None = option(None, "print what ddp/launch/symptoms.md says of this message, and do nothing else")
 
 
 @command
