@@ -14,7 +14,7 @@ READMES = [
     REPOSITORY / "README.md",
     *(
         readme
-        for depth in ("*", "tests/*", "ddp/*", "ddp/conformance/*")
+        for depth in ("*", "tests/*", "ddp/*", "ddp/conformance/*", "examples/*", "docs/*")
         for readme in sorted(REPOSITORY.glob(f"{depth}/README.md"))
     ),
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import events, tensors
@@ -58,6 +59,8 @@ def _parameters(optimizer: Any) -> list[Any]:
 @quiet
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     """A closure computes the gradients within the step, so they are looked at when it ends."""
+    if _makes_state():
+        return None
     closure = kwargs.get("closure") or next(iter(args[1:]), None)
     if closure is None:
         return _look(optimizer)
@@ -83,8 +86,18 @@ def _look(optimizer: Any) -> None:
     emit("before_step", own=own, **fields)
 
 
+def _makes_state() -> bool:
+    """Whether torch/distributed/checkpoint/state_dict.py calls: it makes the state to load into by a step that changes nothing."""
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame is not None
+
+
 @quiet
 def _after_step(optimizer: Any, *_: Any) -> None:
+    if _makes_state():
+        return
     own = tensors.register(("", parameter) for parameter in _parameters(optimizer))
     sharded = any(map(tensors.is_shard, _parameters(optimizer)))
     sums = _sums(optimizer, own) if detailed() else None
