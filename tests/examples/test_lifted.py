@@ -50,8 +50,8 @@ def test_an_example_is_short_and_its_imports_are_there(path: Path) -> None:
 
 
 def test_the_readme_shows_every_example() -> None:
-    readme = (REPOSITORY / "README.md").read_text()
-    assert [path.name for path in EXAMPLES if f"examples/{path.name}" not in readme] == []
+    readme = (REPOSITORY / "examples" / "README.md").read_text()
+    assert [path.name for path in EXAMPLES if f"]({path.name})" not in readme] == []
 
 
 @pytest.mark.examples

@@ -11,7 +11,7 @@ import pytest
 from tests.support.launch import REPOSITORY
 
 READMES = [
-    REPOSITORY / "README.md",
+    *(REPOSITORY / name for name in ("README.md", "AGENTS.md", "CHANGES.md", "CONTRIBUTING.md", "ddp/glossary.md")),
     *(
         readme
         for depth in ("*", "tests/*", "ddp/*", "ddp/conformance/*", "examples/*", "docs/*")
@@ -48,6 +48,11 @@ def test_its_links_lead_somewhere(readme: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", prose):
         if not target.startswith("https://"):
             assert (readme.parent / target).exists(), target
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
+    assert len((REPOSITORY / "AGENTS.md").read_text().splitlines()) <= 60
 
 
 def test_the_two_commands_come_first() -> None:
