@@ -21,6 +21,9 @@ from common.recording.scenes import SCENES, Scene
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / "docs" / "recordings"
 TIMEOUT_S = 120
+HOSTS_S = (
+    60  # After a restart, agents of torchrun may wait for each other for five minutes, though their ranks are done.
+)
 
 
 @command
@@ -98,7 +101,7 @@ def _record(scene: Scene, arguments: tuple[str, ...], folder: Path) -> None:
         "RECORDED_FILES": f"{folder}.files",
     }
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(scene.ranks)}
-    agent = ["--nnodes", str(scene.ranks), "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    agent = ["--nnodes", str(scene.ranks), "--max-restarts", "3", "--rdzv-backend", "c10d"]
     commands = [
         [
             sys.executable,
@@ -125,9 +128,12 @@ def _record(scene: Scene, arguments: tuple[str, ...], folder: Path) -> None:
     ]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
+            _, errors = process.communicate(timeout=HOSTS_S if scene.hosts else TIMEOUT_S)
             if process.returncode > 0:  # a signal, whose number is negative, is part of a scene
                 raise RuntimeError(f"{scene.script} {' '.join(arguments)} failed:\n{errors}")
+    except subprocess.TimeoutExpired:
+        if not scene.hosts:
+            raise
     finally:
         for process in processes:
             process.kill()

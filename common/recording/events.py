@@ -73,19 +73,25 @@ def read(folder: Path, window: tuple[str, int, str, int], milestone: str) -> Rec
     )
     origin = events[0]["t"]
     lanes: dict[str, Lane] = {}
-    ended = {(event["process"], event["end"]): event for event in events if "end" in event}
-    last = {event["process"]: _seconds(event, origin) for event in events}  # a killed process ends no span
+    ended = {(event["pid"], event["end"]): event for event in events if "end" in event}
+    last = {event["pid"]: _seconds(event, origin) for event in events}  # a killed process ends no span
+    started: dict[str, list[int]] = defaultdict(list)  # the processes of a name, one after the other
     sent: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     received: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
+        attempts = started[event["process"]]
+        if event["pid"] not in attempts:
+            attempts.append(event["pid"])
+        if attempt := attempts.index(event["pid"]):
+            event["process"] += f", attempt {attempt + 1}"
         name = _lane_of(event)
         lane = lanes.setdefault(name, Lane(name))
         now = _seconds(event, origin)
         if "line" in event:
             lane.lines.append((now, event["file"], event["line"]))
         elif "begin" in event:
-            over = ended.get((event["process"], event["begin"]), {})
-            end = _seconds(over, origin) if over else last[event["process"]]
+            over = ended.get((event["pid"], event["begin"]), {})
+            end = _seconds(over, origin) if over else last[event["pid"]]
             depth = sum(1 for span in lane.spans if span.end > now)
             note = over.get("note") or event.get("note") or ""
             lane.spans.append(Span(now, end, event["name"], note, event.get("bytes", 0), depth))

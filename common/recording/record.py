@@ -31,7 +31,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 GROUPS = ("init_process_group", "destroy_process_group", "barrier")
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce")
+COLLECTIVES: tuple[str, ...] = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "reduce",
+)
 COLLECTIVES += tuple(
     name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)
 )  # since torch 2.14
@@ -74,7 +81,13 @@ class Recorder:
         pid = os.getpid()
         if pid not in self._files:
             self._files[pid] = os.open(self._folder / f"{pid}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        event = {"t": time.monotonic_ns(), "process": _process(), "thread": threading.current_thread().name, **event}
+        event = {
+            "t": time.monotonic_ns(),
+            "pid": pid,
+            "process": _process(),
+            "thread": threading.current_thread().name,
+            **event,
+        }
         os.write(self._files[pid], json.dumps(event).encode() + b"\n")
 
     def begin(self, name: str, **facts: Any) -> int:
@@ -197,9 +210,8 @@ class _Waited:
 
 def _process() -> str:
     worker = torch.utils.data.get_worker_info()
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     rank = f"rank {os.environ['RANK']}" if int(os.environ["WORLD_SIZE"]) > 1 else "process"
-    return f"{rank}{f', attempt {attempt + 1}' if attempt else ''}{f', worker {worker.id}' if worker else ''}"
+    return f"{rank}, worker {worker.id}" if worker else rank
 
 
 def _bytes(values: Any) -> int:
@@ -223,7 +235,8 @@ def _note(name: str, args: tuple[Any, ...]) -> str:
         value = os.readlink(f"/proc/self/fd/{value}")
     if isinstance(value, (str, Path)):
         return Path(value).name
-    return str(value) if isinstance(value, (int, float, list)) else ""
+    is_shown = isinstance(value, (int, float)) or (isinstance(value, list) and isinstance(value[0], int))
+    return str(value) if is_shown else ""
 
 
 def _first(optimizer: Optimizer) -> Tensor:

@@ -174,6 +174,7 @@ SCENES = {
         "The agents notice, meet again, and start both ranks anew, which go on from the checkpoint.",
         "examples/recordings/restart.py",
         {"": ()},
+        window=("init_process_group", 1, "", 1),
         hosts=True,
     ),
 }

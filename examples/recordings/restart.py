@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ while step < 6:
     if step == 2 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     loss.backward()
+    time.sleep(0.3)  # a larger model
     optimizer.step()
     optimizer.zero_grad()
     step += 1
