@@ -1,0 +1,280 @@
+"""The recorder inside a process: it runs a script and writes down the lines and calls that it executes.
+
+    python -m common.recording.record FOLDER SOURCES CALLS SCRIPT [ARGUMENT ...]
+
+``SOURCES`` are files whose lines are followed, and ``CALLS`` more functions to record, as ``module:name``; both separated by commas.
+Each process appends one line per event to a file of its own, at once, so that a killed process leaves all that it did. Times are
+those of the machine's monotonic clock, which all processes share.
+
+Python's tracing makes each line some microseconds slower. So the order of what happens is right, and its proportions are roughly so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+GROUPS = ("init_process_group", "destroy_process_group", "barrier")
+COLLECTIVES: tuple[str, ...] = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "reduce",
+)
+COLLECTIVES += tuple(
+    name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)
+)  # since torch 2.14
+MESSAGES = ("isend", "irecv", "send", "recv")
+CALLS = {
+    "torch.nn.utils": ("clip_grad_norm_",),
+    "torch": ("save", "load"),
+    "os": ("replace", "rename", "fsync", "_exit"),
+    "torch.distributed:TCPStore": ("set", "get", "wait"),
+    "torch.amp:GradScaler": ("unscale_", "step", "update"),
+    "torch.utils.data:DistributedSampler": ("set_epoch",),
+    "torch.utils.data._utils.fetch:_MapDatasetFetcher": ("fetch",),
+    "torch.utils.data.dataloader:_BaseDataLoaderIter": ("__next__",),
+}
+NAMES = {  # for those that say too little
+    "__next__": "next batch",
+    "fetch": "load",
+    "_exit": "exit",
+    "step": "scaler.step",
+    "update": "scaler.update",
+    "run": "all-reduce",
+    "_sum_part": "add up",
+    "_call": "forward of a part",
+}
+
+
+class Recorder:
+    """Writes the events of this process and of the workers that it forks.
+
+    :param folder: of the files, one per process
+    :param sources: whose lines are followed; absolute
+    """
+
+    def __init__(self, folder: Path, sources: list[str]) -> None:
+        self._folder, self._sources = folder, sources
+        self._files: dict[int, int] = {}
+        self._spans = 0
+
+    def write(self, **event: Any) -> None:
+        pid = os.getpid()
+        if pid not in self._files:
+            self._files[pid] = os.open(self._folder / f"{pid}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        event = {
+            "t": time.monotonic_ns(),
+            "pid": pid,
+            "process": _process(),
+            "thread": threading.current_thread().name,
+            **event,
+        }
+        os.write(self._files[pid], json.dumps(event).encode() + b"\n")
+
+    def begin(self, name: str, **facts: Any) -> int:
+        """Begin a span, and return its number.
+
+        :param facts: ``note``, ``bytes``, ``to`` and ``source`` of a message, ``lane`` if it is not the thread's
+        """
+        self._spans += 1
+        self.write(begin=self._spans, name=name, **facts)
+        return self._spans
+
+    def end(self, number: int, **facts: Any) -> None:
+        self.write(end=number, **facts)
+
+    @contextlib.contextmanager
+    def span(self, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
+        number = self.begin(name, **facts)
+        results: dict[str, Any] = {}
+        try:
+            yield results
+        finally:
+            self.end(number, **results)
+
+    def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        """Python calls this for each function, and what it returns for each line of it."""
+        return self._line if frame.f_code.co_filename in self._sources else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        if event == "line":
+            self.write(line=frame.f_lineno, file=self._sources.index(frame.f_code.co_filename))
+        return self._line
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Replace a function by one that records a span and does the same."""
+        original = getattr(owner, name)
+        label = NAMES.get(name, name)
+
+        @functools.wraps(original)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self.span(label, note=_note(name, args), bytes=_bytes(args)) as results:
+                value = original(*args, **kwargs)
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    results["note"] = f"returns {_number(value.item())}"
+                elif name == "update":  # of a GradScaler
+                    results["note"] = f"to {args[0].get_scale():g}"
+                return value
+
+        setattr(owner, name, recorded)
+
+    def watch_collective(self, name: str) -> None:
+        """As :meth:`watch`. One that runs beside the thread gets a lane of its own, and ends when its future does."""
+        original = getattr(dist, name)
+
+        @functools.wraps(original)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            facts = {"bytes": _bytes(args), **_peers(name, args, kwargs)}
+            if not (kwargs.get("async_op") or name in ("isend", "irecv")):
+                with self.span(name, **facts):
+                    return original(*args, **kwargs)
+            number = self.begin(name, lane="messages" if name in MESSAGES else "collectives", **facts)
+            work = original(*args, **kwargs)
+            if name != "all_reduce":  # gloo's others have no future
+                return _Waited(work, functools.partial(self.end, number))
+
+            def end(done: torch.futures.Future[Any]) -> None:
+                self.end(number)
+                done.wait()  # raises the error of a failed one
+
+            work.get_future().then(end)
+            return work
+
+        setattr(dist, name, recorded)
+
+    def watch_training(self) -> None:
+        """Forward and backward passes, and steps of optimizers with the first weight that they leave behind."""
+        forward, backward, depth = nn.Module.__call__, torch.autograd.backward, threading.local()
+
+        def recorded_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if getattr(depth, "value", 0) or isinstance(module, nn.modules.loss._Loss):
+                return forward(module, *args, **kwargs)
+            depth.value = 1
+            try:
+                with self.span("forward" if torch.is_grad_enabled() else "evaluation"):
+                    return forward(module, *args, **kwargs)
+            finally:
+                depth.value = 0
+
+        def recorded_backward(*args: Any, **kwargs: Any) -> None:
+            with self.span("backward"):
+                backward(*args, **kwargs)
+
+        begun: list[tuple[int, str]] = []
+
+        def before_step(optimizer: Optimizer, *_: object) -> None:
+            parameter = _first(optimizer)
+            gradient = None if parameter.grad is None else parameter.grad.flatten()[0].item()
+            note = f"first gradient {_number(gradient)}, weight {_number(parameter.flatten()[0].item())}"
+            begun.append((self.begin("optimizer step"), note))
+
+        def after_step(optimizer: Optimizer, *_: object) -> None:
+            number, note = begun.pop()
+            self.end(number, note=f"{note} → {_number(_first(optimizer).flatten()[0].item())}")
+
+        nn.Module.__call__ = recorded_forward  # type: ignore[method-assign]
+        torch.autograd.backward = recorded_backward
+        register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(after_step)
+
+
+class _Waited:
+    """The handle of a message or collective, whose span ends when it has been waited for."""
+
+    def __init__(self, work: Any, end: Callable[[], None]) -> None:
+        self._work, self._end = work, end
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._end()
+
+
+def _process() -> str:
+    worker = torch.utils.data.get_worker_info()
+    rank = f"rank {os.environ['RANK']}" if int(os.environ["WORLD_SIZE"]) > 1 else "process"
+    return f"{rank}, worker {worker.id}" if worker else rank
+
+
+def _bytes(values: Any) -> int:
+    if isinstance(values, Tensor):
+        return values.nbytes
+    return sum(map(_bytes, values)) if isinstance(values, (list, tuple)) else 0
+
+
+def _peers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
+    if name not in MESSAGES:
+        return {}
+    way = "to" if "send" in name else "source"
+    peer = kwargs.get("group_dst", kwargs.get("group_src", kwargs.get("dst", kwargs.get("src"))))
+    return {way: args[1] if peer is None else peer}
+
+
+def _note(name: str, args: tuple[Any, ...]) -> str:
+    """The arguments that tell something: sample numbers, an epoch, a file, a key."""
+    value = args[-1] if args else None
+    if name == "fsync":
+        value = os.readlink(f"/proc/self/fd/{value}")
+    if isinstance(value, (str, Path)):
+        return Path(value).name
+    is_shown = isinstance(value, (int, float)) or (isinstance(value, list) and isinstance(value[0], int))
+    return str(value) if is_shown else ""
+
+
+def _first(optimizer: Optimizer) -> Tensor:
+    """The first parameter that has elements here."""
+    parameters: Iterator[Tensor] = (one for group in optimizer.param_groups for one in group["params"])
+    return next(parameter for parameter in parameters if parameter.numel())
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def main() -> None:
+    folder, sources, calls, script, *arguments = sys.argv[1:]
+    recorder = Recorder(Path(folder), sources.split(","))
+    for name in GROUPS:
+        recorder.watch(dist, name)
+    for name in (*COLLECTIVES, *MESSAGES):
+        recorder.watch_collective(name)
+    for owner, names in CALLS.items():
+        for name in names:
+            recorder.watch(_find(owner), name)
+    for call in filter(None, calls.split(",")):
+        owner, _, name = call.replace(":", ".:").rpartition(".")
+        recorder.watch(_find(owner.replace(".:", ":")), name.lstrip(":"))
+    recorder.watch_training()
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    threading.settrace(recorder.trace)
+    sys.settrace(recorder.trace)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _find(name: str) -> Any:
+    """The module, or the class in it, of ``module`` or ``module:class``."""
+    module, _, inner = name.partition(":")
+    return getattr(importlib.import_module(module), inner) if inner else importlib.import_module(module)
+
+
+if __name__ == "__main__":
+    main()
