@@ -30,20 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-GROUPS = ("init_process_group", "destroy_process_group", "barrier")
-COLLECTIVES: tuple[str, ...] = (
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "reduce",
-)
-COLLECTIVES += tuple(
-    name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)
-)  # since torch 2.14
-MESSAGES = ("isend", "irecv", "send", "recv")
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "reduce_scatter_single")
+MESSAGES = ("isend", "irecv")
 CALLS = {
+    "torch.distributed": ("init_process_group", "destroy_process_group", "barrier"),
     "torch.nn.utils": ("clip_grad_norm_",),
     "torch": ("save", "load"),
     "os": ("replace", "rename", "fsync", "_exit"),
@@ -130,7 +120,7 @@ class Recorder:
             with self.span(label, note=_note(name, args), bytes=_bytes(args)) as results:
                 value = original(*args, **kwargs)
                 if isinstance(value, Tensor) and value.numel() == 1:
-                    results["note"] = f"returns {_number(value.item())}"
+                    results["note"] = f"returns {value.item():.4g}"
                 elif name == "update":  # of a GradScaler
                     results["note"] = f"to {args[0].get_scale():g}"
                 return value
@@ -143,8 +133,8 @@ class Recorder:
 
         @functools.wraps(original)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            facts = {"bytes": _bytes(args), **_peers(name, args, kwargs)}
-            if not (kwargs.get("async_op") or name in ("isend", "irecv")):
+            facts = {"bytes": _bytes(args), **_peers(name, kwargs)}
+            if not (kwargs.get("async_op") or name in MESSAGES):
                 with self.span(name, **facts):
                     return original(*args, **kwargs)
             number = self.begin(name, lane="messages" if name in MESSAGES else "collectives", **facts)
@@ -179,17 +169,16 @@ class Recorder:
             with self.span("backward"):
                 backward(*args, **kwargs)
 
-        begun: list[tuple[int, str]] = []
+        begun: list[int] = []
 
-        def before_step(optimizer: Optimizer, *_: object) -> None:
-            parameter = _first(optimizer)
-            gradient = None if parameter.grad is None else parameter.grad.flatten()[0].item()
-            note = f"first gradient {_number(gradient)}, weight {_number(parameter.flatten()[0].item())}"
-            begun.append((self.begin("optimizer step"), note))
+        def before_step(*_: object) -> None:
+            begun.append(self.begin("optimizer step"))
 
         def after_step(optimizer: Optimizer, *_: object) -> None:
-            number, note = begun.pop()
-            self.end(number, note=f"{note} → {_number(_first(optimizer).flatten()[0].item())}")
+            parameters: Iterator[Tensor] = (one for group in optimizer.param_groups for one in group["params"])
+            first = next(parameter for parameter in parameters if parameter.grad is not None)
+            gradient, weight = first.grad.flatten()[0].item(), first.flatten()[0].item()  # type: ignore[union-attr]
+            self.end(begun.pop(), note=f"first gradient {gradient:.4g}, weight {weight:.4g}")
 
         nn.Module.__call__ = recorded_forward  # type: ignore[method-assign]
         torch.autograd.backward = recorded_backward
@@ -220,12 +209,9 @@ def _bytes(values: Any) -> int:
     return sum(map(_bytes, values)) if isinstance(values, (list, tuple)) else 0
 
 
-def _peers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-    if name not in MESSAGES:
-        return {}
-    way = "to" if "send" in name else "source"
-    peer = kwargs.get("group_dst", kwargs.get("group_src", kwargs.get("dst", kwargs.get("src"))))
-    return {way: args[1] if peer is None else peer}
+def _peers(name: str, kwargs: dict[str, Any]) -> dict[str, int]:
+    """The rank to which a message goes, or from which it comes."""
+    return {"isend": {"to": kwargs.get("group_dst", 0)}, "irecv": {"source": kwargs.get("group_src", 0)}}.get(name, {})
 
 
 def _note(name: str, args: tuple[Any, ...]) -> str:
@@ -235,27 +221,15 @@ def _note(name: str, args: tuple[Any, ...]) -> str:
         value = os.readlink(f"/proc/self/fd/{value}")
     if isinstance(value, (str, Path)):
         return Path(value).name
-    is_shown = isinstance(value, (int, float)) or (isinstance(value, list) and isinstance(value[0], int))
-    return str(value) if is_shown else ""
-
-
-def _first(optimizer: Optimizer) -> Tensor:
-    """The first parameter that has elements here."""
-    parameters: Iterator[Tensor] = (one for group in optimizer.param_groups for one in group["params"])
-    return next(parameter for parameter in parameters if parameter.numel())
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
+    return str(value) if isinstance(value, int) or (isinstance(value, list) and isinstance(value[0], int)) else ""
 
 
 def main() -> None:
     folder, sources, calls, script, *arguments = sys.argv[1:]
     recorder = Recorder(Path(folder), sources.split(","))
-    for name in GROUPS:
-        recorder.watch(dist, name)
     for name in (*COLLECTIVES, *MESSAGES):
-        recorder.watch_collective(name)
+        if hasattr(dist, name):  # some are new in torch 2.14
+            recorder.watch_collective(name)
     for owner, names in CALLS.items():
         for name in names:
             recorder.watch(_find(owner), name)

@@ -18,7 +18,7 @@ LAYERS = (
     ("common", "common.files", "common.gpu", "common.signals"),
     ("common.distributed", "common.data"),
     ("common.training", "common.resilience"),
-    ("common.reporting",),
+    ("common.reporting", "common.recording"),
     ("dataloading", "dataparallel", "ddp", "ddp.all_reduce", "ddp.launch"),
     ("ddp.by_hand", "ddp.sharded", "ddp.conformance", "ddp.config", "ddp.data", "ddp.batchnorm"),
     ("ddp.job", "ddp.checkpoint"),

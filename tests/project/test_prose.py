@@ -9,7 +9,13 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 
-PAGES = ("../README.md", "../AGENTS.md", "README.md", "glossary.md", *(f"{name}/README.md" for name in ("by_hand", "all_reduce", "resilience")))
+PAGES = (
+    "../README.md",
+    "../AGENTS.md",
+    "README.md",
+    "glossary.md",
+    *(f"{name}/README.md" for name in ("by_hand", "all_reduce", "resilience")),
+)
 PAGES += tuple(f"{name}/README.md" for name in ("bench", "ladder", "gpu_check"))
 LONGEST_SENTENCE, MEDIAN_SENTENCE, SENTENCES, COLUMNS = 32, 15, 5, 120  # words, words, of a paragraph, of a line
 
