@@ -29,7 +29,7 @@ def page_of(link: str, page: Path) -> str:
 def code(path: Path) -> str:
     language = {".py": "python", ".yml": "yaml"}.get(path.suffix, "sh")
     fence = f'~~~~~~ {{.{language} linenums="1"}}\n{path.read_text()}~~~~~~\n'
-    return f"---\nsearch: {{exclude: true}}\n---\n# {path.relative_to(ROOT)}\n\n{fence}"
+    return f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n# {path.relative_to(ROOT)}\n\n{fence}"
 
 
 def listing(folder: Path) -> str:
