@@ -30,7 +30,7 @@ from common.distributed.placement import PlacedConfig
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.reporting.run_figures import COLORS, new_figure
+from common.reporting.run_figures import COLORS, label_ends, new_figure
 from common.reporting.timing import interleave
 from common.reporting.turns import (
     WARMUP,
@@ -172,13 +172,13 @@ def report(config: Config, measured: tuple[Mapping[str, Times], float]) -> str:
     for size in config.sizes:
         of_size = {name: own[size] for name, own in seconds.items()}
         columns = {
-            "us": cells(of_size, ",.1f", 1e6),
+            "µs": cells(of_size, ",.1f", 1e6),
             "of the backend's time": cells(ratios(of_size, BACKEND), ".3f"),
             "bus GB/s": {name: f"{1e-9 * own[size]:.3f}" for name, own in bandwidths.items()},
         }
         lines += [size_name(size), *table(columns, first=26)]
     columns = {
-        "alpha, us": {name: f"{1e6 * fit.alpha:.1f}" for name, fit in fits.items()},
+        "alpha, µs": {name: f"{1e6 * fit.alpha:.1f}" for name, fit in fits.items()},
         "bandwidth, GB/s": {name: f"{1e-9 * fit.bandwidth:.2f}" for name, fit in fits.items()},
         "off by, on average": {name: f"{100 * fit.mean_error:.0f} %" for name, fit in fits.items()},
     }
@@ -209,29 +209,29 @@ def _plot(
     title: str,
 ) -> None:
     """Draw the algorithms over the size of the tensor: time with the fitted line, and bus bandwidth."""
-    figure, axes = new_figure(1, 2, (14, 6), title)
+    figure, axes = new_figure(1, 2, 4.4, title)
     time_plot, bandwidth_plot = axes[0]
     sizes = config.sizes
     curve = np.geomspace(min(sizes), max(sizes), 200)
-    colors = (COLORS[5], *COLORS[:5])
+    ends = {}
     for number, (name, times) in enumerate(seconds.items()):
-        style: dict[str, Any] = {"color": colors[number], "marker": "os^DvP"[number], "markersize": 5}
+        style: dict[str, Any] = {"color": (COLORS[5], *COLORS)[number], "marker": "os^DvP"[number], "markersize": 4}
         low, median, high = 1e6 * np.quantile(list(times.values()), (0.25, 0.5, 0.75), axis=1)
         time_plot.errorbar(sizes, median, [median - low, high - median], linestyle="none", capsize=3, **style)
-        time_plot.plot(curve, 1e6 * (fits[name].alpha + fits[name].beta * curve), color=colors[number], linewidth=1)
+        time_plot.plot(curve, 1e6 * (fits[name].alpha + fits[name].beta * curve), color=style["color"], linewidth=1)
         values = [1e-9 * value for value in bandwidths[name].values()]
-        bandwidth_plot.plot(sizes, values, linewidth=1.4, label=name, **style)
+        bandwidth_plot.plot(sizes, values, linewidth=1.4, **style)
+        ends[name] = sizes[-1], values[-1], style["color"]
     if limit:
-        words = "memory bandwidth limit\n(without caches)"
-        bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
-    time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
-    bandwidth_plot.set_ylabel("bus bandwidth, GB/s")
+        bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--")
+        ends["limit of the memory,\nwithout caches"] = sizes[-1], 1e-9 * limit, "0.25"
+    time_plot.set_title("µs per all-reduce: median, quartiles, and the line alpha + beta * bytes", fontsize=9)
+    bandwidth_plot.set_title("bus bandwidth, GB/s", fontsize=9)
     apart = [size for size, larger in zip(sizes, (*sizes[1:], math.inf), strict=True) if larger > 2.5 * size]
     for plot in axes[0]:
         plot.set_xscale("log", base=2)
         plot.set_yscale("log")
-        plot.set_xticks(apart, list(map(size_name, apart)), rotation=45, ha="right", fontsize=8)
+        plot.set_xticks(apart, list(map(size_name, apart)), rotation=45, ha="right")
         plot.set_xlabel("size of the tensor")
-        plot.grid(alpha=0.25)
-    bandwidth_plot.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(config.output / "allreduce.png", dpi=110)
+    label_ends(bandwidth_plot, ends)
+    figure.savefig(config.output / "allreduce.png")

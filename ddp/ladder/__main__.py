@@ -25,7 +25,7 @@ from common.data.datasets import IN_MEMORY, load
 from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.run_figures import COLORS, new_figure
+from common.reporting.run_figures import COLORS, label_ends, new_figure
 from common.reporting.timing import interleave, paired_ratio
 from common.reporting.turns import Rounds, cells, ratios, run_benchmark, table, write_report
 from ddp.ladder.peers import AccelerateTraining, LightningTraining, OurTraining
@@ -140,17 +140,18 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], Curves])
 
 
 def _plot_accuracy(path: Path, curves: Curves, title: str) -> None:
-    """Accuracy over the seconds of training: rungs drawn through, others dashed."""
-    figure, axes = new_figure(1, 1, (8, 4.6), f"the same recipe: {title}")
-    plot = axes[0, 0]
-    for color, (name, curve) in zip(itertools.cycle(COLORS), curves.items()):
-        seconds, accuracy = zip(*curve, strict=True)
-        style = "o-" if name in rungs() else "s--"
-        plot.plot(seconds, [100 * share for share in accuracy], style, color=color, label=name, markersize=4)
+    """Accuracy over the seconds of training, of the first and the last rung (drawn through), and of all that are no rungs."""
+    figure, axes = new_figure(1, 1, 3.8, f"the same recipe: {title}")
+    plot, ends = axes[0, 0], {}
+    climbed = list(rungs())
+    for color, name in zip(itertools.cycle(COLORS), [name for name in curves if name not in climbed[1:-1]]):
+        seconds, accuracy = zip(*curves[name], strict=True)
+        percent = [100 * share for share in accuracy]
+        plot.plot(seconds, percent, "o-" if name in climbed else "s--", color=color, markersize=4)
+        ends[name] = seconds[-1], percent[-1], color
     plot.set(xlabel="seconds of training", ylabel="accuracy on the test set, %", xlim=(0, None))
-    plot.grid(alpha=0.25)
-    plot.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+    label_ends(plot, ends)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

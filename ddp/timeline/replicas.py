@@ -84,7 +84,7 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     """Name the model and its buckets."""
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in facts["buckets"]]
     return (
-        f"{config.model}, global batch {config.batch_size}, {config.placement}, all-reduce: {config.all_reduce}, "
+        f"{config.model}, global batch {config.batch_size}, {config.transport}, "
         f"{len(sizes)} bucket{'s' * (len(sizes) > 1)} of {', '.join(sizes[:MOST_SIZES])} MiB"
     )
 

@@ -75,13 +75,11 @@ def test_sample_images_stand_in_rows_of_eight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variants", [1, 3, 8])
-@pytest.mark.parametrize(("panels", "from_zero"), [(1, True), (2, False)])
-def test_ratios_are_drawn_for_any_number_of_variants(
-    variants: int, panels: int, from_zero: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("panels", "scale"), [(1, "from zero"), (2, "near"), (4, "log")])
+def test_ratios_are_drawn_for_any_number_of_variants(variants: int, panels: int, scale: str, tmp_path: Path) -> None:
     ratios = {f"variant {i}": [1.0, 1.01 + i / 100, 0.99] for i in range(variants)}
     titled = {f"panel {number}": ratios for number in range(panels)}
-    plot_rounds(tmp_path / "ratios.png", titled, title="Overhead", x_title="ratio", from_zero=from_zero)
+    plot_rounds(tmp_path / "ratios.png", titled, title="Overhead", x_title="ratio", scale=scale)
     pixels_of(tmp_path / "ratios.png")
 
 
