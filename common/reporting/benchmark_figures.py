@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROUND_RATIOS = (1, 2, 5, 10, 20, 50)
+STACKED = [
+    *(COLORS[number] for number in (0, 6, 1, 7, 3, 4, 5, 2)),
+    "#d3d8dc",
+]  # dark and light by turns, which stay apart in grey
 Curve = Mapping[int, Sequence[float]]  # for each position on the x axis, the values of its runs
 
 
@@ -56,7 +60,7 @@ def plot_stacked(
     x_title: str,
     title: str,
     y_title: str = "",
-    line: float | None = None,
+    line: float = 0.0,
 ) -> None:
     """Stacked bars in panels side by side: the parts of a whole, which is their sum and stands to the right of the bar.
 
@@ -68,23 +72,21 @@ def plot_stacked(
     figure, axes = new_figure(1, len(panels), 1.6 + 0.36 * len(names), title, sharey=True)
     colors: dict[str, Any] = {}
     for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
-        ends = {1: np.zeros(len(names)), -1: np.zeros(len(names))}  # of the positive and of the negative parts
-        for name, values in parts.items():
-            color = colors.setdefault(name, COLORS[len(colors) % len(COLORS)])
-            for sign, end in ends.items():
-                signed = sign * np.maximum(0, sign * np.array(values))
-                plot.barh(range(len(names)), signed, 0.66, end, color=color, label=name if sign > 0 else None)
-                end += signed
-        whole = ends[1] + ends[-1]
-        plot.plot(whole[ends[-1] < 0], np.flatnonzero(ends[-1] < 0), "|", color="black", markersize=16)
-        if line is not None:
-            plot.axvline(line, color="0.25", linewidth=1, linestyle="--")
+        values = np.array(list(parts.values()))
+        ends = np.cumsum(np.maximum(values, 0), axis=0), np.cumsum(np.minimum(values, 0), axis=0)
+        left = np.where(values > 0, *ends) - values
+        for (name, own), begin in zip(parts.items(), left, strict=True):
+            color = colors.setdefault(name, STACKED[len(colors) % len(STACKED)])
+            plot.barh(range(len(names)), own, 0.66, begin, color=color, label=name)
+        whole, hanging = values.sum(axis=0), (values < 0).any(axis=0)
+        plot.plot(whole[hanging], np.flatnonzero(hanging), "|", color="black", markersize=16)
+        plot.axvline(line, color="0.25", linewidth=1, linestyle="--")
         _rows(plot, panel, names, whole, ".2f")
     axes[0, 0].set_ylabel(y_title)
-    figure.supxlabel(x_title, fontsize=8)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    if len(labels) > 1:
-        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=5, frameon=False)
+    legend: Any = dict(zip(("handles", "labels"), axes[0, -1].get_legend_handles_labels(), strict=True))
+    figure.legend(
+        title=x_title, loc="outside lower center", ncols=4, frameon=False, fontsize=8, title_fontsize=8, **legend
+    )
     figure.savefig(path)
 
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from common.errors import printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from common.training.metrics import Record
@@ -35,24 +34,39 @@ STYLE: Any = {
 
 def plot_curves(path: Path, records: Sequence[Record], title: str, unit: str = "images") -> None:
     """Loss, accuracy, learning rate and throughput over the run, from the records of ``metrics.jsonl``."""
-    steps = [r for r in records if r["kind"] == "step"]
-    epochs = [r for r in records if r["kind"] == "epoch"]
-    figure, axes = new_figure(2, 2, 6, title)
-    (loss, accuracy), (rate, throughput) = axes
-
-    _line(loss, steps, "loss", 0, "train, all ranks")
-    _line(loss, epochs, "test_loss", 1, "test", marker="o")
-    _label(loss, "cross-entropy", legend=True)
-    loss.set_ylim(bottom=0)
-    _line(accuracy, epochs, "accuracy", 0, "train, while training", marker="o")
-    _line(accuracy, epochs, "test_accuracy", 1, "test, every sample once", marker="o")
-    _label(accuracy, "accuracy", legend=True)
-    accuracy.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
-    _line(rate, steps, "learning_rate", 2)
-    _label(rate, "learning rate")
-    _line(throughput, steps, "images_per_s", 3)
-    _label(throughput, f"{unit}/s, all ranks")
-    throughput.set_ylim(bottom=0)
+    panels: dict[str, dict[str, tuple[str, str]]] = {
+        "cross-entropy": {"train, all ranks": ("step", "loss"), "test": ("epoch", "test_loss")},
+        "accuracy, %": {
+            "train, while training": ("epoch", "accuracy"),
+            "test, every sample once": ("epoch", "test_accuracy"),
+        },
+        "learning rate": {"": ("step", "learning_rate")},
+        f"{unit}/s, all ranks": {"": ("step", "images_per_s")},
+    }
+    figure, axes = new_figure(2, 2, 5.6, title)
+    for plot, (y_title, curves) in zip(axes.flat, panels.items(), strict=True):
+        scale = 100 if "%" in y_title else 1
+        for color, (label, (kind, name)) in zip(COLORS, curves.items(), strict=False):
+            points = [
+                (r["step"], scale * r[name])
+                for r in records
+                if r["kind"] == kind and isinstance(r.get(name), int | float)
+            ]
+            marker = "o" if kind == "epoch" else ""
+            plot.plot(
+                *np.array(points).reshape(-1, 2).T,
+                marker,
+                linestyle="-",
+                color=color,
+                label=label,
+                markersize=4,
+                linewidth=1.4,
+            )
+        plot.set(xlabel="optimizer step", ylabel=y_title)
+        if len(curves) > 1:
+            plot.legend(fontsize=8, frameon=False)
+    for plot in (axes[0, 0], axes[1, 1]):
+        plot.set_ylim(bottom=0)
     figure.savefig(path)
 
 
@@ -166,18 +180,3 @@ def label_ends(plot: Any, ends: Mapping[str, tuple[float, float, Any]]) -> None:
         line = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "relpos": (0, 0.5)}
         where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
         plot.annotate(name, place, (1.03, y), arrowprops=line, color=color, fontsize=8, va="center", **where)
-
-
-def _line(plot: Axes, records: Sequence[Record], name: str, color: int, label: str = "", marker: str = "") -> None:
-    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
-    if points:
-        plot.plot(
-            *zip(*points, strict=True), color=COLORS[color], label=label, marker=marker, markersize=4, linewidth=1.4
-        )
-
-
-def _label(plot: Axes, y_title: str, legend: bool = False) -> None:
-    plot.set_xlabel("optimizer step")
-    plot.set_ylabel(y_title)
-    if legend and plot.get_legend_handles_labels()[0]:
-        plot.legend(fontsize=8)

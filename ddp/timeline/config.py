@@ -77,12 +77,6 @@ class StepTimelineConfig(PlacedConfig):
             require_shardable(self.all_reduce, self.strategy)
 
     @property
-    def transport(self) -> str:
-        """The ranks, and what sums over them: the backend, or an algorithm by hand."""
-        named = str(self.placement)
-        return named if self.all_reduce == "backend" else named.replace(self.placement.backend, self.all_reduce)
-
-    @property
     def stage(self) -> int:
         """The stage of sharding: 1, 2 or 3; 0 for replicas."""
         return STAGES.get(self.strategy, 0)

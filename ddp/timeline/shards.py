@@ -174,7 +174,8 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     parameters = sum(facts["units"].values()) / 4  # of four bytes
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(facts['units'])} units, "
-        f"{config.batch_size} sequences of {LENGTH} tokens, {config.transport}"
+        f"{config.batch_size} sequences of {LENGTH} tokens, {config.placement}, "
+        f"all-reduce: {config.all_reduce.replace('backend', config.placement.backend)}"
     )
 
 
