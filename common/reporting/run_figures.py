@@ -46,24 +46,16 @@ def plot_curves(path: Path, records: Sequence[Record], title: str, unit: str = "
     figure, axes = new_figure(2, 2, 5.6, title)
     for plot, (y_title, curves) in zip(axes.flat, panels.items(), strict=True):
         scale = 100 if "%" in y_title else 1
-        for color, (label, (kind, name)) in zip(COLORS, curves.items(), strict=False):
+        for number, (label, (kind, name)) in enumerate(curves.items()):
             points = [
                 (r["step"], scale * r[name])
                 for r in records
                 if r["kind"] == kind and isinstance(r.get(name), int | float)
             ]
-            marker = "o" if kind == "epoch" else ""
-            plot.plot(
-                *np.array(points).reshape(-1, 2).T,
-                marker,
-                linestyle="-",
-                color=color,
-                label=label,
-                markersize=4,
-                linewidth=1.4,
-            )
+            style = "o-" if kind == "epoch" else "-"
+            plot.plot(*np.array(points).reshape(-1, 2).T, style, color=COLORS[number], label=label, markersize=4)
         plot.set(xlabel="optimizer step", ylabel=y_title)
-        if len(curves) > 1:
+        if "" not in curves:
             plot.legend(fontsize=8, frameon=False)
     for plot in (axes[0, 0], axes[1, 1]):
         plot.set_ylim(bottom=0)
