@@ -23,7 +23,7 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
         part = {"minutes": 1, "command": command, "files": {"a.png": tmp_path / "b.png"}}
         monkeypatch.setitem(measure.PARTS, name, part)
     monkeypatch.setattr(measure, "LOOK_S", 0)
-    monkeypatch.setattr(measure.OtherWork, "doubt", lambda _: doubt)
+    monkeypatch.setattr("common.reporting.other_work.OtherWork.doubt", lambda _: doubt)
     for flags, which in (((), "costs"), (("--publish",), "costs, memory" if doubt else "costs")):
         monkeypatch.setattr("sys.argv", ["", "--only", "costs,memory", "--output", str(tmp_path), *flags])
         with pytest.raises(SystemExit, match=f" failed for {which}$"):

@@ -69,7 +69,7 @@ def test_a_step_of_stage_3(tmp_path: Path) -> None:
     done = run_command("ddp.timeline", "--strategy", "zero3", *SMALL, "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        "zero3, a transformer of 4.8 M parameters in 7 units, 2 sequences of 64 tokens, 2 ranks"
+        "zero3, a transformer of 6.4 M parameters in 9 units, 2 sequences of 64 tokens, 2 ranks"
     )
     for words in ("memory of a rank, without activations: at most", "median duration"):
         assert words in done.stdout
