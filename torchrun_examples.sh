@@ -103,6 +103,8 @@ example museum 'a silent bug of distributed training, as it was found and fixed,
     'python -m ddp.museum mean_of_means OPTIONS'
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
     'python -m ddp.gpu_check OPTIONS'
+example measure 'all that the READMEs have numbers and figures from, one part after another; --list says how long each takes' time \
+    'python -m common.reporting.measure OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \
     'torchrun --nproc_per_node=2 -m ddp.launch.doctor OPTIONS'
 example slurm 'a batch job of SLURM: a torchrun agent on each node' sbatch \
@@ -161,7 +163,7 @@ all)
     for name in "${names[@]}"; do
         reason=$(obstacle "$name")
         case ${needs[$name]} in
-        time) reason='it runs most of the others, for minutes: run it by its name' ;;
+        time) reason='it runs many of the others, for minutes or hours: run it by its name' ;;
         [a-z]*) reason=${reason:-it takes other machines: run it by its name} ;;
         esac
         if [ -n "$reason" ]; then

@@ -36,6 +36,8 @@ MEASURING = (
     "memory",
     "one-step",
     "timeline-zero3",
+    "gpu-check",
+    "measure",
 )  # their own tests run them, as their users do
 # Examples that are interrupted on purpose, and what is said then. Of a rank that is killed and the one that loses it,
 # torchrun names whichever ended first by its clock of whole seconds, so the exit status may be either's.
@@ -75,7 +77,18 @@ def listed() -> list[str]:
 def test_it_lists_every_example_with_what_it_shows() -> None:
     status, out = run_script()
     assert status == 0
-    for name in (*listed(), "two-gpus", "gpu-check", "slurm", "slurm-srun", "lsf", "azure", "kubeflow", "kubernetes"):
+    for name in (
+        *listed(),
+        "two-gpus",
+        "gpu-check",
+        "measure",
+        "slurm",
+        "slurm-srun",
+        "lsf",
+        "azure",
+        "kubeflow",
+        "kubernetes",
+    ):
         assert re.search(rf"^  {name} +\S+", out, re.MULTILINE)
 
 
@@ -136,15 +149,8 @@ def test_an_example_of_loading_prints_its_command_and_runs(name: str, tmp_path: 
 def test_an_example_that_measures_is_a_command_with_options(name: str) -> None:
     status, out = run_script(name, "--output", "results", "--help")
     assert status == 0, out
-    assert re.search(r"^python -m (dataparallel|ddp)\.\w+ .*--output results --help$", out, re.MULTILINE)
+    assert re.search(r"^python -m (dataparallel|ddp|common)\.\w+.* --output results --help$", out, re.MULTILINE)
     assert "--output" in out
-
-
-@pytest.mark.examples
-def test_the_check_of_a_gpu_is_a_command_with_options() -> None:
-    status, out = run_script("gpu-check", "--minutes", "5", "--help")
-    assert status == 0, out
-    assert "python -m ddp.gpu_check --minutes 5 --help" in out
 
 
 @pytest.mark.examples
@@ -173,7 +179,7 @@ def test_all_submits_nothing_to_a_cluster_and_checks_no_gpu(tmp_path: Path) -> N
     )  # fmt: skip
     assert "was started" not in done.stdout
     assert len(re.findall(r"skipped, it takes other machines: run it by its name", done.stdout)) == 6
-    assert "# gpu-check: skipped, it runs most of the others, for minutes: run it by its name" in done.stdout
+    assert "# gpu-check: skipped, it runs many of the others, for minutes or hours: run it by its name" in done.stdout
     assert "ddp.gpu_check" not in done.stdout
 
 

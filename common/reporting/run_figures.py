@@ -5,7 +5,7 @@ The figures of the benchmarks are in common/reporting/benchmark_figures.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,37 +15,51 @@ import numpy.typing as npt
 from common.errors import printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from common.training.metrics import Record
 
 MOST_NAMED_CLASSES = 45
 LONG_NAME = 18  # letters that fit above an image of the grid
+WIDTH, DPI = 9, 200  # inches; a README shows the 1800 pixels at 830, where letters of 8 points are 10 pixels high
 COLORS = ("#1f6fb4", "#d9542b", "#3a9a5b", "#8a5fb0", "#b8912b", "#5f6b76", "#8fb8dc", "#7fb8a0")
+
+STYLE: Any = {
+    **dict.fromkeys(("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), 8),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    "grid.alpha": 0.25,
+}
 
 
 def plot_curves(path: Path, records: Sequence[Record], title: str, unit: str = "images") -> None:
     """Loss, accuracy, learning rate and throughput over the run, from the records of ``metrics.jsonl``."""
-    steps = [r for r in records if r["kind"] == "step"]
-    epochs = [r for r in records if r["kind"] == "epoch"]
-    figure, axes = new_figure(2, 2, (10, 6.4), title)
-    (loss, accuracy), (rate, throughput) = axes
-
-    _line(loss, steps, "loss", 0, "train, all ranks")
-    _line(loss, epochs, "test_loss", 1, "test", marker="o")
-    _label(loss, "cross-entropy", legend=True)
-    loss.set_ylim(bottom=0)
-    _line(accuracy, epochs, "accuracy", 0, "train, while training", marker="o")
-    _line(accuracy, epochs, "test_accuracy", 1, "test, every sample once", marker="o")
-    _label(accuracy, "accuracy", legend=True)
-    accuracy.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
-    _line(rate, steps, "learning_rate", 2)
-    _label(rate, "learning rate")
-    _line(throughput, steps, "images_per_s", 3)
-    _label(throughput, f"{unit}/s, all ranks")
-    throughput.set_ylim(bottom=0)
-    figure.savefig(path, dpi=110)
+    panels: dict[str, dict[str, tuple[str, str]]] = {
+        "cross-entropy": {"train, all ranks": ("step", "loss"), "test": ("epoch", "test_loss")},
+        "accuracy, %": {
+            "train, while training": ("epoch", "accuracy"),
+            "test, every sample once": ("epoch", "test_accuracy"),
+        },
+        "learning rate": {"": ("step", "learning_rate")},
+        f"{unit}/s, all ranks": {"": ("step", "images_per_s")},
+    }
+    figure, axes = new_figure(2, 2, 5.6, title)
+    for plot, (y_title, curves) in zip(axes.flat, panels.items(), strict=True):
+        scale = 100 if "%" in y_title else 1
+        for number, (label, (kind, name)) in enumerate(curves.items()):
+            points = [
+                (r["step"], scale * r[name])
+                for r in records
+                if r["kind"] == kind and isinstance(r.get(name), int | float)
+            ]
+            style = "o-" if kind == "epoch" else "-"
+            plot.plot(*np.array(points).reshape(-1, 2).T, style, color=COLORS[number], label=label, markersize=4)
+        plot.set(xlabel="optimizer step", ylabel=y_title)
+        if "" not in curves:
+            plot.legend(fontsize=8, frameon=False)
+    for plot in (axes[0, 0], axes[1, 1]):
+        plot.set_ylim(bottom=0)
+    figure.savefig(path)
 
 
 def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequence[str], title: str) -> None:
@@ -55,9 +69,10 @@ def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequen
     :param classes: their names
     """
     side = min(max(6.8, 2.5 + 0.3 * len(classes)), 16)
-    figure, axes = new_figure(1, 1, (side + 0.6, side), title)
+    figure, axes = new_figure(1, 1, side, title, max(WIDTH, side))
     plot, names = axes[0, 0], [printable(name) for name in classes]
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    plot.grid(visible=False)
     plot.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if len(classes) <= MOST_NAMED_CLASSES:
         for (row, column), count in np.ndenumerate(confusion):
@@ -69,7 +84,7 @@ def plot_confusion(path: Path, confusion: npt.NDArray[np.int64], classes: Sequen
         plot.set_yticks(range(len(classes)), recalls, parse_math=False)
     plot.set_xlabel("predicted")
     plot.set_ylabel("true class, and the share of it that was recognized")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def plot_samples(
@@ -88,7 +103,7 @@ def plot_samples(
     :param classes: their names
     """
     rows, names = -(-len(images) // 8), [printable(name) for name in classes]
-    figure, axes = new_figure(rows, 8, (9.6, 1.4 * rows + 0.6), title)
+    figure, axes = new_figure(rows, 8, 1.3 * rows + 0.6, title)
     for plot in axes.flat:
         plot.set_axis_off()
     for plot, image, label, prediction in zip(axes.flat, images, labels, predictions, strict=False):
@@ -99,7 +114,7 @@ def plot_samples(
         if len(text) > LONG_NAME:
             text = text.replace(", ", ",\n")
         plot.set_title(text, color="black" if right else "#c0271a", fontsize=8, parse_math=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
 def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title: str) -> None:
@@ -109,7 +124,9 @@ def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title:
     """
     columns = 4
     rows = -(-len(texts) // columns)
-    figure, axes = new_figure(1, 1, (9.6, 0.42 * rows + 0.8), title)
+    figure, axes = new_figure(
+        1, 1, 0.4 * rows + 0.8, f"{title}: lines of the test set, and in red what was predicted instead"
+    )
     plot, style = axes[0, 0], {"family": "monospace", "fontsize": 9, "parse_math": False}
     plot.set_axis_off()
     plot.set_xlim(0, columns)
@@ -119,36 +136,39 @@ def plot_text(path: Path, texts: Sequence[str], predicted: Sequence[str], title:
         wrong = "".join(" " if guess == given else guess for guess, given in zip(guesses, text, strict=True))
         plot.text(column, row, text, **style)
         plot.text(column, row + 0.4, wrong, color="#c0271a", **style)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
 
 
-def new_figure(rows: int, columns: int, size: tuple[float, float], title: str, **subplots: Any) -> tuple[Figure, Any]:
+def new_figure(
+    rows: int, columns: int, height: float, title: str, width: float = WIDTH, **subplots: Any
+) -> tuple[Figure, Any]:
     """Create a figure with the Agg backend. (pyplot would keep it alive in a global list, and might look for a display.)
 
-    :param size: width and height in inches
+    :param height: in inches, as the width
     :param subplots: settings of matplotlib's ``subplots``
     :returns: the figure, and its axes ``[rows, columns]``
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure((width, height), DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(printable(title), fontsize=11, parse_math=False)  # it may have a path: no $ begins a formula
-    return figure, figure.subplots(rows, columns, squeeze=False, **subplots)
+    figure.suptitle(printable(title), fontsize=10, parse_math=False)  # it may have a path: no $ begins a formula
+    with rc_context(STYLE):
+        return figure, figure.subplots(rows, columns, squeeze=False, **subplots)
 
 
-def _line(plot: Axes, records: Sequence[Record], name: str, color: int, label: str = "", marker: str = "") -> None:
-    points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
-    if points:
-        plot.plot(
-            *zip(*points, strict=True), color=COLORS[color], label=label, marker=marker, markersize=4, linewidth=1.4
-        )
+def label_ends(plot: Any, ends: Mapping[str, tuple[float, float, Any]]) -> None:
+    """Write the name of each curve to the right of the axes, apart from the others, with a thin line from the curve's end.
 
-
-def _label(plot: Axes, y_title: str, legend: bool = False) -> None:
-    plot.set_xlabel("optimizer step")
-    plot.set_ylabel(y_title)
-    plot.grid(alpha=0.25)
-    if legend and plot.get_legend_handles_labels()[0]:
-        plot.legend(fontsize=8)
+    :param ends: for each name the end of its curve, x and y, and its color; the axes have their limits already
+    """
+    gap = 0.16 / (plot.get_figure().get_figheight() - 1)  # of a line of text, as a share of the height
+    to_axes, y = plot.transData + plot.transAxes.inverted(), 1 + gap
+    for name, (*end, color) in sorted(ends.items(), key=lambda item: -item[1][1]):
+        place = to_axes.transform(end)
+        y = min(y - gap, place[1])
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "relpos": (0, 0.5)}
+        where = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+        plot.annotate(name, place, (1.03, y), arrowprops=line, color=color, fontsize=8, va="center", **where)

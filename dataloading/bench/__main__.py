@@ -220,7 +220,8 @@ def report(config: LoadingBenchConfig, sweep: list[LoadingMeasurement], verdicts
         "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
     }
     title = f"{config.path_to_folder or face_cache.TITLE}, {config.repeats} runs of {config.batches} batches each"
-    plot_sweep(config.output / "sweep.png", *_curves(sweep, axes), title=title)
+    x_title, x_values, curves = _curves(sweep, axes)
+    plot_sweep(config.output / "sweep.png", x_title, x_values, {"": curves}, title=title)
     lines = _table(sweep, axes, config.batches)
     for verdict in verdicts:
         lines += ["", f"an image costs one worker, with {verdict.explained.label(axes)}:"]
@@ -233,20 +234,21 @@ def report(config: LoadingBenchConfig, sweep: list[LoadingMeasurement], verdicts
 
 def _curves(
     sweep: list[LoadingMeasurement], axes: list[str]
-) -> tuple[str, list[Any], dict[str, dict[int, tuple[list[float], int]]]]:
+) -> tuple[str, list[Any], dict[str, dict[int, list[float]]]]:
     """The sweep as curves: the x axis (the workers, if they vary), its values, and a curve for each combination of the others.
 
-    A curve maps a position on the x axis to the seconds of each run and the number of images in one.
+    A curve maps a position on the x axis to the images/s of each run.
     """
     x_axis = axes[0] if axes and "workers" not in axes else "workers"
     others = [axis for axis in axes if axis != x_axis]
     values = sorted({getattr(measured.setting, x_axis) for measured in sweep})
-    curves: dict[str, dict[int, tuple[list[float], int]]] = {}
+    curves: dict[str, dict[int, list[float]]] = {}
     for measured in sweep:
-        point = measured.steady, measured.images
         position = values.index(getattr(measured.setting, x_axis))
-        curves.setdefault(measured.setting.label(others), {})[position] = point
-    return x_axis, values, curves
+        curves.setdefault(measured.setting.label(others), {})[position] = [
+            measured.images / seconds for seconds in measured.steady
+        ]
+    return x_axis.replace("_", " "), values, curves
 
 
 def _table(sweep: list[LoadingMeasurement], axes: list[str], batches: int) -> list[str]:

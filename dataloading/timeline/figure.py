@@ -48,7 +48,7 @@ def plot_timeline(path: Path, runs: Sequence[LoaderTrace], title: str, idle_reas
     _bracket(axes[0], 0, runs[0].batches[0].taken, first_batch(runs[0]))
     axes[-1].set_xlabel("ms since the main process asked for the loader's iterator")
     names = {span.name for run in runs for span in run.spans}
-    save_gantt(path, figure, dict(style for name, style in STYLES.items() if name in names), rows=1)
+    save_gantt(path, figure, dict(style for name, style in STYLES.items() if name in names))
 
 
 def first_batch(run: LoaderTrace) -> str:

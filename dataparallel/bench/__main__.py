@@ -58,40 +58,32 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
     points, disturbed = measured
     devices = [str(device) for device in config.parsed_devices]
     title = f"{config.model}, {len(devices)} x {devices[0]}, {config.precision}"
-    panels, others = {}, {}
+    rates: dict[str, dict[str, dict[int, list[float]]]] = {}
+    panels = {}
     for mode in MODES:
         ours = [point for point in points if point.mode == mode]
-        drawn = [name for name in ours[0].seconds if name != STEP_BY_STEP]
-        plot_sweep(
-            config.output / f"{mode}.png",
-            "batch_size",
-            config.batch_sizes,
-            {name: {i: (point.seconds[name], point.batch_size) for i, point in enumerate(ours)} for name in drawn},
-            title=f"{mode}: {title}",
-            logarithmic=True,
-        )
+        rates[mode] = {
+            name: {i: [point.batch_size / s for s in point.seconds[name]] for i, point in enumerate(ours)}
+            for name in ours[0].seconds
+            if name != STEP_BY_STEP
+        }
         panels[mode] = {
             step: [point.median_steps()[step] / point.median(PLAIN) for point in ours]
             for step in ours[0].median_steps()
         }
-        others[mode] = {
-            name: [point.median(name) / point.median(PLAIN) for point in ours]
-            for name in drawn
-            if name not in (PLAIN, HANDWRITTEN)
-        }
+    plot_sweep(config.output / "throughput.png", "batch size", config.batch_sizes, rates, title=title)
     plot_stacked(
         config.output / "steps.png",
         panels,
         config.batch_sizes,
-        x_title="batch size",
-        y_title="time, in multiples of the plain module's",
+        y_title="batch size",
+        x_title="time, in multiples of the plain module's",
         title=f"time of the handwritten variant, by step: {title}",
-        line=(1.0, PLAIN),
-        points=others,
+        line=1.0,
     )
     content = {"devices": devices, "points": [asdict(point) for point in points]}
     lines = [title, *explain(config, points, disturbed)]
-    return write_report(config, "dataparallel", content, [*panels, "steps"], lines)
+    return write_report(config, "dataparallel", content, ["throughput", "steps"], lines)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from common.distributed.placement import PlacedConfig
 from common.distributed.process_group import DistEnv
 from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
-from common.reporting.run_figures import COLORS, new_figure
+from common.reporting.run_figures import COLORS, label_ends, new_figure
 from common.reporting.timing import interleave
 from common.reporting.turns import (
     WARMUP,
@@ -167,18 +167,18 @@ def report(config: Config, measured: tuple[Mapping[str, Times], float]) -> str:
     }
     limit = shared_memory_limit(config.ranks, memory)
     title = f"all-reduce, {config.placement}, float32"
-    _plot(config, seconds, fits, bandwidths, limit, title)
+    _plot(config.output / "allreduce.png", seconds, fits, title)
     lines = [f"{title}; {config.rounds} rounds, median [quartiles]"]
     for size in config.sizes:
         of_size = {name: own[size] for name, own in seconds.items()}
         columns = {
-            "us": cells(of_size, ",.1f", 1e6),
+            "µs": cells(of_size, ",.1f", 1e6),
             "of the backend's time": cells(ratios(of_size, BACKEND), ".3f"),
             "bus GB/s": {name: f"{1e-9 * own[size]:.3f}" for name, own in bandwidths.items()},
         }
         lines += [size_name(size), *table(columns, first=26)]
     columns = {
-        "alpha, us": {name: f"{1e6 * fit.alpha:.1f}" for name, fit in fits.items()},
+        "alpha, µs": {name: f"{1e6 * fit.alpha:.1f}" for name, fit in fits.items()},
         "bandwidth, GB/s": {name: f"{1e-9 * fit.bandwidth:.2f}" for name, fit in fits.items()},
         "off by, on average": {name: f"{100 * fit.mean_error:.0f} %" for name, fit in fits.items()},
     }
@@ -200,38 +200,21 @@ def report(config: Config, measured: tuple[Mapping[str, Times], float]) -> str:
     return write_report(config, "allreduce", content, ["allreduce"], lines)
 
 
-def _plot(
-    config: Config,
-    seconds: Mapping[str, Times],
-    fits: Mapping[str, AlphaBeta],
-    bandwidths: Mapping[str, Mapping[int, float]],
-    limit: float,
-    title: str,
-) -> None:
-    """Draw the algorithms over the size of the tensor: time with the fitted line, and bus bandwidth."""
-    figure, axes = new_figure(1, 2, (14, 6), title)
-    time_plot, bandwidth_plot = axes[0]
-    sizes = config.sizes
-    curve = np.geomspace(min(sizes), max(sizes), 200)
-    colors = (COLORS[5], *COLORS[:5])
+def _plot(path: Path, seconds: Mapping[str, Times], fits: Mapping[str, AlphaBeta], title: str) -> None:
+    """Draw the time of each algorithm over the size of the tensor, with the fitted line."""
+    figure, axes = new_figure(1, 1, 4.4, f"{title}: time, median and quartiles, and alpha + bytes / bandwidth, fitted")
+    plot, ends = axes[0, 0], {}
     for number, (name, times) in enumerate(seconds.items()):
-        style: dict[str, Any] = {"color": colors[number], "marker": "os^DvP"[number], "markersize": 5}
+        color, sizes = (COLORS[5], *COLORS)[number], np.array(list(times))
         low, median, high = 1e6 * np.quantile(list(times.values()), (0.25, 0.5, 0.75), axis=1)
-        time_plot.errorbar(sizes, median, [median - low, high - median], linestyle="none", capsize=3, **style)
-        time_plot.plot(curve, 1e6 * (fits[name].alpha + fits[name].beta * curve), color=colors[number], linewidth=1)
-        values = [1e-9 * value for value in bandwidths[name].values()]
-        bandwidth_plot.plot(sizes, values, linewidth=1.4, label=name, **style)
-    if limit:
-        words = "memory bandwidth limit\n(without caches)"
-        bandwidth_plot.axhline(1e-9 * limit, color="0.25", linewidth=1, linestyle="--", label=words)
-    time_plot.set_ylabel("us per all-reduce: median, quartiles, and alpha + beta * bytes")
-    bandwidth_plot.set_ylabel("bus bandwidth, GB/s")
+        style: dict[str, Any] = {"color": color, "marker": "os^DvP"[number], "markersize": 4, "linestyle": "none"}
+        plot.errorbar(sizes, median, [median - low, high - median], capsize=3, **style)
+        curve = np.geomspace(sizes[0], sizes[-1], 200)
+        plot.plot(curve, 1e6 * (fits[name].alpha + fits[name].beta * curve), color=color, linewidth=1)
+        ends[name] = sizes[-1], median[-1], color
     apart = [size for size, larger in zip(sizes, (*sizes[1:], math.inf), strict=True) if larger > 2.5 * size]
-    for plot in axes[0]:
-        plot.set_xscale("log", base=2)
-        plot.set_yscale("log")
-        plot.set_xticks(apart, list(map(size_name, apart)), rotation=45, ha="right", fontsize=8)
-        plot.set_xlabel("size of the tensor")
-        plot.grid(alpha=0.25)
-    bandwidth_plot.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(config.output / "allreduce.png", dpi=110)
+    plot.set(xscale="log", yscale="log", xlabel="size of the tensor", ylabel="µs per all-reduce")
+    plot.set_xticks(apart, list(map(size_name, apart)))
+    plot.minorticks_off()
+    label_ends(plot, ends)
+    figure.savefig(path)

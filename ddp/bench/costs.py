@@ -108,8 +108,8 @@ def report(config: Config, comparisons: list[Comparison]) -> str:
     plot_stacked(
         config.output / "costs.png",
         panels,
-        [ddp.replace(", ", ",\n") for ddp in DDPS],
-        y_title="ms per step beyond one without synchronization",
+        list(DDPS),
+        x_title="ms per step beyond one without synchronization",
         title=f"what each part of a DDP costs: {title}",
     )
     return write_report(config, "costs", {"models": models}, ["costs"], lines)

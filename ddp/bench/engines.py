@@ -101,18 +101,14 @@ def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) 
     """Write the JSON and the figures, and return the summary to print."""
     compared, varied = measured
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
-    figures = ["engines", "climb"]
-    torchs = "the faster of torch's two"
     # The two lower steps of the climb have a picture of their own: next to them, the others would all look alike.
     real = {name: name for name in compared[0].seconds if name not in (NAIVE, BUCKETED)}
-    _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", torchs, real)
-    _plot(config.output / "climb.png", compared, f"the climb, by hand: {title}", torchs, CLIMB)
+    _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", real)
+    _plot(config.output / "climb.png", compared, f"the climb, by hand: {title}", CLIMB, scale="log")
     lines = [f"{title}, median [quartiles]"]
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
     if varied:
-        figures.append("variations")
-        _plot(config.output / "variations.png", varied, f"options of the wrappers, {config.model}: {title}", VIEWS)
         lines += ["", f"{config.model}, the options of the wrappers:"]
     for one in varied:
         lines += [one.title, *_table(one)]
@@ -121,7 +117,7 @@ def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) 
         "models": [asdict(one) for one in compared],
         "variations": [asdict(one) for one in varied],
     }
-    return write_report(config, "engines", content, figures, lines)
+    return write_report(config, "engines", content, ["engines", "climb"], lines)
 
 
 def _described(model: str) -> str:
@@ -144,17 +140,10 @@ def _table(one: Comparison) -> list[str]:
     return table(columns)
 
 
-def _plot(
-    path: Path,
-    comparisons: list[Comparison],
-    title: str,
-    reference: str,
-    labels: Mapping[str, str] | None = None,
-) -> None:
-    """:param labels: of the variants to draw; None draws all by their names"""
+def _plot(path: Path, comparisons: list[Comparison], title: str, labels: Mapping[str, str], **style: str) -> None:
+    """:param labels: of the variants to draw"""
     panels = {}
     for one in comparisons:
         of_reference = ratios(one.seconds, one.reference)
-        drawn = labels or {name: name for name in of_reference}
-        panels[one.title] = {label: of_reference[name] for name, label in drawn.items()}
-    plot_rounds(path, panels, title=title, x_title=f"time per step, as a multiple of '{reference}'")
+        panels[f"{one.title}\n1 = {one.reference}"] = {label: of_reference[name] for name, label in labels.items()}
+    plot_rounds(path, panels, title=title, x_title="time per step, as a multiple of the variant named above", **style)

@@ -135,12 +135,12 @@ def report(config: Config, rows: list[dict[str, Any]]) -> str:
         config.output / "memory.png",
         {
             panel: {part: [row["resident"][part] / parameters for row in own] for part in PARTS}
+            | {"more, at the peak": [(row["peak"] - sum(row["resident"].values())) / parameters for row in own]}
             for panel, own in panels.items()
         },
         list(STAGES),
-        y_title="bytes per parameter on a rank, between backward and step",
+        x_title="bytes per parameter on a rank: between backward and step, and at the peak (the number)",
         title=title,
-        points={panel: {"peak": [row["peak"] / parameters for row in own]} for panel, own in panels.items()},
     )
     columns: dict[str, dict[str, str]] = {}
     for row in rows:

@@ -188,7 +188,7 @@ def report(
     if not env.is_main:
         return
     ratios = {f"{loop} / {other}": paired_ratios(seconds[loop], seconds[other]) for loop, other in against.items()}
-    title = f"{config.model}, {env.world_size} rank(s), global batch {config.batch_size}, {config.precision}"
+    title = f"{config.model}, {env.world_size} rank{'s' * (env.world_size > 1)}, global batch {config.batch_size}, {config.precision}"
     lines = [f"{title}; {config.builds} x {config.rounds} rounds of {config.steps} steps, median [quartiles]"]
     lines += [f"{loop:>24}: {milliseconds} ms per step" for loop, milliseconds in cells(seconds, ".2f", 1e3).items()]
     for pair, values in ratios.items():
@@ -198,5 +198,5 @@ def report(
     with results_in(config.output):
         x_title = "ratio of the times per step"
         figure = config.output / f"{name}.png"
-        plot_rounds(figure, {"": ratios}, title=title, x_title=x_title, spec=".3f", from_zero=False)
+        plot_rounds(figure, {"": ratios}, title=title, x_title=x_title, spec=".3f", scale="near")
         print(write_report(config, name, results, [name], lines))

@@ -126,8 +126,13 @@ def report(config: Config, seconds: Times) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     parameters = config.parameters
     title = f"{config.placement}; a transformer of {parameters / 1e6:.1f} M parameters"
-    by = {f"by {reference}": ratios(seconds, reference) for reference in (REPLICAS, FULLY_SHARD)}
-    plot_rounds(config.output / "sharding.png", by, title=title, x_title="time per step, as a multiple")
+    by = {f"1 = {reference}": ratios(seconds, reference) for reference in (REPLICAS, FULLY_SHARD)}
+    plot_rounds(
+        config.output / "sharding.png",
+        by,
+        title=title,
+        x_title="time per step, as a multiple of the variant named above",
+    )
     columns = {"ms per step": cells(seconds, ".1f", 1e3)} | {name: cells(own, ".3f") for name, own in by.items()}
     lines = [f"{title}, {config.builds} x {config.rounds} rounds, median [quartiles]", *table(columns)]
     return write_report(config, "sharding", {"parameters": parameters, "seconds": seconds}, ["sharding"], lines)

@@ -202,13 +202,13 @@ def report(config: Config, measured: Mapping[str, list[StepParts]]) -> str:
     plot_stacked(
         config.output / "lost.png",
         {
-            "": {"a single process's step, divided": [1.0] * len(excess)}
+            "": {"ideal": [1.0] * len(excess)}
             | {cause: [own[cause] for own in excess.values()] for cause in CAUSES.values()}
         },
-        [name.replace(", ", ",\n") for name in causes],
-        y_title="time per step, in multiples of the ideal",
+        list(causes),
+        x_title="time per step, in multiples of the ideal: a single process's step, divided by the devices",
         title=f"where the lost time goes: {title}",
-        line=(1.0, "ideal"),
+        line=1.0,
     )
     alike = as_fast(speedups)
     columns = {

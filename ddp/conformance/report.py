@@ -82,7 +82,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     wrappers = list(rows[0])[2:]
     topics = {topic: list(checks) for topic, checks in itertools.groupby(rows, lambda row: row["topic"])}
-    figure, axes = new_figure(1, len(wrappers), (4.2 * len(wrappers) + 1.2, 0.3 * len(topics) + 1.3), "")
+    figure, axes = new_figure(1, len(wrappers), 0.22 * len(topics) + 1.2, "")
     for plot, wrapper in zip(axes[0], wrappers, strict=True):
         for status, (color, marker) in MARKS.items():
             points = [
@@ -92,16 +92,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 if row[wrapper] == status
             ]
             places = zip(*points, strict=True) if points else ((), ())
-            plot.scatter(*places, c=color, marker=marker, s=42, linewidths=1.6, label=status)
+            plot.scatter(*places, c=color, marker=marker, s=15, linewidths=1.2, label=status)
         counts = summary([row[wrapper] for row in rows]).partition(":")[0]
-        plot.set_title(wrapper.replace(":", "\n") + f"\n{counts}", fontsize=9)
+        plot.set_title(wrapper.replace(":", "\n") + f"\n{counts}", fontsize=8)
         plot.set_ylim(len(topics) - 0.5, -0.5)
         plot.set_xlim(-0.8, max(map(len, topics.values())) - 0.2)
         plot.set_axis_off()
     for line, topic in enumerate(topics):
-        axes[0, 0].text(-1.2, line, topic.replace("_", " "), ha="right", va="center")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MARKS), frameon=False)
-    figure.savefig(path, dpi=130)
+        axes[0, 0].text(-1.2, line, topic.replace("_", " "), ha="right", va="center", fontsize=8)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(MARKS), fontsize=8, frameon=False
+    )
+    figure.savefig(path)
 
 
 def table(results: Sequence[Result], columns: int = 140) -> str:

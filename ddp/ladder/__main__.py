@@ -25,14 +25,12 @@ from common.data.datasets import IN_MEMORY, load
 from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.run_figures import COLORS, new_figure
 from common.reporting.timing import interleave, paired_ratio
 from common.reporting.turns import Rounds, cells, ratios, run_benchmark, table, write_report
 from ddp.ladder.peers import AccelerateTraining, LightningTraining, OurTraining
 from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, Rung, RungTraining, Training, Turn, one_by_one, rungs
 
 TURNS = 4  # of an epoch
-Curves = dict[str, list[tuple[float, float]]]  # for each variant, seconds of training and accuracy
 PEER = "peer: "
 TUTORIAL = f"{PEER}torch's DDP tutorial"
 PEERS: dict[str, tuple[type[Training], Any]] = {
@@ -54,7 +52,7 @@ class LadderConfig:
     dataset: str = option(None, "default: fashion-mnist where it is found, else glyphs", choices=IN_MEMORY)
     epochs: int = option(4, "of each variant", minimum=1)
     train_samples: int | None = option(None, "of an epoch (default: all)", minimum=TURNS * BATCH_SIZE)
-    output: Path = option(Path("runs/ladder-ddp"), "folder of the JSON and the figures")
+    output: Path = option(Path("runs/ladder-ddp"), "folder of the JSON and the figure")
 
     def __post_init__(self) -> None:
         if self.dataset is None:
@@ -66,11 +64,10 @@ def main() -> None:
     run_benchmark(LadderConfig, "ddp.ladder", __doc__, None, measure, report)
 
 
-def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], Curves]:
-    """For each variant its turns, means over its ranks; and the seconds of training and the accuracy after the turn of warm-up, and
-    after each epoch from there on."""
+def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, float]]:
+    """For each variant its turns, means over its ranks; and its accuracy on the test set in the end."""
     data = load(config.dataset, train_samples=config.train_samples)
-    steps, rounds = len(data.train) // BATCH_SIZE // TURNS, itertools.count(1)
+    steps = len(data.train) // BATCH_SIZE // TURNS
     variants = {name: (RungTraining, rung) for name, rung in rungs().items()} | OURS
     variants |= {name: peer for name, peer in PEERS.items() if name not in _missing()}
     with Rounds(config.epochs * TURNS + 1) as progress, contextlib.ExitStack() as stack:
@@ -79,19 +76,15 @@ def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], Curves]:
             ranks = getattr(settings, "ranks", RANKS)
             group = WorkerGroup(ranks, service, settings, data, threads=max(1, usable_cores() // ranks))
             groups[name] = stack.enter_context(group)
-        curves: Curves = {name: [] for name in groups}
-
-        def after_round() -> bool:
-            if next(rounds) % TURNS == 1:  # after the turn of warm-up, and each epoch after it
-                for name, group in groups.items():
-                    curves[name].append(group.call("test")[0])
-            return progress.round_done(f"{len(groups)} variants")
 
         def turn(name: str) -> Any:
             return Turn(*map(statistics.fmean, zip(*groups[name].call("run", steps), strict=True)))
 
         turns: Any = {name: functools.partial(turn, name) for name in groups}
-        return interleave(turns, config.epochs * TURNS, after_round=after_round), curves  # type: ignore[return-value]
+        measured: Any = interleave(
+            turns, config.epochs * TURNS, after_round=lambda: progress.round_done(f"{len(groups)} variants")
+        )
+        return measured, {name: group.call("test")[0] for name, group in groups.items()}
 
 
 def _missing() -> list[str]:
@@ -99,9 +92,9 @@ def _missing() -> list[str]:
     return [name for name in PEERS if name != TUTORIAL and not importlib.util.find_spec(name.removeprefix(PEER))]
 
 
-def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], Curves]) -> str:
-    """Write the JSON and the figures, and return the table."""
-    turns, curves = measured
+def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str, float]]) -> str:
+    """Write the JSON and the figure, and return the table."""
+    turns, accuracy = measured
     rates = {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
     climbed = list(rungs())
     gains = {name: paired_ratio(rates[name], rates[before]) for before, name in itertools.pairwise(climbed)}
@@ -116,6 +109,7 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], Curves])
         "of the rung before": {name: format(gain, ".2f") for name, gain in gains.items()},
         f"of {best.removeprefix(PEER)}'s": cells(ratios(rates, best), ".2f"),
         "limited by": limits,
+        "accuracy": {name: f"{100 * share:.1f} %" for name, share in accuracy.items()},
     }
     whole, product = paired_ratio(rates[climbed[-1]], rates[FIRST]), math.prod(gain.median for gain in gains.values())
     title = f"{config.dataset}, batches of {BATCH_SIZE}, {usable_cores()} cores"
@@ -134,23 +128,8 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], Curves])
         x_title="images/s",
         spec=",.0f",
     )
-    _plot_accuracy(config.output / "accuracy.png", curves, title)
-    content = {"turns": {name: [turn._asdict() for turn in own] for name, own in turns.items()}, "curves": curves}
-    return write_report(config, "ladder", content, ["ladder", "accuracy"], lines)
-
-
-def _plot_accuracy(path: Path, curves: Curves, title: str) -> None:
-    """Accuracy over the seconds of training: rungs drawn through, others dashed."""
-    figure, axes = new_figure(1, 1, (8, 4.6), f"the same recipe: {title}")
-    plot = axes[0, 0]
-    for color, (name, curve) in zip(itertools.cycle(COLORS), curves.items()):
-        seconds, accuracy = zip(*curve, strict=True)
-        style = "o-" if name in rungs() else "s--"
-        plot.plot(seconds, [100 * share for share in accuracy], style, color=color, label=name, markersize=4)
-    plot.set(xlabel="seconds of training", ylabel="accuracy on the test set, %", xlim=(0, None))
-    plot.grid(alpha=0.25)
-    plot.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+    content = {"turns": {name: [turn._asdict() for turn in own] for name, own in turns.items()}, "accuracy": accuracy}
+    return write_report(config, "ladder", content, ["ladder"], lines)
 
 
 if __name__ == "__main__":

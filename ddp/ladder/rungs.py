@@ -134,7 +134,7 @@ class Training:
 
     def __init__(self, env: DistEnv, data: ImageData) -> None:
         self._env, self._data = env, data
-        self._seconds = self._loading = self._setup = 0.0
+        self._loading = self._setup = 0.0
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, whose loading is timed."""
@@ -153,7 +153,6 @@ class Training:
         self._loading, kernel_before = 0.0, os.times().system
         seconds, processor = timed_steps(functools.partial(self._take, steps), 1)
         seconds -= self._setup
-        self._seconds += seconds
         cores = seconds * torch.get_num_threads()
         kernel = os.times().system - kernel_before
         return Turn(seconds / steps, self._loading / seconds, kernel / cores, max(0.0, 1 - processor / cores))
@@ -162,11 +161,11 @@ class Training:
         for _ in range(steps):
             self._step()
 
-    def test(self) -> tuple[float, float]:
-        """The seconds of training until now, and the accuracy of this rank's replica on the test set."""
+    def test(self) -> float:
+        """The accuracy of this rank's replica on the test set."""
         test, alone = self._data.test, DistEnv.alone(self._env.device)
         batches = fetch_batches(test, np.arange(len(test)), 1000)
-        return self._seconds, evaluate(self._network, self._data, alone, "fp32", batches).accuracy
+        return evaluate(self._network, self._data, alone, "fp32", batches).accuracy
 
 
 class RungTraining(Training):

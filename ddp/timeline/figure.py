@@ -16,7 +16,7 @@ from ddp.timeline.parts import COLLECTIVES, COMPUTE, Step, begun_by_all, phase
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROW_INCHES, MEMORY_INCHES = 0.46, 1.9
+ROW_INCHES, MEMORY_INCHES = 0.36, 1.4
 OPTIMIZER, WAIT = COLORS[5], "#f3c3b2"
 LATE = {"facecolor": "0.9", "hatch": "////", "linewidth": 0.5}  # the style of what not all ranks have begun
 HELD = 0.22  # the opacity of what a gather has made whole, until it is freed
@@ -56,7 +56,7 @@ def plot_step(path: Path, ranks: Sequence[Step], headings: Sequence[str], look: 
         if has_memory:
             chart.memory(axes[2 * rank + 1], end)
     axes[-1].set_xlabel("ms since the first rank began the step")
-    save_gantt(path, figure, look.legend, rows=2)
+    save_gantt(path, figure, look.legend)
 
 
 class _Chart:

@@ -84,7 +84,8 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     """Name the model and its buckets."""
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in facts["buckets"]]
     return (
-        f"{config.model}, global batch {config.batch_size}, {config.placement}, all-reduce: {config.all_reduce}, "
+        f"{config.model}, global batch {config.batch_size}, {config.placement}, "
+        f"all-reduce: {config.all_reduce.replace('backend', config.placement.backend)}, "
         f"{len(sizes)} bucket{'s' * (len(sizes) > 1)} of {', '.join(sizes[:MOST_SIZES])} MiB"
     )
 
@@ -112,8 +113,7 @@ def heading(parts: Parts) -> str:
     step, total, hidden, exposed, late = (
         f"{1e3 * parts[name]:.1f} ms" for name in ("step", "all_reduce", "hidden", "exposed", "waiting")
     )
-    sums = f"all-reduce {total}, of which {hidden} hidden and {exposed} exposed"
-    return f"step {step}, {sums}; {late} wait for the slowest rank"
+    return f"step {step}; all-reduce {total}: {hidden} hidden, {exposed} exposed; waits {late} for the slowest"
 
 
 def look(facts: Mapping[str, Any]) -> Look:

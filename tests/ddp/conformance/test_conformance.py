@@ -225,4 +225,4 @@ def test_runs_are_compared_in_a_table_and_a_picture(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.argv", ["ddp.conformance", "--compare", runs, "--output", str(tmp_path)])
     conformance.main()
     assert (tmp_path / "conformance.csv").read_text() == "topic,check,one,two\naverages,a check,wrong,refused\n"
-    assert (tmp_path / "conformance.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "conformance.png").is_file()
