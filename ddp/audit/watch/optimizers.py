@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import sys
-from types import FrameType
+import traceback
 from typing import Any
 
 import torch
@@ -88,10 +87,7 @@ def _look(optimizer: Any) -> None:
 
 def _makes_state() -> bool:
     """Whether torch/distributed/checkpoint/state_dict.py calls: it makes the state to load into by a step that changes nothing."""
-    frame: FrameType | None = sys._getframe()
-    while frame and frame.f_code.co_name != "_init_optim_state":
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_name == "_init_optim_state" for frame, _ in traceback.walk_stack(None))
 
 
 @quiet
