@@ -1,17 +1,17 @@
 """Train one network on several devices, with nothing but torch.distributed between you and the mechanism.
 
     torchrun --nproc_per_node=2 -m ddp.train --device cpu
-    torchrun --nproc_per_node=1 -m ddp.train                # one GPU; with several, as many ranks
+    torchrun --nproc_per_node=N -m ddp.train                # on N GPUs
 
-One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of
-every global batch (``--batch-size`` counts the samples of all ranks), and DistributedDataParallel averages the gradients
-over the ranks while backward is still running. So every rank takes the same optimizer step. Averaging is an all-reduce, a
-*collective*: it ends only once all ranks have called it. So all must call the same ones in the same order, or they hang.
+One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of every
+global batch (``--batch-size`` counts the samples of all ranks). DistributedDataParallel averages the gradients over the ranks
+while backward still runs, so every rank takes the same step. Averaging is an all-reduce (a sum) and a division. An all-reduce
+is a *collective*: it ends once all ranks have called it. So all must call the same ones in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
-``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is "take this step": False if
-a gradient is inf or nan. (In fp16 it leaves that to the scaler.) ``guard.begin(job)`` runs a first pass, of which nothing stays. Skip
-the supervisor: it logs, saves inside an epoch, and stops on request. The chapters to read beside this file: ddp/README.md.
+``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is "call the optimizer": on a
+CPU False if a loss or gradient is inf or nan, on a GPU True (train_step says why). ``guard.begin(job)`` runs a warm-up
+pass, of which nothing stays. Skip the supervisor: it logs, saves and stops. The chapters to read beside this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    with env.fail_together():  # if this fails on one rank, all stop: the others would wait for it forever
+    with env.fail_together():  # if this fails on one rank, all stop: the others would wait for it until a timeout
         config.check(env.world_size)
     if config.fast:
         from ddp.fast import choose_fastest
@@ -90,16 +90,16 @@ def train(config: TrainConfig, env: DistEnv) -> None:
                 result = test(job, supervisor)
                 job.end_epoch(result.accuracy)
                 supervisor.record_epoch(totals, result)
-                supervisor.checkpointer.save(job)  # rank 0 writes, as all hold the same weights; if sharded, all do
+                supervisor.checkpointer.save(job)  # rank 0 writes for all; with shards, each rank writes its own
             supervisor.checkpointer.finish()
             result = result or test(job, supervisor)  # none yet, if it was resumed after its last epoch
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
 def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: RunCheckpoint | None = None) -> Job:
-    """Model, optimizer, sampler and loader: the same on every rank, except that each sampler yields different samples.
+    """Model, optimizer, sampler and loader. The ranks differ in their samples, and with shards in their part of the model.
 
-    :param checkpoint: to continue from. Rank 0 reads the weights in it, and DDP broadcasts them. (Shards: each rank reads its own.)
+    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them. (Each rank's shards: ``restore``.)
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
@@ -128,7 +128,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         optimizer=build_optimizer(
             config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
         ),
-        # In fp16, gradients below 6e-8 would be zero: the scaler multiplies the loss, and divides the gradients again.
+        # Backward in fp16 rounds gradients below 3e-8 to zero: the scaler multiplies the loss, and later divides the gradients.
         scaler=torch.amp.GradScaler(env.device.type, enabled=config.precision == "fp16"),
         clip_grad_norm_=sharded.clip_grad_norm_ if config.is_sharded else nn.utils.clip_grad_norm_,
         learning_rate=config.learning_rates(sampler.steps_per_epoch),
@@ -160,7 +160,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
         gradient_as_bucket_view=True,
     )
     # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
-    # once per epoch. (Set here, because torch 2.15 renamed the constructor's argument.)
+    # once per epoch. (An attribute here: newer torch calls the constructor's argument forward_sync_buffers.)
     model.broadcast_buffers = False
     compress_gradients(model, averaging.gradient_precision)
     return model
@@ -168,7 +168,7 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
 
 def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> WindowTotals:
     """One pass over the training set, or over what is left of it when the run was resumed inside an epoch."""
-    # A new order in each epoch, the same on all ranks, or their parts would overlap. (first_step: where a resume goes on.)
+    # Each epoch has a new order. All ranks have the same, so that their parts do not overlap. A resume begins at first_step.
     job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)
     job.model.train()
     batches = job.batches()
@@ -204,7 +204,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             loss = guard.attach(loss)
             # The loss is a micro-batch's mean. All micro-batches of images have the same size, so the mean over the global
             # batch is the mean of their means: divided by the micro-steps here, and by the ranks in DDP. Lines of text differ
-            # in length, so each weighs as many characters as it has.
+            # in length, so each micro-batch counts by its share of the global batch's characters.
             loss = job.weigh_by_characters(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
 
@@ -215,8 +215,8 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # On an inf or nan every rank skips the step. In fp16 scaler.step does, and update lowers the scale. Otherwise the guard
-    # refuses, or on a GPU has the optimizer change nothing; after too many such steps it ends the run.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step does it, and update lowers the scale. Else the guard does: it
+    # returns False, or on a GPU lets the optimizer change nothing. (norm None: it sums the gradients.) Too many skips end the run.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
