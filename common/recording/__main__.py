@@ -136,7 +136,8 @@ def _record(scene: Scene, arguments: tuple[str, ...], folder: Path) -> None:
             raise
     finally:
         for process in processes:
-            process.kill()
+            process.terminate()  # an agent ends its rank
+            process.wait()
 
 
 def _free_port() -> int:

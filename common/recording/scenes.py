@@ -171,7 +171,8 @@ SCENES = {
     "restart": Scene(
         "Two hosts, a death, a restart",
         "Each host has an agent of torchrun and one rank. In the third step rank 1 is killed. Rank 0 waits in its all-reduce and fails. "
-        "The agents notice, meet again, and start both ranks anew, which go on from the checkpoint.",
+        "The agents notice, meet again, and start both ranks anew, which go on from the checkpoint. "
+        "Most of the time passes while Python and torch start again.",
         "examples/recordings/restart.py",
         {"": ()},
         window=("init_process_group", 1, "", 1),
