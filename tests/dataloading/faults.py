@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import os
 import re
 import signal
@@ -44,7 +45,7 @@ BATCH_SIZE = 4
 
 
 def save_picture(
-    path: Path, seed: int, *, size: tuple[int, int] = (WIDTH, HEIGHT), mode: str = "RGB", **settings: Any
+    path: Path | io.BytesIO, seed: int, *, size: tuple[int, int] = (WIDTH, HEIGHT), mode: str = "RGB", **settings: Any
 ) -> None:
     """A JPEG of soft colours, another for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, {"L": 1, "RGB": 3, "CMYK": 4}[mode]), np.uint8)

@@ -134,6 +134,10 @@ def test_an_empty_batch_makes_an_empty_output() -> None:
 
 @pytest.mark.parametrize("samples", [9, 10, 4])
 def test_batchnorm_normalizes_each_part_and_keeps_the_first_replica_s_statistics(samples: int) -> None:
+    """BatchNorm normalizes each device's part and keeps the first replica's statistics.
+
+    Claim (dataparallel/README.md): BatchNorm keeps the first replica's statistics.
+    """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     first, others = copy.deepcopy(module), copy.deepcopy(module)

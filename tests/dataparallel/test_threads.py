@@ -127,19 +127,15 @@ def test_each_thread_has_its_share_of_the_intra_op_threads(cores: int, count: in
         assert intra_op_threads_of_a_new_thread() == cores
 
 
-def test_threads_within_threads_share_the_share() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(12)
-    try:
-        inner = threads(2)
+@pytest.mark.parametrize("cores", [12], indirect=True)
+def test_threads_within_threads_share_the_share(cores: int) -> None:
+    inner = threads(2)
 
-        def call() -> list[int]:
-            return [torch.get_num_threads(), *inner.run([torch.get_num_threads] * 2), torch.get_num_threads()]
+    def call() -> list[int]:
+        return [torch.get_num_threads(), *inner.run([torch.get_num_threads] * 2), torch.get_num_threads()]
 
-        assert threads(3).run([call] * 3) == [[4, 2, 2, 4]] * 3
-        assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (12, 12)
-    finally:
-        torch.set_num_threads(before)
+    assert threads(3).run([call] * 3) == [[4, 2, 2, 4]] * 3
+    assert (torch.get_num_threads(), intra_op_threads_of_a_new_thread()) == (cores, cores)
 
 
 # Modes

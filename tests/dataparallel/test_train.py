@@ -14,9 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 import dataparallel.train
-from common.data.datasets import fetch_batches
 from common.errors import UsageError
-from common.randomness import shuffled
 from common.training.metrics import read_metrics
 from common.training.recipes import load_dataset
 from dataparallel import train
@@ -25,7 +23,6 @@ from dataparallel.train import (
     DataParallelJob,
     build_job,
     train_epoch,
-    train_step,
 )
 from tests.support.launch import run_forked, start_command
 from tests.support.user_errors import UserError
@@ -106,23 +103,6 @@ def test_without_dropout_a_run_on_two_devices_repeats_itself() -> None:
     assert train_epoch(one, 0).loss == train_epoch(other, 0).loss
     for name, value in one.network.state_dict().items():
         assert torch.equal(value, other.network.state_dict()[name]), name
-
-
-def test_the_running_statistics_are_those_of_the_first_replica() -> None:
-    """The running statistics are those of the first replica.
-
-    Claim (dataparallel/README.md): BatchNorm keeps the first replica's statistics.
-    """
-    job = job_on(2)
-    order = shuffled(720, 0, epoch=0)
-    train_step(job, fetch_batches(job.data.train, order, 144))
-
-    plain = job_on(1).network.train()
-    (images, _) = next(fetch_batches(job.data.train, order, 72))  # the first half of the first global batch
-    with torch.no_grad():
-        plain(job.data.to_input(images, torch.channels_last))
-    for name, buffer in plain.named_buffers():
-        torch.testing.assert_close(job.network.get_buffer(name), buffer)
 
 
 def test_clipping_sees_unscaled_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +203,6 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Sig
     ("arguments", "words"),
     [
         (["--batch-size", "1", "--devices", "cpu,cpu"], ["--batch-size 1", "1 of 2 devices", "multiple of 2"]),
-        (["--batch-size", "5", "--devices", "cpu,cpu,cpu,cpu"], ["--batch-size 5", "1 of 4 devices", "multiple of 4"]),
         (["--batch-size", "2", "--devices", "cpu,cpu", "--model", "resnet18"], ["resnet18", "larger --batch-size"]),
         (["--dataset", "lfw"], ["--dataset", "lfw", "fashion-mnist"]),
         (["--resume"], ["--resume"]),

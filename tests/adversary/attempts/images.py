@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.data import DECODERS
 from tests.adversary.attempt import Attempt, made_by
-from tests.adversary.attempts.replaced import a_dangling_link, a_folder, a_pipe
+from tests.adversary.attempts.replaced import a_dangling_link, a_device, a_folder, a_pipe
 from tests.dataloading.faults import save_picture
 
 BAD = "Person_0/Person_0_0001.jpg"  # the file that is replaced
@@ -48,11 +48,6 @@ def a_png(path: Path) -> None:
 def a_link_to_itself(path: Path) -> None:
     path.unlink()
     path.symlink_to(path)
-
-
-def a_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
 
 
 def huge_file(path: Path) -> None:

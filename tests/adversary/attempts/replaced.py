@@ -20,3 +20,9 @@ def a_pipe(path: Path) -> None:
 def a_dangling_link(path: Path) -> None:
     path.unlink()
     path.symlink_to(path.with_stem("nowhere"))
+
+
+def a_device(path: Path) -> None:
+    """Reading it does not end."""
+    path.unlink()
+    path.symlink_to("/dev/zero")

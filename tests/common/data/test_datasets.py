@@ -10,19 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from common.data import fashion_mnist, glyphs
 from common.data.datasets import (
     Augmentation,
-    Batch,
     BatchKey,
     ImageData,
     ImageDataset,
     Images,
     fetch_batches,
-    keep_batch,
     load,
 )
 from common.errors import UsageError
@@ -146,24 +143,3 @@ def test_writing_to_a_batch_leaves_the_data_set_alone() -> None:
     batch.labels.fill_(7)
     np.testing.assert_array_equal(dataset.images, before[0])
     np.testing.assert_array_equal(dataset.labels, before[1])
-
-
-def test_batches_are_the_same_from_persistent_workers_as_from_the_main_process() -> None:
-    dataset = in_memory(load_few(augmentation=AUGMENTATION).train)
-
-    def two_epochs(keys: list[BatchKey], **settings: Any) -> list[Batch]:
-        loader = DataLoader(dataset, batch_sampler=keys, collate_fn=keep_batch, **settings)  # type: ignore[arg-type]
-        batches = []
-        for epoch in range(2):
-            keys[:] = [key(*range(start, start + 20), epoch=epoch) for start in (40, 0, 20)]
-            batches += list(loader)
-        return batches
-
-    alone = two_epochs([])
-    workers = two_epochs([], num_workers=2, persistent_workers=True)
-    assert len(alone) == len(workers) == 6
-    for one, other in zip(alone, workers, strict=True):
-        assert torch.equal(one.images, other.images)
-        assert torch.equal(one.labels, other.labels)
-    assert not torch.equal(alone[0].images, alone[3].images)  # another epoch, another look
-    assert torch.equal(alone[0].labels, alone[3].labels)

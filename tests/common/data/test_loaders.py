@@ -23,9 +23,7 @@ from common.data.loaders import (
     stock_loader,
 )
 from common.errors import UsageError
-from ddp.train import main
 from tests.support.launch import REPOSITORY, clean_environment
-from tests.support.user_errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -123,12 +121,6 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_named(
         UsageError, match=r"^TMPDIR /x+ is too long for the sockets of loader workers: use one of at most 75"
     ):
         stock_loader([1], 1)
-
-
-def test_a_command_says_so(tmp_path: Path, user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2e9))
-    small = ("--train-samples", "144", "--test-samples", "10", "--device", "cpu", "--run-dir", tmp_path / "run")
-    assert "error: 5000 loader workers take 62.9 GB" in user_error(main, *small, "--workers", "5000")
 
 
 ONE_DIES = """

@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,10 +21,10 @@ from common.distributed import agreement
 from common.distributed.agreement import GPU, GPU_KIND, UNKNOWN, Facts, describe, require_agreement
 from common.distributed.dist_env import DistEnv
 from common.distributed.launch_facts import launch_facts, source_digest
-from common.distributed.process_group import TORCHRUN_VARIABLES, process_group
+from common.distributed.process_group import process_group
 from common.errors import UsageError
 from ddp.config import TrainConfig
-from tests.support.launch import error_lines, free_port, run_ranks, start_command
+from tests.support.launch import run_ranks
 
 PATIENCE_S = 60.0
 
@@ -264,29 +263,3 @@ def test_a_thousand_jobs_whose_flags_differ() -> None:
     Claim (ddp/README.md, 1): in a thousand jobs whose flags differ, the flag is named.
     """
     check(seed=1, cases=1000)
-
-
-def test_two_hosts_started_with_other_learning_rates_do_not_train(tmp_path: Path) -> None:
-    """Two torchruns with different learning rates end with one line and do not train.
-
-    Without torchrun.
-
-    Claim (ddp/README.md, 1): ranks that were started differently are told so, whichever flag it is.
-    """
-    port = str(free_port())
-
-    def rank(number: int) -> tuple[int, list[str]]:
-        values = (str(number), "2", str(number), "2", "127.0.0.1", port)
-        env: dict[str, Any] = dict(zip(TORCHRUN_VARIABLES, values, strict=True))
-        lr = "0.05" if number else "0.1"
-        command = ("ddp.train", "--device", "cpu", "--run-dir", str(tmp_path / "run"), "--lr", lr)
-        with start_command(*command, env=env) as process:
-            _, err = process.communicate(timeout=100)
-        assert "Traceback" not in err
-        return process.returncode, error_lines(err)
-
-    with ThreadPoolExecutor(2) as threads:
-        (status, lines), other = threads.map(rank, range(2))
-    assert (status, other) == (2, (2, []))
-    assert len(lines) == 1 and "--lr is 0.1 on rank 0, but 0.05 on rank 1" in lines[0]
-    assert not (tmp_path / "run").exists()

@@ -26,8 +26,7 @@ from common.distributed.process_group import (
     rendezvous_errors,
 )
 from common.errors import UsageError
-from common.signals.stop_request import exit_status
-from tests.support.launch import free_port, run_command, run_ranks, start_command
+from tests.support.launch import free_port, run_command, run_ranks
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
 
@@ -364,43 +363,6 @@ def test_an_error_of_the_network_names_the_way_to_the_others(
 
 
 # A training that records its first step soon, and does not end by itself.
-LONG = ("--epochs", "10000", "--train-samples", "720", "--test-samples", "50", "--log-every", "1")
-
-
-@pytest.mark.faults
-def test_a_signal_ends_a_job_of_one_without_a_traceback(tmp_path: Path) -> None:
-    arguments = ("ddp.train", *LONG, "--workers", "2", "--run-dir", str(tmp_path / "run"))
-    with start_command(*arguments) as process:
-        _wait_for_training(tmp_path)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == exit_status([signal.SIGTERM])
-    assert "stopped by SIGTERM" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.faults
-def test_ctrl_c_ends_a_torchrun_job_and_leaves_no_process(tmp_path: Path) -> None:
-    flags = ("torch.distributed.run", "--nproc_per_node=2", "-m")
-    arguments = ("ddp.train", *LONG, "--workers", "1", "--run-dir", str(tmp_path / "run"))
-    with start_command(*flags, *arguments) as process:
-        _wait_for_training(tmp_path)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all processes
-        _, err = process.communicate(timeout=60)
-        # No rank's traceback; torchrun reports its own end with one.
-        assert "ddp/train.py" not in err
-    assert "stopped by SIGINT" in err
-
-
-def _wait_for_training(folder: Path) -> None:
-    """Until the first records are written."""
-    deadline = time.monotonic() + 60
-    metrics = folder / "run" / "metrics.jsonl"
-    while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size):
-        time.sleep(0.1)
-    assert metrics.stat().st_size, "training did not begin"
-
-
 class StoppedWhileItGoes:
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)

@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
 
 from common.distributed.process_group import process_group
 from common.distributed.rank_logging import add_log_file, rank_logging
@@ -30,7 +29,7 @@ UNSEEN = ("raise", "kill")  # what the others do not see, as on NCCL: they wait 
 
 class Job:
     """Ranks that sum a number in every step, and a folder of files: their logs; ``hanging``, with the process id of the victim;
-    ``worker``, with that of its loader worker; ``end``, whose presence ends the job."""
+    ``end``, whose presence ends the job."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ def hanging_job(
     how: str = "",
     device: str = "cpu",
 ) -> Iterator[Job]:
-    """A job in which rank ``victim`` does ``how`` (stop, loop, loader, raise or kill) at data of step ``HANG_STEP``, or all do
+    """A job in which rank ``victim`` does ``how`` (stop, loop, raise or kill) at data of step ``HANG_STEP``, or all do
     (deadlock); killed at the end."""
     folder.mkdir()
     job = Job(folder, environments, timeout_s, victim, how, device)
@@ -103,12 +102,11 @@ def _rank(environment: dict[str, str], device: str, folder: Path, timeout_s: flo
         # The watchdog begins to count when every rank is where it will stay: the decision depends on no rank's speed.
         with watchdog.paused():
             watchdog.at(step, "data")
-            batches = _stuck_batches(folder) if env.rank == victim and how == "loader" else None
             if env.rank == max(victim, 0):
                 _leave(folder / ("running" if victim < 0 else "hanging"), os.getpid())
             dist.barrier()
         if hangs and how != "deadlock":
-            _hang(how, batches)
+            _hang(how)
         watchdog.at(step, "backward")
         if how in UNSEEN:
             _wait_inside_cpp(env.device)
@@ -133,7 +131,7 @@ def _patience() -> Iterator[None]:
         yield
 
 
-def _hang(how: str, batches: Iterator[int] | None) -> None:
+def _hang(how: str) -> None:
     if how == "raise":
         raise ZeroDivisionError("on purpose")
     if how in ("stop", "kill"):
@@ -141,8 +139,6 @@ def _hang(how: str, batches: Iterator[int] | None) -> None:
     elif how == "loop":
         while True:
             pass
-    elif batches is not None:
-        next(batches)
 
 
 def _wait_inside_cpp(device: torch.device) -> None:
@@ -154,29 +150,6 @@ def _wait_inside_cpp(device: torch.device) -> None:
     mutex = ctypes.create_string_buffer(64)  # zeros are PTHREAD_MUTEX_INITIALIZER
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
-
-
-def _stuck_batches(folder: Path) -> Iterator[int]:
-    """The batches of a loader whose worker does not answer; the worker waits for its disk when this returns."""
-    batches = iter(DataLoader(_Stuck(folder), num_workers=1, multiprocessing_context="fork"))
-    while not (folder / "worker").exists():
-        time.sleep(0.01)
-    return batches
-
-
-class _Stuck(Dataset[int]):
-    """A disk that does not answer."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        _leave(self._folder / "worker", os.getpid())
-        time.sleep(1000)
-        return index
 
 
 def _leave(path: Path, pid: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from common.data.datasets import BatchKey
 from dataloading.dataset.sampler import SampleKey, ShuffledBatches, ShuffledSampler, as_batch_key
@@ -91,22 +91,3 @@ def test_whatever_a_batch_sampler_yields_becomes_a_batch_key(
     key = as_batch_key(batch, 9)
     assert (key.epoch, key.samples.tolist()) == expected
     assert key.samples.dtype == np.int64
-
-
-class Keys(torch.utils.data.Dataset[SampleKey]):
-    """Gives back what it is asked for."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, key: SampleKey) -> SampleKey:
-        return key
-
-
-def test_the_epoch_reaches_a_persistent_worker_with_each_sample() -> None:
-    sampler = ShuffledSampler(6)
-    loader = DataLoader(Keys(), None, sampler=sampler, num_workers=1, persistent_workers=True)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert list(loader) == list(sampler)
-        assert {key.epoch for key in loader} == {epoch}

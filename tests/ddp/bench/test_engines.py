@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed.process_group import process_group
-from ddp.bench import __main__ as bench
 from ddp.bench.engines import Config
 from ddp.bench.variants import (
     CLIMB,
@@ -28,7 +27,6 @@ from ddp.bench.variants import (
 )
 from tests.support.launch import run_command, run_ranks
 from tests.support.timed_gpu import pretend_gpus
-from tests.support.user_errors import UserError
 
 STEPS = 4  # PowerSGD begins with the third
 SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)
@@ -123,8 +121,3 @@ def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "engines.json").read_text())
     assert SHARED not in written["models"][0]["seconds"]
     assert [one["title"] for one in written["variations"]] == ["bucket size", "overlap", "hooks"]
-
-
-def test_it_is_refused_under_torchrun(user_error: UserError, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    assert "ddp.bench engines is started once, and not by torchrun" in user_error(bench.main, "engines")

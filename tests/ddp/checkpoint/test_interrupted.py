@@ -121,7 +121,12 @@ def _write_for_ever(run_dir: Path, sender: Connection) -> None:
         prune(run_dir / FOLDER, 2)
 
 
-def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [6, pytest.param(30, marks=pytest.mark.faults)])
+def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, kills: int) -> None:
+    """A kill at any system call of a save leaves the old checkpoint or the new one.
+
+    Claim (ddp/README.md, 9): a checkpoint is complete or absent, at a kill in any moment and on a full disk.
+    """
     moments = random.Random(0)
     seen: set[str] = set()
     for _ in range(kills):
@@ -150,19 +155,6 @@ def assert_kills_lose_nothing(tmp_path: Path, kills: int) -> None:
         for path in list_checkpoints(tmp_path / FOLDER):
             assert_is(path, int(path.name[-8:]))
     assert seen  # some kills interrupted a save or a removal
-
-
-def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    """A kill at any system call of a save leaves the old checkpoint or the new one.
-
-    Claim (ddp/README.md, 9): a checkpoint is complete or absent, at a kill in any moment and on a full disk.
-    """
-    assert_kills_lose_nothing(tmp_path, kills=6)
-
-
-@pytest.mark.faults
-def test_many_kills_lose_nothing(tmp_path: Path) -> None:
-    assert_kills_lose_nothing(tmp_path, kills=30)
 
 
 class _StoppedStream(folder._ErrorKeepingStream):

@@ -47,6 +47,7 @@ class Hung(NamedTuple):
     run: Run
     statuses: list[int | None]
     pids: list[int]
+    stopped: psutil.Process
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hung]]:
             if not case.worker:
                 stopped.resume()
             pids = [process.pid or 0 for process in run.processes]
-            results[name] = Hung(run, run.exit_statuses(30.0), pids)
+            results[name] = Hung(run, run.exit_statuses(30.0), pids, stopped)
         yield results
 
 
@@ -81,7 +82,7 @@ def test_the_rank_that_hangs_is_named_by_all_others(hung: dict[str, Hung], name:
 
     Claim (ddp/resilience/README.md): a rank that stops is named by all others, with its stacks in the log.
     """
-    case, (run, statuses, pids) = CASES[name], hung[name]
+    case, (run, statuses, pids, _) = CASES[name], hung[name]
     finding = r"has been at data of step \d+" if case.worker else r"has given no sign of life"
     for rank in range(case.world_size):
         log = run.log(rank)
@@ -98,6 +99,8 @@ def test_the_rank_that_hangs_is_named_by_all_others(hung: dict[str, Hung], name:
 def test_nothing_is_left_of_them(hung: dict[str, Hung]) -> None:
     for job in hung.values():
         assert not processes_of(job.run.folder)
+        with contextlib.suppress(psutil.NoSuchProcess):  # the rank or loader worker that was stopped
+            assert job.stopped.status() == psutil.STATUS_ZOMBIE
 
 
 # Replicas that are no replicas.
