@@ -140,6 +140,7 @@ def _become(words: list[str], env: dict[str, str], here: str, stdout: str, strea
     for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(NO_GPUS | env)
+    tempfile.tempdir = None  # torch._dynamo has asked for it before the fork
     os.chdir(here)
     out, err, memory = streams
     sys.stdout.flush()

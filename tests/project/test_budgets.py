@@ -25,7 +25,7 @@ MOST_TOKENS = {
     "ddp/audit and ddp/museum": 30_200,
     "ddp/audit/peers": 3_300,
     "recordings and the site": 8_400,
-    "tests": 262_900,
+    "tests": 265_900,
 }
 MOST_MODULES_OF_A_RUN = 45
 MOST_FILES_OF_BY_HAND, MOST_TOKENS_OF_BY_HAND = 8, 5_500
