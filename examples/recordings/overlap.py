@@ -14,6 +14,7 @@ network = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
 model = HandwrittenDistributedDataParallel(network, bucket_cap_mb=2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
+    dist.barrier()  # for the picture: the ranks begin a step together
     inputs = torch.randn(128, 512)
     outputs = model.module(inputs) if "--broken" in sys.argv else model(inputs)
     loss = F.mse_loss(outputs, inputs)
