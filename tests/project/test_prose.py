@@ -17,7 +17,7 @@ PAGES = (
     *(f"{name}/README.md" for name in ("by_hand", "all_reduce", "resilience")),
 )
 PAGES += tuple(f"{name}/README.md" for name in ("bench", "ladder", "gpu_check"))
-PAGES += ("audit/README.md", "../examples/README.md", "launch/README.md", "sharded/README.md")
+PAGES += ("audit/README.md", "../examples/README.md", "launch/README.md", "sharded/README.md", "../CHANGES.md")
 LONGEST_SENTENCE, MEDIAN_SENTENCE, SENTENCES, COLUMNS = 32, 15, 5, 120  # words, words, of a paragraph, of a line
 
 
