@@ -9,15 +9,12 @@ import pytest
 
 from tests.support.launch import REPOSITORY
 
+PARTS = ("by_hand", "all_reduce", "resilience", "bench", "ladder", "gpu_check", "audit", "launch", "sharded")
 PAGES = (
-    "../README.md",
-    "../AGENTS.md",
-    "README.md",
-    "glossary.md",
-    *(f"{name}/README.md" for name in ("by_hand", "all_reduce", "resilience")),
+    *("README.md", "AGENTS.md", "CHANGES.md", "dataloading/README.md", "dataparallel/README.md", "examples/README.md"),
+    *("examples/climb/README.md", "ddp/README.md", "ddp/glossary.md", "ddp/launch/symptoms.md"),
+    *(f"ddp/{part}/README.md" for part in PARTS),
 )
-PAGES += tuple(f"{name}/README.md" for name in ("bench", "ladder", "gpu_check"))
-PAGES += ("../dataparallel/README.md", "../dataloading/README.md")
 LONGEST_SENTENCE, MEDIAN_SENTENCE, SENTENCES, COLUMNS = 32, 15, 5, 120  # words, words, of a paragraph, of a line
 
 
@@ -45,7 +42,7 @@ def sentences(paragraph: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_easy_to_read(page: str) -> None:
     """Sentences, paragraphs and lines are short, and no sentence begins with "Of" or "What", but for questions."""
-    text = (REPOSITORY / "ddp" / page).read_text()
+    text = (REPOSITORY / page).read_text()
     commands = re.search(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)  # the front page's two are one line each
     long = [line for line in text.splitlines() if len(line) > COLUMNS]
     found = [line for line in long if not (commands and line in commands[1])]
