@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from configparser import ConfigParser
@@ -216,7 +217,8 @@ def test_torchrun_dies_of_a_signal(signal: str) -> None:
     """torchrun dies of SIGHUP under nohup, and of SIGUSR1: as the lines of shell on the page say, and with their messages."""
     (entry,) = (entry for entry in ENTRIES.values() if f"kill -{signal}" in entry.body)
     (line,) = re.findall(rf"`(.*kill -{signal}.*)`", entry.body)
-    with start_program("bash", "-c", f"{line}\nexit $?") as process:
+    path = f"PATH={Path(sys.executable).parent}:$PATH"  # torchrun's
+    with start_program("bash", "-c", f"{path}\n{line}\nexit $?") as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert matches(out + err)[0] == entry
