@@ -21,9 +21,8 @@ from common.recording.scenes import SCENES, Scene
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / "docs" / "recordings"
 TIMEOUT_S = 120
-HOSTS_S = (
-    60  # After a restart, agents of torchrun may wait for each other for five minutes, though their ranks are done.
-)
+# After a restart, agents of torchrun may wait for each other for five minutes, though their ranks are done.
+HOSTS_S = 100
 
 
 @command
@@ -98,7 +97,7 @@ def _record(scene: Scene, arguments: tuple[str, ...], folder: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "OMP_NUM_THREADS": "1",
-        "RECORDED_FILES": f"{folder}.files",
+        "RECORDED_FILES": f"{folder}/files",
     }
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(scene.ranks)}
     agent = ["--nnodes", str(scene.ranks), "--max-restarts", "3", "--rdzv-backend", "c10d"]

@@ -27,14 +27,13 @@ class Run(NamedTuple):
 def write_page(path: Path, title: str, text: str, command: str, runs: list[Run]) -> None:
     """Write the page of one run, or of two that are scrubbed in step.
 
-    :param text: paragraphs of plain text
+    :param text: what to look for; plain text
     :param command: what makes the recording anew
     """
     template = Template((Path(__file__).parent / "page.html").read_text())
-    paragraphs = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in text.split("\n\n"))
     parts = "".join(_run(number, run) for number, run in enumerate(runs))
     data = json.dumps([_data(run) for run in runs], separators=(",", ":")).replace("</", "<\\/")
-    values = {"title": escape(title), "text": paragraphs, "command": escape(command), "runs": parts, "data": data}
+    values = {"title": escape(title), "text": escape(text), "command": escape(command), "runs": parts, "data": data}
     path.write_text(template.substitute(values, left=LEFT, width=WIDTH))
 
 

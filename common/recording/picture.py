@@ -19,7 +19,6 @@ KINDS = {
         "forward",
         "backward",
         "optimizer step",
-        "evaluation",
         "scaler.step",
         "scaler.update",
         "unscale_",
@@ -31,7 +30,7 @@ KINDS = {
         "gather",
         "add up",
     ),
-    "wait": ("barrier", "next batch", "init_process_group", "destroy_process_group", "meet", "wait", "get"),
+    "wait": ("barrier", "next batch", "init_process_group", "destroy_process_group", "meet", "get"),
     "file": ("save", "fsync", "rename", "replace", "exit"),
 }
 

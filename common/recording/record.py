@@ -37,7 +37,7 @@ CALLS = {
     "torch.nn.utils": ("clip_grad_norm_",),
     "torch": ("save", "load"),
     "os": ("replace", "rename", "fsync", "_exit"),
-    "torch.distributed:TCPStore": ("set", "get", "wait"),
+    "torch.distributed:TCPStore": ("set", "get"),
     "torch.amp:GradScaler": ("unscale_", "step", "update"),
     "torch.utils.data:DistributedSampler": ("set_epoch",),
     "torch.utils.data._utils.fetch:_MapDatasetFetcher": ("fetch",),
@@ -156,11 +156,11 @@ class Recorder:
         forward, backward, depth = nn.Module.__call__, torch.autograd.backward, threading.local()
 
         def recorded_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if getattr(depth, "value", 0) or isinstance(module, nn.modules.loss._Loss):
+            if getattr(depth, "value", 0):
                 return forward(module, *args, **kwargs)
             depth.value = 1
             try:
-                with self.span("forward" if torch.is_grad_enabled() else "evaluation"):
+                with self.span("forward"):
                     return forward(module, *args, **kwargs)
             finally:
                 depth.value = 0
