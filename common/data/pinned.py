@@ -27,7 +27,7 @@ def pinned_memory(shape: tuple[int, ...]) -> Tensor:
 def pin_shared(memory: Tensor, device: torch.device, remedy: str) -> None:
     """Lock the pages of a tensor on the CPU, for as long as this tensor lives. (A view or an array of it does not count.)
 
-    torch does not know which copies from such memory are still running: whoever writes to it again must wait for them.
+    torch does not know which copies from such memory are still running: before it is written again, they must be waited for.
 
     :param memory: alone on its pages
     :param device: a GPU that will read it

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 -m ddp.gpu_check.equivalence --device cuda --backend gloo    # ranks that share a GPU
 
 Both train a ResNet-18 in double precision and channels_last from the same weights on the same images, three steps of two
-micro-steps each, of which the first is under ``no_sync``. In double precision, rounding is far below what a wrong average
+micro-steps each, the first under ``no_sync``. In double precision, rounding is far below what a wrong average
 would change. On the CPU, two
 ranks come to the same bits. A GPU's kernels may add in another order each time.
 """
