@@ -72,8 +72,8 @@ _ZERO = {
 SCENES = {
     "rendezvous": Scene(
         "A process group comes up",
-        "Rank 1 starts late. Rank 0 serves the store, a table of keys and values that all ranks reach. It waits for the key of rank 1, and "
-        "then inside init_process_group for rank 1 itself. Only then can a collective run.",
+        "Rank 1 starts late. There is no torchrun here, so rank 0 serves the store, a table of keys and values that all ranks reach. It "
+        "waits for the key of rank 1, and then inside init_process_group for rank 1 itself. Only then can a collective run.",
         "examples/recordings/rendezvous.py",
         {"": ()},
     ),

@@ -26,7 +26,7 @@ from common.cli import command, option, parse
 from common.reporting.other_work import OtherWork
 from common.reporting.turns import write_results
 
-# For each part its command, where OUT is its folder; its minutes; the pages with its numbers; and where its files are published.
+# For each part its command, where OUT is its folder; its minutes; and where its files are published.
 PARTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 LOOK_S = 3.0  # seconds in which we look for other programs before a part begins
 

@@ -1,5 +1,5 @@
 """Sharded: each rank keeps a part of the weights, gradients and momentum, and gathers weights only to use them.
-torchrun --nproc_per_node=2 examples/climb/8_sharded.py climb.pt
+torchrun --nproc_per_node=2 examples/climb/8_sharded.py sharded.pt
 """
 
 import os
