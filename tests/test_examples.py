@@ -38,7 +38,7 @@ MEASURING = (
     "timeline-zero3",
     "gpu-check",
     "measure",
-)  # their own tests run them, as their users do
+)  # their own tests run them, some with fewer parts
 # Examples that are interrupted on purpose, and what is said then. Of a rank that is killed and the one that loses it,
 # torchrun names whichever ended first by its clock of whole seconds, so the exit status may be either's.
 INTERRUPTED = {"preempt": r"stopped by SIGTERM on rank \d", "elastic": r"failed \(exitcode: -?\d+\) local_rank"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,9 @@ from common.recording.scenes import SCENES, Scene
 
 REPOSITORY = Path(__file__).parents[2]
 OUTPUT = REPOSITORY / "docs" / "recordings"
-TIMEOUT_S = 120
-# After a restart, agents of torchrun may wait for each other for five minutes, though their ranks are done.
-HOSTS_S = 100
+TIMEOUT_S = (
+    400  # After a restart, agents of torchrun may wait for each other for five minutes, though their ranks are done.
+)
 
 
 @command
@@ -33,14 +34,15 @@ def main() -> None:
         raise UsageError(f"{unknown[0]}: there is no such recording; python -m common.recording lists them")
     if "-h" in names or "--help" in names:
         print(__doc__)
-    elif not names:
+        return
+    if not names:
         old = stale()
         for name, scene in SCENES.items():
             print(f"{name:26} {scene.title}{'  (older than its code)' if name in old else ''}")
-    for name in SCENES if "all" in names else [name for name in names if name in SCENES]:
+        return
+    for name in SCENES if "all" in names else names:
         print(f"{name}: {make(name)}", flush=True)
-    if names:
-        (OUTPUT / "README.md").write_text(index())
+    (OUTPUT / "README.md").write_text(index())
 
 
 def stale() -> list[str]:
@@ -71,10 +73,8 @@ def make(name: str) -> Path:
         with tempfile.TemporaryDirectory() as folder:
             _record(scene, arguments, Path(folder))
             runs.append(Run(title, read(Path(folder), scene.window, scene.milestone), _sources(scene)))
-    OUTPUT.mkdir(parents=True, exist_ok=True)
     page = OUTPUT / f"{name}.html"
-    write_page(page, scene.title, scene.text, f"python -m common.recording {name}", runs)
-    page.write_text(f"{page.read_text()}<!-- {_checksum(scene)} -->\n")
+    write_page(page, scene.title, scene.text, f"python -m common.recording {name}", _checksum(scene), runs)
     (OUTPUT / f"{name}.svg").write_text(draw(runs[0].recording, f"{scene.title}. {scene.text}") + "\n")
     return page
 
@@ -94,57 +94,43 @@ def _record(scene: Scene, arguments: tuple[str, ...], folder: Path) -> None:
         str(REPOSITORY / scene.script),
         *arguments,
     ]
-    environment = os.environ | {
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "RECORDED_FILES": f"{folder}/files",
-    }
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(scene.ranks)}
-    agent = ["--nnodes", str(scene.ranks), "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    commands = [
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *agent,
-            "--rdzv-endpoint",
-            f"localhost:{address['MASTER_PORT']}",
-            *rank,
-        ]
-        if scene.hosts
-        else [sys.executable, *rank]
-        for _ in range(scene.ranks)
+    settings = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RECORDED_FILES": f"{folder}/files"}
+    agent = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(scene.ranks),
+        "--max-restarts",
+        "3",
+        "--rdzv-backend",
+        "c10d",
     ]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment | ({} if scene.hosts else {**address, "RANK": str(number), "LOCAL_RANK": str(number)}),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, command in enumerate(commands)
-    ]
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    processes = []
+    for number in range(scene.ranks):
+        identity = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(scene.ranks)}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started = [*agent, "--rdzv-endpoint", f"localhost:{port}", *rank] if scene.hosts else rank
+        with open(folder / f"{number}.stderr", "w") as errors:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *started],
+                    env=os.environ | settings | ({} if scene.hosts else identity | address),
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+            )
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=HOSTS_S if scene.hosts else TIMEOUT_S)
-            if process.returncode > 0:  # a signal, whose number is negative, is part of a scene
-                raise RuntimeError(f"{scene.script} {' '.join(arguments)} failed:\n{errors}")
-    except subprocess.TimeoutExpired:
-        if not scene.hosts:
-            raise
+        for number, process in enumerate(processes):
+            if process.wait(TIMEOUT_S) > 0:  # a signal, whose number is negative, is part of a scene
+                said = (folder / f"{number}.stderr").read_text()
+                raise RuntimeError(f"{scene.script} {' '.join(arguments)} failed:\n{said}")
     finally:
         for process in processes:
             process.terminate()  # an agent ends its rank
             process.wait()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def _sources(scene: Scene) -> list[Path]:
@@ -152,8 +138,11 @@ def _sources(scene: Scene) -> list[Path]:
 
 
 def _checksum(scene: Scene) -> str:
-    """Of the code that a recording shows, and of what the scene says."""
-    content = b"".join(path.read_bytes() for path in _sources(scene))
+    """Of the code that a recording shows and that made it, and of what the scene says."""
+    made_by = [
+        path for path in sorted(Path(__file__).parent.glob("*.*")) if path.name not in ("scenes.py", "__main__.py")
+    ]
+    content = b"".join(path.read_bytes() for path in (*_sources(scene), *made_by))
     return hashlib.sha256(content + repr(scene).encode()).hexdigest()
 
 

@@ -24,16 +24,24 @@ class Run(NamedTuple):
     sources: list[Path]
 
 
-def write_page(path: Path, title: str, text: str, command: str, runs: list[Run]) -> None:
+def write_page(path: Path, title: str, text: str, command: str, checksum: str, runs: list[Run]) -> None:
     """Write the page of one run, or of two that are scrubbed in step.
 
     :param text: what to look for; plain text
     :param command: what makes the recording anew
+    :param checksum: of the code that the recording shows
     """
     template = Template((Path(__file__).parent / "page.html").read_text())
     parts = "".join(_run(number, run) for number, run in enumerate(runs))
     data = json.dumps([_data(run) for run in runs], separators=(",", ":")).replace("</", "<\\/")
-    values = {"title": escape(title), "text": escape(text), "command": escape(command), "runs": parts, "data": data}
+    values = {
+        "title": escape(title),
+        "text": escape(text),
+        "command": escape(command),
+        "runs": parts,
+        "data": data,
+        "checksum": checksum,
+    }
     path.write_text(template.substitute(values, left=LEFT, width=WIDTH))
 
 

@@ -23,7 +23,7 @@ KINDS = {
         "scaler.update",
         "unscale_",
         "clip_grad_norm_",
-        "load",
+        "load batch",
         "scatter",
         "replicate",
         "forward of a part",
@@ -31,7 +31,7 @@ KINDS = {
         "add up",
     ),
     "wait": ("barrier", "next batch", "init_process_group", "destroy_process_group", "meet", "get"),
-    "file": ("save", "fsync", "rename", "replace", "exit"),
+    "file": ("save", "load", "fsync", "rename", "replace"),
 }
 
 

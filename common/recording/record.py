@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -30,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "reduce_scatter_single")
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 MESSAGES = ("isend", "irecv")
 CALLS = {
     "torch.distributed": ("init_process_group", "destroy_process_group", "barrier"),
     "torch.nn.utils": ("clip_grad_norm_",),
     "torch": ("save", "load"),
-    "os": ("replace", "rename", "fsync", "_exit"),
+    "os": ("replace", "rename", "fsync"),
     "torch.distributed:TCPStore": ("set", "get"),
     "torch.amp:GradScaler": ("unscale_", "step", "update"),
     "torch.utils.data:DistributedSampler": ("set_epoch",),
@@ -45,8 +46,7 @@ CALLS = {
 }
 NAMES = {  # for those that say too little
     "__next__": "next batch",
-    "fetch": "load",
-    "_exit": "exit",
+    "fetch": "load batch",
     "step": "scaler.step",
     "update": "scaler.update",
     "run": "all-reduce",
@@ -65,7 +65,7 @@ class Recorder:
     def __init__(self, folder: Path, sources: list[str]) -> None:
         self._folder, self._sources = folder, sources
         self._files: dict[int, int] = {}
-        self._spans = 0
+        self._numbers = itertools.count(1)
 
     def write(self, **event: Any) -> None:
         pid = os.getpid()
@@ -85,9 +85,9 @@ class Recorder:
 
         :param facts: ``note``, ``bytes``, ``to`` and ``source`` of a message, ``lane`` if it is not the thread's
         """
-        self._spans += 1
-        self.write(begin=self._spans, name=name, **facts)
-        return self._spans
+        number = next(self._numbers)  # threads begin spans, too
+        self.write(begin=number, name=name, **facts)
+        return number
 
     def end(self, number: int, **facts: Any) -> None:
         self.write(end=number, **facts)

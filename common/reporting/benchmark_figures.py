@@ -70,22 +70,30 @@ def plot_stacked(
     :param line: a value to compare with, which ``x_title`` explains
     """
     figure, axes = new_figure(1, len(panels), 1.6 + 0.36 * len(names), title, sharey=True)
-    colors: dict[str, Any] = {}
+    bars: dict[str, Any] = {}
     for plot, (panel, parts) in zip(axes[0], panels.items(), strict=True):
         values = np.array(list(parts.values()))
         ends = np.cumsum(np.maximum(values, 0), axis=0), np.cumsum(np.minimum(values, 0), axis=0)
         left = np.where(values > 0, *ends) - values
         for (name, own), begin in zip(parts.items(), left, strict=True):
-            color = colors.setdefault(name, STACKED[len(colors) % len(STACKED)])
-            plot.barh(range(len(names)), own, 0.66, begin, color=color, label=name)
+            color = STACKED[[*bars, name].index(name) % len(STACKED)]
+            drawn = plot.barh(range(len(names)), own, 0.66, begin, color=color)
+            bars.setdefault(name, drawn)
         whole, hanging = values.sum(axis=0), (values < 0).any(axis=0)
         plot.plot(whole[hanging], np.flatnonzero(hanging), "|", color="black", markersize=16)
-        plot.axvline(line, color="0.25", linewidth=1, linestyle="--")
+        if line:
+            plot.axvline(line, color="0.25", linewidth=1, linestyle="--")
         _rows(plot, panel, names, whole, ".2f")
     axes[0, 0].set_ylabel(y_title)
-    legend: Any = dict(zip(("handles", "labels"), axes[0, -1].get_legend_handles_labels(), strict=True))
     figure.legend(
-        title=x_title, loc="outside lower center", ncols=4, frameon=False, fontsize=8, title_fontsize=8, **legend
+        bars.values(),
+        bars.keys(),
+        title=x_title,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
     )
     figure.savefig(path)
 

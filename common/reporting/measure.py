@@ -13,6 +13,7 @@ nothing of it is published. A part that fails does not end the session, but the 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -20,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from common.cli import command, option, parse
+from common.errors import UsageError
 from common.reporting.other_work import OtherWork
 from common.reporting.turns import write_results
 
@@ -57,7 +57,7 @@ def measure(name: str, output: Path) -> bool:
     line = PARTS[name]["command"].replace("OUT", f"{output}/{name}")
     print(f"\n# {name}: {line}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
-    load, before = psutil.getloadavg(), OtherWork()
+    load, before = os.getloadavg(), OtherWork()
     time.sleep(LOOK_S)
     busy, during, began = before.doubt(), OtherWork(), time.monotonic()
     status = subprocess.call(["bash", "-o", "pipefail", "-c", f"{{ {line}\n}} | tee {output}/{name}.txt"])
@@ -70,7 +70,12 @@ def measure(name: str, output: Path) -> bool:
 
 def publish(name: str, output: Path) -> bool:
     """Copy a part's files to where the READMEs show them; returns whether it succeeded on idle cores, without which it copies none."""
-    record = json.loads((output / f"{name}.json").read_text())
+    path = output / f"{name}.json"
+    if not path.exists():
+        raise UsageError(
+            f"--output {output} has no {path.name}: measure it first, or name what was measured with --only"
+        )
+    record = json.loads(path.read_text())
     if fine := record["status"] == 0 and not record["busy"]:
         for file, place in PARTS[name]["files"].items():
             shutil.copy(output / name / file, place)

@@ -1,7 +1,7 @@
 """Automatic mixed precision: which region computes in low precision; and how a GPU computes the rest.
 
 ``fp32``: none. ``bf16``: autocast. Its exponent is fp32's, so gradients neither overflow nor vanish and need no scaling.
-``fp16``: autocast and a :class:`torch.amp.GradScaler`, since gradients below 6e-8 would become zero. The weights stay fp32.
+``fp16``: autocast and a :class:`torch.amp.GradScaler`, since gradients below 3e-8 would become zero. The weights stay fp32.
 """
 
 from __future__ import annotations

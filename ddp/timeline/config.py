@@ -77,6 +77,11 @@ class StepTimelineConfig(PlacedConfig):
             require_shardable(self.all_reduce, self.strategy)
 
     @property
+    def summed_by(self) -> str:
+        """The name of what sums: the backend's, or that of the algorithm by hand."""
+        return self.placement.backend if self.all_reduce == "backend" else self.all_reduce
+
+    @property
     def stage(self) -> int:
         """The stage of sharding: 1, 2 or 3; 0 for replicas."""
         return STAGES.get(self.strategy, 0)

@@ -85,7 +85,7 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     sizes = [f"{sum(bucket.values()) / MIB:.1f}" for bucket in facts["buckets"]]
     return (
         f"{config.model}, global batch {config.batch_size}, {config.placement}, "
-        f"all-reduce: {config.all_reduce.replace('backend', config.placement.backend)}, "
+        f"all-reduce: {config.summed_by}, "
         f"{len(sizes)} bucket{'s' * (len(sizes) > 1)} of {', '.join(sizes[:MOST_SIZES])} MiB"
     )
 

@@ -175,7 +175,7 @@ def title(config: StepTimelineConfig, facts: Mapping[str, Any]) -> str:
     return (
         f"{config.strategy}, a transformer of {parameters / 1e6:.1f} M parameters in {len(facts['units'])} units, "
         f"{config.batch_size} sequences of {LENGTH} tokens, {config.placement}, "
-        f"all-reduce: {config.all_reduce.replace('backend', config.placement.backend)}"
+        f"all-reduce: {config.summed_by}"
     )
 
 

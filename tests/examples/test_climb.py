@@ -9,6 +9,7 @@ import ast
 import contextlib
 import difflib
 import io
+import itertools
 import re
 import runpy
 import shutil
@@ -39,7 +40,7 @@ def diff(before: Path, after: Path) -> list[str]:
 
 def rewritten(text: str) -> str:
     """The page with the diffs of the files as they are now."""
-    diffs = iter([f"```diff\n{''.join(diff(*pair))}```" for pair in zip(FILES, STEPS, strict=False)])
+    diffs = iter([f"```diff\n{''.join(diff(*pair))}```" for pair in itertools.pairwise(FILES)])
     return BLOCK.sub(lambda _: next(diffs), text)
 
 

@@ -25,6 +25,7 @@ MOST_TOKENS = {
     "ddp/audit and ddp/museum": 30_200,
     "ddp/audit/peers": 3_300,
     "recordings and the site": 8_400,
+    "examples/climb": 4_500,
     "tests": 265_900,
 }
 MOST_MODULES_OF_A_RUN = 45
@@ -125,7 +126,9 @@ def test_code_tokens(what: str) -> None:
     peers = set((REPOSITORY / "ddp" / "audit" / "peers").rglob("*.py"))
     folders = ("common/recording", "examples/recordings", "docs")
     recording = {file for folder in folders for file in (REPOSITORY / folder).rglob("*.py")}
-    climb = set((REPOSITORY / "examples" / "climb").rglob("*.py"))  # nine files of which each repeats the one before
+    climb = set(
+        (REPOSITORY / "examples" / "climb").rglob("*.py")
+    )  # nine files, each the one before with some lines changed
     product = {file for folder in PRODUCT for file in (REPOSITORY / folder).rglob("*.py")} - climb
     files = {
         "the product without these": product - conformance - audit - museum - recording,
@@ -133,6 +136,7 @@ def test_code_tokens(what: str) -> None:
         "ddp/audit and ddp/museum": (audit | museum) - peers,
         "ddp/audit/peers": peers,
         "recordings and the site": recording,
+        "examples/climb": climb,
         "tests": set((REPOSITORY / "tests").rglob("*.py")),
     }
     assert code_tokens(*files[what]) <= MOST_TOKENS[what]

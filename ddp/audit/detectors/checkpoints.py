@@ -20,21 +20,18 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 
 def _writers(trace: Trace) -> Iterator[Finding]:
-    writers: dict[tuple[str, int], set[int]] = {}
+    writers: dict[tuple[str, int], dict[int, Event]] = {}
     for rank in trace.ranks:
         saved = {event["step"] for event in rank.all("save")}  # also to streams, which may be parts of a file
         for event in rank.all("save", "rename"):
-            if event["path"] and event["step"] in saved and not event["path"].endswith(".pyc"):  # imports rename, too
-                writers.setdefault((event["path"], event["step"]), set()).add(rank.rank)
-    for (path, step), ranks in writers.items():
+            if event["path"] and event["step"] in saved:
+                writers.setdefault((event["path"], event["step"]), {}).setdefault(rank.rank, event)
+    for (path, _), ranks in writers.items():
         if len(ranks) > 1:
-            event = next(
-                e for e in trace.ranks[min(ranks)].all("save", "rename") if e["path"] == path and e["step"] == step
-            )
             yield Finding(
                 f"ranks {sorted(ranks)} write {path} at the same step: the file holds whichever was last, or parts of several",
                 "Let rank 0 write what all ranks share, and each rank its own state to a file of its own",
-                event,
+                ranks[min(ranks)],
                 CHAPTER,
             )
             return

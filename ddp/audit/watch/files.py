@@ -16,6 +16,7 @@ from .events import emit, quiet, watch, where
 from .tensors import checksum, find_tensors
 
 _TEMPORARY = os.path.realpath(tempfile.gettempdir())  # where libraries write files of their own
+_CACHES = ("<frozen", os.path.dirname(torch.__file__))  # imports and torch.compile rename what they cache
 PROGRESS = ("ep", "iter", "batch")  # epoch, ep, step, global_step, ...
 
 
@@ -42,7 +43,7 @@ def install() -> None:
 
 def _on_audit_event(event: str, args: tuple[Any, ...]) -> None:
     """Python tells of every file that is opened or renamed, by whichever function."""
-    if event == "os.rename":
+    if event == "os.rename" and not sys._getframe(1).f_code.co_filename.startswith(_CACHES):
         emit("rename", source=_path(args[0]), path=_path(args[1]), where=where())
     elif event == "open" and isinstance(args[0], str) and args[2] & (os.O_WRONLY | os.O_RDWR):
         path = os.path.realpath(args[0])

@@ -362,7 +362,6 @@ def test_an_error_of_the_network_names_the_way_to_the_others(
         raise error
 
 
-# A training that records its first step soon, and does not end by itself.
 class StoppedWhileItGoes:
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGTERM)

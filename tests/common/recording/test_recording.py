@@ -13,7 +13,6 @@ from common.recording import __main__ as recording
 from common.recording.events import read
 from common.recording.page import Run, write_page
 from common.recording.scenes import SCENES
-from tests.support.launch import REPOSITORY
 
 MILLISECOND = 1_000_000
 
@@ -77,7 +76,7 @@ def test_a_page_is_one_file(tmp_path: Path) -> None:
     write(tmp_path, "process", {"begin": 1, "name": "load"}, {"line": 1, "file": 0}, {"end": 1})
     run = Run("as it is", read(tmp_path, ("", 1, "", 1), ""), [source])
     page = tmp_path / "page.html"
-    write_page(page, "A <title>", "Text.", "command", [run])
+    write_page(page, "A <title>", "Text.", "command", "checksum", [run])
     text = page.read_text()
     assert not re.findall(r"(?:src|href)=", text)
     assert "<noscript>" in text and "A &lt;title&gt;" in text and text.count("</script>") == 1 and "<svg" in text
@@ -94,4 +93,3 @@ def test_a_recorded_all_reduce_sends_what_it_must(tmp_path: Path, name: str, mes
     assert Counter(message.sender for message in got.messages) == {f"rank {rank}": messages for rank in range(4)}
     assert sum(message.nbytes for message in got.messages) == 4 * 6 << 20
     assert {lane.lines != [] for lane in got.lanes if "messages" not in lane.name} == {True}
-    assert (REPOSITORY / scene.script).exists()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from common.reporting.benchmark_figures import plot_rounds
+from common.reporting.benchmark_figures import plot_rounds, plot_stacked
 from common.reporting.run_figures import plot_confusion, plot_curves, plot_samples
 
 Pixels = npt.NDArray[np.int64]
@@ -68,8 +68,17 @@ def test_no_figure_is_kept_or_shown_by_pyplot(tmp_path: Path, monkeypatch: pytes
 def test_names_that_are_no_text_or_look_like_formulas_are_drawn(tmp_path: Path) -> None:
     """A class that never occurs is drawn too."""
     names = ("caf\udce9", "two\nlines", r"$\frac$")
-    plot_confusion(tmp_path / "confusion.png", np.diag([5, 0, 9000]), names, r"data in /tmp/$a$\udce9")
+    plot_confusion(
+        tmp_path / "confusion.png", np.array([[5, 1, 0], [0, 0, 0], [1, 1, 9000]]), names, r"data in /tmp/$a$\udce9"
+    )
     images = np.random.default_rng(0).integers(0, 256, (3, 3, 12, 12), np.uint8)
     plot_samples(tmp_path / "samples.png", images, [0, 1, 2], [0, 1, 1], names, "a run")
     for name in ("confusion.png", "samples.png"):
         pixels_of(tmp_path / name)
+
+
+def test_parts_of_a_whole_are_drawn(tmp_path: Path) -> None:
+    """Negative parts, parts that only the first panel has, and a line to compare with."""
+    panels = {"one": {"a": [1.0, 2.0], "b": [0.5, -0.3]}, "other": {"a": [1.0, 1.0]}}
+    plot_stacked(tmp_path / "parts.png", panels, ("x", "y"), x_title="ms", title="Parts", line=1.0)
+    pixels_of(tmp_path / "parts.png")

@@ -16,6 +16,7 @@ from torchvision.transforms import PILToTensor
 
 from common.data.datasets import BatchKey
 from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.decoders import installed
 from dataloading.dataset.lfw import LFWDataset, Skipped
 from dataloading.dataset.sampler import SampleKey
 from dataloading.dataset.storage import BadFile
@@ -89,6 +90,12 @@ def test_every_loader_gives_the_same_images_and_labels_in_the_same_order(
 def test_they_do_so_for_any_batch_size(pictures: Path, loader: str, batch_size: int) -> None:
     files = LFWDataset(pictures)
     assert_batches(list(load(loader, files, 1, batch_size)), expected_samples(files, 1), batch_size)
+
+
+@pytest.mark.parametrize("decoder", installed())
+@pytest.mark.parametrize("loader", ["stock", "fast-3-threads", "fast-2-processes"])
+def test_they_do_so_with_every_decoder(pictures: Path, loader: str, decoder: str) -> None:
+    assert_batches(list(load(loader, LFWDataset(pictures, decoder=decoder))), expected_samples(LFWDataset(pictures)), 4)
 
 
 @pytest.mark.parametrize("loader", ["stock-2", "fast-3-threads", "fast-2-processes"])

@@ -149,22 +149,23 @@ SAMPLES = [[5, 3], [], [7], [1, 1, 2, 0]]
 
 
 @every_pool
-def test_a_batch_sampler_may_yield_batches_of_any_length_and_kind(dataset: LFWBatches, pool: str) -> None:
+def test_a_batch_sampler_may_yield_batches_of_any_length_and_kind(pictures: Path, pool: str) -> None:
+    """The epoch of a key counts, and other indices are of the loader's epoch."""
+    dataset = LFWBatches(LFWDataset(pictures, augmentation="affine"))
     first, second, third, fourth = SAMPLES
     of_each_kind = [
-        [SampleKey(0, sample) for sample in first],
+        [SampleKey(6, sample) for sample in first],
         second,
         torch.tensor(third),
-        BatchKey(0, np.array(fourth)),
+        BatchKey(6, np.array(fourth)),
     ]
     loader = make(dataset, pool, 1, batch_sampler=of_each_kind)
+    loader.set_epoch(2)
     assert len(loader) == len(SAMPLES)
     for _ in range(2):
-        batches = list(loader)
-        assert len(batches) == len(SAMPLES)
-        for batch, samples in zip(batches, SAMPLES, strict=True):
+        for batch, samples, epoch in zip(loader, SAMPLES, (6, 2, 2, 6), strict=True):
             assert batch.images.shape == (len(samples), 3, HEIGHT, WIDTH)
-            assert_equal(batch, fresh(dataset, samples))
+            assert_equal(batch, fresh(dataset, samples, epoch))
     loader.close()
 
 

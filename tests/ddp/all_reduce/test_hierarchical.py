@@ -27,6 +27,6 @@ def summed_where_they_are() -> None:
 def test_it_determines_the_host_of_each_rank() -> None:
     """It finds out which ranks share a host, and sums.
 
-    Claim (ddp/all_reduce/README.md): hierarchical sums on each host, and in rings between hosts.
+    Claim (ddp/all_reduce/README.md): hierarchical gives the sum, whichever ranks share a host.
     """
     run_ranks(summed_where_they_are, 3)

@@ -55,10 +55,10 @@ def sum_until_killed(victim: int, numel: int) -> str:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 1), (4, 3)])
-def test_survivors_name_the_rank_that_was_killed_at_once(ranks: int, victim: int) -> None:
-    """All survivors name the killed rank at once.
+def test_survivors_name_the_rank_that_was_killed(ranks: int, victim: int) -> None:
+    """All survivors name the killed rank.
 
-    Claim (ddp/all_reduce/README.md): in shared memory, a killed rank is noticed at once.
+    Claim (ddp/all_reduce/README.md): in shared memory, all survivors name a killed rank.
     """
     survivors = run_with_victim(sum_until_killed, ranks, victim, 100_000)
     assert len(survivors) == ranks - 1

@@ -95,12 +95,17 @@ def test_what_is_missed_is_right(tmp_path: Path) -> None:
     assert sorted(names) == sorted(name for of_kind in OTHER_RECIPES.values() for name in of_kind)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_hundred_mutants(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        pytest.param(2, 12, marks=pytest.mark.examples),
+        *(pytest.param(seed, 100, marks=pytest.mark.slow) for seed in (0, 1)),
+    ],
+)
+def test_mutants_of_all_scripts(tmp_path: Path, seed: int, count: int) -> None:
     """Of all scripts together. Of those that do another thing, most of what is missed is right with another recipe."""
     every = [(path, mutant) for path in SCRIPTS for mutant in mutants(path.read_text())]
-    names, changed = missed(tmp_path, random.Random(seed).sample(every, 100))
+    names, changed = missed(tmp_path, random.Random(seed).sample(every, count))
     print(f"{changed - len(names)} of {changed} are found; the others:", *names, sep="\n")
     assert len(names) <= changed / 2, names

@@ -169,16 +169,34 @@ def test_export_passes_over_a_damaged_one_and_replaces_a_file_with_overwrite(
 
 def test_user_errors_are_one_line(written: Path, run: Path, tmp_path: Path, user_error: UserError) -> None:
     main, there = checkpoint.main, tmp_path / "there"
-    there.touch()
-    begun = tmp_path / "begun"
+    there.write_text("mine")
+    empty, begun, nowhere = tmp_path / "empty", tmp_path / "begun", tmp_path / "nowhere"
+    empty.mkdir()
     shutil.copytree(written, begun, ignore=shutil.ignore_patterns("epoch-*"))
+    assert "unknown command 'list': there is inspect, export" in user_error(main, "list")
+    assert "--keep" in user_error(main, "inspect", "--run-dir", run, "--keep", "1")
     for name in ("inspect", "export"):
+        assert f"--run-dir {empty} holds no run: " in user_error(main, name, "--run-dir", empty)
+        assert f"--run-dir {nowhere} holds no run: " in user_error(main, name, "--run-dir", nowhere)
         assert f"{there / FOLDER} cannot be read (Not a directory)" in user_error(main, name, "--run-dir", there)
         assert f"--run-dir {begun} holds no checkpoint yet: " in user_error(main, name, "--run-dir", begun)
 
     def export(*arguments: str | Path) -> str:
         return user_error(main, "export", "--run-dir", run, *arguments)
 
+    assert f"--checkpoint epoch-9: there is only {', '.join(NAMES)}" in export("--checkpoint", "epoch-9")
+    assert f"--output {there} is there already: give another name (export --overwrite" in export("--output", there)
+    assert there.read_text() == "mine"
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(there)  # as root, a rename would have replaced /dev/null
+    os.mkfifo(pipe)
+    for output in (link, pipe):
+        assert "replaces a regular file only" in export("--output", output, "--overwrite")
+        assert output.is_symlink() or output.is_fifo()
+    assert f"--output {tmp_path} is there already: give another name" in export("--output", tmp_path, "--overwrite")
+    for folder, reason in ((nowhere, "No such file or directory"), (there, "Not a directory")):
+        output = folder / "weights.pt"
+        assert f"--output {output} cannot be written ({reason})" in export("--output", output)
     (run / FOLDER / BEST / "model.pt").unlink()
     output = tmp_path / "weights.pt"
     assert f"{BEST} is damaged: model.pt cannot be read" in export("--checkpoint", "best", "--output", output)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddp.checkpoint import load, newest, prune, save, verify
+from ddp.checkpoint import Damaged, load, newest, prune, save, verify
 from tests.ddp.checkpoint.samples import bits
 from tests.support.launch import REPOSITORY, clean_environment
 
@@ -81,11 +81,20 @@ def test_sha256sum_reads_the_digests(tmp_path: Path) -> None:
     if program is None:
         pytest.skip("there is no sha256sum here")
     path = save(tmp_path, 4, Loop().state())
-    done = subprocess.run([program, "--check", "--strict", "SHA256SUMS"], cwd=path, capture_output=True, text=True)
+    command = [program, "--check", "--strict", "SHA256SUMS"]
+    done = subprocess.run(command, cwd=path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = [f"{name}.pt" for name in ("model", "optimizer", "scheduler", "ema", "own")]
     assert done.stdout.splitlines() == [f"{name}: OK" for name in (*names, "manifest.json")]
     assert {*names, "manifest.json", "SHA256SUMS"} == {*os.listdir(path)}
+    with open(path / "ema.pt", "r+b") as file:
+        file.seek(200)
+        file.write(b"\xff\xfe")
+    done = subprocess.run(command, cwd=path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ema.pt: FAILED" in done.stdout
+    with pytest.raises(Damaged, match=r"ema\.pt has other content than was written"):
+        verify(path)
 
 
 def test_without_any_there_is_no_newest_and_the_newest_is_never_pruned(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def port_taken() -> None:
 
 
 def no_rendezvous_host() -> None:
-    """The agent takes the endpoint for another machine, where nobody listens."""
+    """The agent takes the endpoint for another machine, where no program listens."""
     create_backend(RendezvousParameters("c10d", "127.0.0.1:1", "run", 1, 1, is_host="0", read_timeout="1"))
 
 

@@ -21,9 +21,7 @@ from ddp.museum.__main__ import exhibits
 from tests.ddp.launch import provoked
 from tests.support.launch import REPOSITORY, run_command, run_ranks, start_program
 from tests.support.ranks import run_in_group
-from tests.support.user_errors import UserError, user_error
-
-__all__ = ["user_error"]
+from tests.support.user_errors import UserError
 
 ENTRIES = {entry.title: entry for entry in symptoms.entries()}
 LABELS = ["Cause", "Cure", "Thread", "Chapter", "See it"]
@@ -205,7 +203,7 @@ def test_the_norm_of_a_shard_is_not_the_norm() -> None:
 
 
 @pytest.mark.examples
-def test_nobody_hosts_the_rendezvous(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_machine_hosts_the_rendezvous(capfd: pytest.CaptureFixture[str]) -> None:
     printed = caught(provoked.no_rendezvous_host)
     capfd.readouterr()
     assert_quoted("no_rendezvous_host", printed)

@@ -26,6 +26,7 @@ from ddp.data import load_data
 from tests.ddp.jobs import assert_identical, final_state
 from tests.ddp.resilience.interrupting import (
     FLAGS,
+    STEPS,
     STEPS_PER_EPOCH,
     Run,
     litter,
@@ -178,6 +179,14 @@ def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, un
     assert "SIGTERM came after the last step: the run is complete" in run.log(0)
     assert (run.folder / "result.json").exists()
     same_run(run.folder, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_process_without_a_job_leaves_with_a_status_that_says_why(tmp_path: Path, number: int) -> None:
+    with training(tmp_path / "run", "--model", "mlp", world_size=0) as run:
+        done = run.wait_for_step(5)
+        run.send(0, number)
+        assert done <= stopped(run, {0: number}) < STEPS
 
 
 def test_a_second_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> None:

@@ -165,6 +165,17 @@ def test_what_was_left_is_tidied_and_a_damaged_checkpoint_set_aside(tmp_path: Pa
     assert (run_dir / CONFIG_FILE).read_text() == began
 
 
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / CONFIG_FILE).write_text('{"name": "of something else"}')
+    (said,) = opened(run_dir, Opening(RESUME))
+    assert said == f"--resume: {run_dir} holds no run; start it without --resume, or name its --run-dir"
+    for said in opened(foreign, Opening(AUTO), Opening({"overwrite": True})):
+        assert said == f"--run-dir {foreign} holds something that is not a run: give another, or an empty one"
+
+
 def config_with(**settings: Any) -> TrainConfig:
     return small(**SETTINGS | settings)
 
