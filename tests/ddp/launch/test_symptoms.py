@@ -47,6 +47,7 @@ PASTED = {
     "in _try_get_data\n    data = self._data_queue.get(timeout=timeout)\nRuntimeError: DataLoader worker (pid 7) is killed by signal: "
     "Killed.\n\nThe above exception was the direct cause of the following exception:\n\nRuntimeError: DataLoader worker (pid(s) 7) "
     "exited unexpectedly": "signal: Killed",
+    "DataLoader worker (pid 5) is killed by signal: Bus error. DataLoader worker (pid(s) 5) exited unexpectedly": "Bus",
     "[rank3]: RuntimeError: received 0 items of ancdata": "ancdata",
     "dataloader stuck in cv2.resize": "OpenCV",
     "memory leak with num_workers, OOM killed": "Memory grows",
@@ -157,7 +158,7 @@ def caught(program: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("program", provoked.MESSAGES, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", provoked.MESSAGES)
 def test_torch_prints_what_the_page_quotes(program: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
     """Errors of one process have the messages of the page, and find their entries."""
     printed = caught(program)
