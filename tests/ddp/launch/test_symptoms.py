@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data._utils import signal_handling
 
 from common.distributed.process_group import process_group
 from ddp.launch import symptoms
@@ -158,6 +160,16 @@ def caught(program: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.fixture
+def _torch_s_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """DataLoader's handler of SIGCHLD, which common/data/loaders.py keeps it from setting, and which no other test may meet."""
+    before = signal.getsignal(signal.SIGCHLD)
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.usefixtures("_torch_s_handler")
 @pytest.mark.parametrize("program", provoked.MESSAGES)
 def test_torch_prints_what_the_page_quotes(program: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
     """Errors of one process have the messages of the page, and find their entries."""
