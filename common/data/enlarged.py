@@ -25,13 +25,13 @@ class EnlargedImages(Dataset[Batch]):
     """
 
     def __init__(self, images: Images, side: int) -> None:
-        self._images, self.labels, self.shape = images, images.labels, (CHANNELS, side, side)
+        self.small, self.labels, self.shape = images, images.labels, (CHANNELS, side, side)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, key: BatchKey) -> Batch:
-        images, labels = self._images.__getitems__(key)
+        images, labels = self.small.__getitems__(key)
         factor = self.shape[-1] // images.shape[-1]
-        wide = images.numpy().repeat(factor, axis=3)  # first: whole rows and channels are faster to copy than pixels
-        return Batch(torch.from_numpy(wide.repeat(factor, axis=2).repeat(CHANNELS, axis=1)), labels)
+        wide = images.repeat_interleave(factor, dim=3)  # first: whole rows and channels are faster to copy than pixels
+        return Batch(wide.repeat_interleave(factor, dim=2).repeat(1, CHANNELS, 1, 1), labels)

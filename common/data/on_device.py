@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from common.data.datasets import Batch, BatchKey, ImageDataset, Images
+from common.data.enlarged import EnlargedImages
 
 MOST_OF_FREE_MEMORY = 0.1  # of the device, that a data set may take: the rest is for training
 
 
 def kept_on_device(images: Images, device: torch.device) -> Images:
-    """The images on this device if it is a GPU, they are in memory, and there is room for them; otherwise as they are."""
+    """The images on this device if it is a GPU, they are in memory, and there is room for them; otherwise as they are.
+
+    Enlarged ones are enlarged there.
+    """
+    if isinstance(images, EnlargedImages):
+        kept = kept_on_device(images.small, device)
+        return images if kept is images.small else EnlargedImages(kept, images.shape[-1])
     if device.type != "cuda" or not isinstance(images, ImageDataset):
         return images
     free, _ = torch.cuda.mem_get_info(device)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from common.data import on_device
 from common.data.datasets import Augmentation, Batch, BatchKey, ImageDataset, load
+from common.data.enlarged import EnlargedImages, enlarge
 from common.data.on_device import ImagesOnDevice, copied_ahead, kept_on_device
 from common.data.pinned import pinned_memory
 from tests.support.fake_gpu import CUDA, FakeGpu
@@ -60,6 +61,8 @@ def test_it_is_kept_where_a_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**9))
         assert (kept_on_device(half, CUDA) is not half) == fits
     assert kept_on_device(half, CPU) is half
+    enlarged = EnlargedImages(half, 16)
+    assert kept_on_device(enlarged, CUDA) is enlarged  # still without room
     in_files: Any = SimpleNamespace()
     assert kept_on_device(in_files, CUDA) is in_files
 
@@ -99,10 +102,11 @@ def test_a_copy_is_waited_for_however_the_epoch_ends(fake_gpu: FakeGpu) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_batches_of_the_cpu() -> None:
+@pytest.mark.parametrize("side", [28, 56])
+def test_a_gpu_has_the_batches_of_the_cpu(side: int) -> None:
     data = load("glyphs", train_samples=300, test_samples=20, augmentation=Augmentation(3, flip=True))
+    data = data if side == 28 else enlarge(data, side)
     kept = kept_on_device(data.train, CUDA)
-    assert isinstance(kept, ImagesOnDevice)
     for epoch in range(3):
         key = BatchKey(epoch, np.random.default_rng(epoch).permutation(300)[:144].astype(np.int64))
         expected, ours = data.train.__getitems__(key), kept.__getitems__(key)
