@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +19,26 @@ from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
 
 
-def data_verdict(data_wait: float, remedies: Sequence[str] = ()) -> str:
+def lost_to_data(data_wait: float, gpu_busy: float) -> float:
+    """The share of a step in which training waits for its data.
+
+    :param data_wait: the host's share. On a GPU, that is no loss while the GPU works on what is queued
+    :param gpu_busy: the share of the time in which a GPU works on steps; nan on a CPU
+    """
+    return data_wait if math.isnan(gpu_busy) else min(data_wait, 1 - gpu_busy)
+
+
+def data_verdict(waiting: float, remedies: Sequence[str] = ()) -> str:
     """In plain words, whether training waits for its data.
 
-    It is the host's view: on a GPU, a wait may be hidden by work that is still queued.
-
+    :param waiting: see :func:`lost_to_data`
     :param remedies: flags that may bring the data sooner, to name should it come late
     """
-    share = f"{100 * data_wait:.0f} % of each step waits for data"
-    if data_wait < 0.1:
+    share = f"{100 * waiting:.0f} % of each step waits for data"
+    if waiting < 0.1:
         return f"compute-bound: {share}"
     advice = f"; try {' or '.join(remedies)}" if remedies else ""
-    return f"{'partly ' if data_wait < 0.3 else ''}data-bound: {share}{advice}"
+    return f"{'partly ' if waiting < 0.3 else ''}data-bound: {share}{advice}"
 
 
 # For each metric of a GPU, how the summary shows it: its text, and what it is multiplied with.
@@ -101,7 +110,7 @@ def finish(
         part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"
         times = (
             f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} {data.unit}/s{part}\n"
-            f"{data_verdict(totals['data_wait'], remedies)}\n"
+            f"{data_verdict(lost_to_data(totals['data_wait'], on_gpu.get('gpu_busy', math.nan)), remedies)}\n"
         )
     return (
         f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "
