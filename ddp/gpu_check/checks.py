@@ -42,8 +42,11 @@ class Machine:
 
     @property
     def large_images(self) -> int:
-        """On each GPU at once, of 224x224 and through ResNet-50, whose activations take about 0.1 GB each in fp32."""
-        return 128 if self.memory_gb >= 24 else 32
+        """On each GPU at once, of 224x224 and through ResNet-50, whose activations take about 0.1 GB each in fp32. A large GPU
+        gets so many that their kernels take longer than the host takes to queue them, if there are glyphs for that."""
+        if self.memory_gb < 24:
+            return 32
+        return 256 if self.memory_gb >= 64 and self.ranks <= 4 else 128
 
     @property
     def shared_images(self) -> int:
@@ -77,6 +80,7 @@ def sizes_of(machine: Machine) -> dict[str, str]:
     ranks = machine.ranks
     words = {"ranks": str(ranks), "device": machine.device, "workers": str(max(1, min(4, usable_cores() // 4)))}
     words["small"] = f"--batch-size {48 * ranks} --train-samples {480 * ranks} --test-samples 100 --log-every 2"
+    words["profiled"] = f"--batch-size {48 * ranks} --train-samples {960 * ranks} --test-samples 100"
     if not machine.gpus:
         return words | {
             "large": "--model resnet50 --image-size 28 --batch-size 4 --train-samples 8 --test-samples 4 --lr 0.01 "
@@ -98,7 +102,7 @@ def sizes_of(machine: Machine) -> dict[str, str]:
         "--lr 0.01 --log-every 5",
         "faces": f"--batch-size {48 * ranks} --log-every 5",
         "overhead": f"--batch-size {48 * ranks} --builds 2 --rounds 4 --steps 20",
-        "overhead_large": f"--model resnet50 --precision bf16 --batch-size {batch // 2} --builds 1 --rounds 4 --steps 5",
+        "overhead_large": f"--model resnet50 --precision bf16 --batch-size {batch} --builds 1 --rounds 4 --steps 10",
         "safety": f"--batch-size {48 * ranks} --builds 2 --rounds 2 --steps 20",
         "strategies": f"--processes {','.join(map(str, range(1, min(ranks, 4) + 1)))} --model resnet50 --precision bf16 "
         f"--batch-size {machine.shared_images} --builds 1 --rounds 3 --steps 5",
@@ -179,7 +183,8 @@ def checks(machine: Machine) -> list[Check]:
         Check(
             "profile",
             "where the GPU idles behind a synchronization of the host",
-            ONE_EPOCH + "--profile {small} --epochs 2 --log-every 100 && "  # logging makes the host wait
+            # Steps 11 to 14 are recorded. Within an epoch, since saving a checkpoint makes the host wait; and so does logging.
+            ONE_EPOCH + "--profile {profiled} --log-every 100 && "
             "python -m ddp.gpu_check.gaps --trace {out}/run/profile/rank0.json.gz --output {out}",
             90,
             results.of_gaps,
