@@ -159,7 +159,7 @@ def test_the_doctor_finds_two_ranks() -> None:
 
     Claim (ddp/README.md): launch: the doctor finds all ranks.
     """
-    status, out = run_script("doctor", "--mebibytes", "1")
+    status, out = run_script("doctor")
     assert status == 0, out
     assert re.search(r"^nothing is wrong\nstarted by torchrun: 2 ranks on 1 host, meeting at ", out, re.MULTILINE)
     assert re.search(r"^rank 0 +rank 1 +\d+ us +\d+ MiB/s$", out, re.MULTILINE)

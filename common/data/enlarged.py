@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch.utils.data import Dataset
 
 from common.data.datasets import Batch, BatchKey, ImageData, Images

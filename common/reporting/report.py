@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,13 @@ from common.training.evaluation import Evaluation
 from common.training.metrics import TIMES, Record, read_metrics
 
 
-def lost_to_data(data_wait: float, gpu_busy: float) -> float:
+def lost_to_data(data_wait: float, gpu_busy: float | None) -> float:
     """The share of a step in which training waits for its data.
 
     :param data_wait: the host's share. On a GPU, that is no loss while the GPU works on what is queued
-    :param gpu_busy: the share of the time in which a GPU works on steps; nan on a CPU
+    :param gpu_busy: the share of the time in which a GPU works on steps; None on a CPU
     """
-    return data_wait if math.isnan(gpu_busy) else min(data_wait, 1 - gpu_busy)
+    return data_wait if gpu_busy is None else min(data_wait, 1 - gpu_busy)
 
 
 def data_verdict(waiting: float, remedies: Sequence[str] = ()) -> str:
@@ -110,7 +109,7 @@ def finish(
         part = "" if len(recorded) == epochs else f" (in the {len(recorded)} epochs that metrics.jsonl has records of)"
         times = (
             f"{seconds:.0f} s of training, {totals['images_per_s']:,.0f} {data.unit}/s{part}\n"
-            f"{data_verdict(lost_to_data(totals['data_wait'], on_gpu.get('gpu_busy', math.nan)), remedies)}\n"
+            f"{data_verdict(lost_to_data(totals['data_wait'], on_gpu.get('gpu_busy')), remedies)}\n"
         )
     return (
         f"test accuracy {100 * result.accuracy:.2f} % after {epochs} epochs "

@@ -143,12 +143,12 @@ def keep_results(folder: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             if not any(path.iterdir()):
                 path.rmdir()
-        elif path.suffix not in KEPT or CHECKPOINT_FOLDER in path.relative_to(folder).parts or _is_large(path):
+        elif (
+            path.suffix not in KEPT
+            or CHECKPOINT_FOLDER in path.relative_to(folder).parts
+            or path.stat(follow_symlinks=False).st_size > MOST_KEPT_BYTES
+        ):
             path.unlink()
-
-
-def _is_large(path: Path) -> bool:
-    return path.stat(follow_symlinks=False).st_size > MOST_KEPT_BYTES
 
 
 if __name__ == "__main__":

@@ -45,14 +45,8 @@ class Machine:
         """On each GPU at once, of 224x224 and through ResNet-50, whose activations take about 0.1 GB each in fp32. A large GPU
         gets so many that their kernels take longer than the host takes to queue them, if there are glyphs for that."""
         if self.memory_gb < 24:
-            return 32
-        return 256 if self.memory_gb >= 64 and self.ranks <= 4 else 128
-
-    @property
-    def shared_images(self) -> int:
-        """A global batch of such images in bf16 for a benchmark whose jobs keep their memory while others run: together they
-        hold some four times as many on the first GPU. It divides over 1 to 4 ranks."""
-        return 12 * max(1, min(16, int(self.memory_gb / 4)))
+            return 48
+        return 288 if self.memory_gb >= 64 and self.ranks <= 4 else 144
 
 
 @dataclass(frozen=True)
@@ -105,7 +99,8 @@ def sizes_of(machine: Machine) -> dict[str, str]:
         "overhead_large": f"--model resnet50 --precision bf16 --batch-size {batch} --builds 1 --rounds 4 --steps 10",
         "safety": f"--batch-size {48 * ranks} --builds 2 --rounds 2 --steps 20",
         "strategies": f"--processes {','.join(map(str, range(1, min(ranks, 4) + 1)))} --model resnet50 --precision bf16 "
-        f"--batch-size {machine.shared_images} --builds 1 --rounds 3 --steps 5",
+        # Its jobs keep their memory while others run. Half of such a batch divides over 1 to 4 ranks.
+        f"--batch-size {machine.large_images // 2} --builds 1 --rounds 3 --steps 5",
         "engines": "--models resnet50,mlp,deep-mlp --rounds 5",
         "allreduce": "--sizes 4096,65536,1048576,26214400,104857600 --rounds 10",
         "timeline": f"--model resnet50 --batch-size {32 * ranks}",

@@ -26,8 +26,8 @@ from common.reporting.clock import clock_of
 from common.reporting.timing import interleave
 from common.reporting.turns import run_benchmark, write_results
 
-IMAGE = (3, 224, 224)
-WARMUP = 3
+BATCH = (128, 3, 224, 224)  # a byte per color
+ROUNDS, WARMUP = 20, 3  # copies of each kind
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,6 @@ class PinnedConfig:
     :raises UsageError: without a GPU
     """
 
-    images: int = option(128, "images of 224x224 in a batch, a byte per color", minimum=1, maximum=4096)
-    rounds: int = option(20, "copies of each kind", minimum=2)
     output: Path = option(Path("runs/gpu-check-pinned"), "folder of the JSON")
 
     def __post_init__(self) -> None:
@@ -53,10 +51,10 @@ def main() -> None:
     )
 
 
-def measure(config: PinnedConfig) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def measure(_: PinnedConfig) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """For each kind of memory, the seconds that a copy takes on the GPU, and those that the host spends in the call."""
     device = torch.device("cuda", 0)
-    batch = torch.randint(256, (config.images, *IMAGE), dtype=torch.uint8)
+    batch = torch.randint(256, BATCH, dtype=torch.uint8)
     clock = clock_of(device)
     host_seconds: dict[str, list[float]] = {"ordinary": [], "page-locked": []}
 
@@ -71,16 +69,16 @@ def measure(config: PinnedConfig) -> tuple[dict[str, list[float]], dict[str, lis
         return seconds
 
     sources = {"ordinary": batch, "page-locked": batch.pin_memory()}
-    taken = interleave({kind: copy(kind, source) for kind, source in sources.items()}, config.rounds, WARMUP)
+    taken = interleave({kind: copy(kind, source) for kind, source in sources.items()}, ROUNDS, WARMUP)
     return taken, {kind: seconds[WARMUP:] for kind, seconds in host_seconds.items()}
 
 
 def report(config: PinnedConfig, device_seconds: dict[str, list[float]], host_seconds: dict[str, list[float]]) -> str:
     """Write the JSON, and return the summary to print."""
-    size = config.images * math.prod(IMAGE)
+    size = math.prod(BATCH)
     content = {"bytes": size, "device_seconds": device_seconds, "host_seconds": host_seconds}
     write_results(config.output / "pinned.json", content)
-    lines = [f"a batch of {config.images} images, {size / 1e6:.0f} MB, to the GPU; medians of {config.rounds}"]
+    lines = [f"a batch of {BATCH[0]} images, {size / 1e6:.0f} MB, to the GPU; medians of {ROUNDS}"]
     for kind, seconds in device_seconds.items():
         rate, of_host = 1e-9 * size / statistics.median(seconds), 1e3 * statistics.median(host_seconds[kind])
         lines.append(f"{kind:>12} memory: {rate:.1f} GB/s, {of_host:.2f} ms of the host")

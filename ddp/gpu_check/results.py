@@ -6,7 +6,6 @@ Each function takes the check's folder and returns numbers by name, or spreads: 
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 from common.reporting.report import lost_to_data
 from common.reporting.timing import Spread, paired_ratio
 from common.training.metrics import read_metrics
-
-MEMORY = "peak GB"  # of the rank that needed most
 
 
 def of_training(folder: Path) -> dict[str, Any]:
@@ -26,9 +23,9 @@ def of_training(folder: Path) -> dict[str, Any]:
     for name in ("images_per_s", "data_wait", "gpu_ms_per_step", "gpu_busy", "mfu"):
         if values := [window[name] for window in counted if name in window]:
             found[name] = statistics.median(values)
-    found["data_wait"] = lost_to_data(found["data_wait"], found.get("gpu_busy", math.nan))
+    found["data_wait"] = lost_to_data(found["data_wait"], found.get("gpu_busy"))
     if peaks := [window["gpu_memory"] for window in windows if "gpu_memory" in window]:
-        found[MEMORY] = 1e-9 * max(peaks)
+        found["peak GB"] = 1e-9 * max(peaks)  # of the rank that needed most
     return found
 
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from common.files.atomic_files import write_bytes, write_json
-from ddp.gpu_check.results import MEMORY
 from ddp.gpu_check.runner import FAILED, HUNG, LEFT_OUT, NO_TIME, PASSED, Outcome
 
 SUMMARY, TEXT = "summary.json", "summary.txt"
 STATUSES = (PASSED, FAILED, HUNG, NO_TIME, LEFT_OUT)
-PRECISE = "precision-fp32"
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,6 @@ class Rule:
 RULES = (
     Rule("data_wait", lambda share: share > 0.1, "the ranks wait for batches: more --workers, or a faster disk"),
     Rule("gpu_busy", lambda share: share < 0.8, "the GPU waits for the host, or for batches"),
-    Rule(
-        "mfu",
-        lambda share: share < 0.2,
-        "the GPU waits, or its kernels are too small for it: a larger batch, bf16, --compile",
-    ),
     Rule(
         "idle behind a synchronization",
         lambda share: share > 0.05,
@@ -101,21 +94,12 @@ def _section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def numbers(entries: Sequence[Entry]) -> list[str]:
-    """All numbers, a line for each check; memory of bf16 and fp16 also as a share of fp32's."""
-    precise = next((entry.found for entry in entries if entry.name == PRECISE), {})
-    lines = []
-    for entry in entries:
-        words = [f"{name} {_shown(value)}" for name, value in entry.found.items()]
-        if (
-            entry.name.startswith("precision-")
-            and entry.name != PRECISE
-            and MEMORY in precise
-            and MEMORY in entry.found
-        ):
-            words.append(f"{entry.found[MEMORY] / precise[MEMORY]:.2f} of fp32's memory")
-        if words:
-            lines.append(f"{entry.name}: {', '.join(words)}")
-    return lines
+    """All numbers, a line for each check."""
+    return [
+        f"{entry.name}: {', '.join(f'{name} {_shown(value)}' for name, value in entry.found.items())}"
+        for entry in entries
+        if entry.found
+    ]
 
 
 def explain(entries: Sequence[Entry]) -> list[str]:

@@ -57,6 +57,7 @@ from common.launchers import launcher_name
 from common.stdout import print_results
 
 ROUND_TRIPS, TRANSFERS = 20, 3
+LARGE_BYTES = 16 * 2**20  # of the message whose time tells the bandwidth
 MOST_PAIRS_OF = 8  # hosts, between which every pair is measured; if there are more, only those with rank 0's
 MOST_CLOCK_S = 60.0  # by which clocks may differ before it is worth a word: logs of two hosts are read side by side
 
@@ -75,7 +76,6 @@ class DoctorConfig:
     """Settings of ``ddp.launch.doctor``."""
 
     timeout: float = option(60.0, "seconds to wait for the other ranks", above=0, maximum=86_400)
-    mebibytes: int = option(16, "size of the message whose time tells the bandwidth", minimum=1, maximum=1024)
     device: str = option("auto", "as in ddp.train", choices=DEVICES)
     interface: str | None = option(None, "as in ddp.train", per_node=True)
     run_dir: Path = option(
@@ -207,7 +207,6 @@ def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: Doctor
     :param hosts: a rank of each, rank 0's first
     :returns: on rank 0, the rows of a table, for its title and every link
     """
-    size = config.mebibytes * 2**20
     timeout = datetime.timedelta(seconds=config.timeout)
     dist.init_process_group("gloo", store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     links = [["from", "to", "latency", "bandwidth"]]
@@ -218,10 +217,10 @@ def measure(hosts: Mapping[str, int], store: Store, env: DistEnv, config: Doctor
         if env.rank in (sender, receiver):
             other = receiver if env.rank == sender else sender
             seconds[0] = _median_seconds(ROUND_TRIPS, 1, env.rank == sender, other) / 2
-            seconds[1] = _median_seconds(TRANSFERS, size, env.rank == sender, other)
+            seconds[1] = _median_seconds(TRANSFERS, LARGE_BYTES, env.rank == sender, other)
         dist.broadcast(seconds, sender)
         latency, large = seconds.tolist()
-        speed = size / max(large - latency, 1e-9)
+        speed = LARGE_BYTES / max(large - latency, 1e-9)
         links.append([first, second, f"{1e6 * latency:.0f} us", f"{speed / 2**20:.0f} MiB/s"])
     return links
 
