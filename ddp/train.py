@@ -9,9 +9,9 @@ while backward still runs, so every rank takes the same step. Averaging is an al
 is a *collective*: it ends once all ranks have called it. So all must call the same ones in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
-``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is "call the optimizer": on a
-CPU False if a loss or gradient is inf or nan, on a GPU True (train_step says why). ``guard.begin(job)`` runs a warm-up
-pass, of which nothing stays. Skip the supervisor: it logs, saves and stops. The chapters to read beside this: ddp/README.md.
+``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` says whether to call the
+optimizer: on a CPU not after an inf or nan. ``guard.begin(job)`` runs a warm-up pass, which changes no weight. Skip the
+supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     config = parse(TrainConfig, "ddp.train", __doc__)
     env = find_dist_env(config.device, config.backend)  # torchrun tells each process its rank through the environment
     if env.device.type == "cuda":
-        torch.cuda.set_device(env.device)  # before any other use of CUDA, which would take GPU 0 on every rank
+        torch.cuda.set_device(env.device)  # first: an earlier use of CUDA would take GPU 0, on every rank
     torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
     set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
     with rank_process(env):  # reports an error with its rank, and then leaves the group
@@ -92,14 +92,15 @@ def train(config: TrainConfig, env: DistEnv) -> None:
                 supervisor.record_epoch(totals, result)
                 supervisor.checkpointer.save(job)  # rank 0 writes for all; with shards, each rank writes its own
             supervisor.checkpointer.finish()
-            result = result or test(job, supervisor)  # none yet, if it was resumed after its last epoch
+            result = result or test(job, supervisor)  # a run that was resumed after its last epoch has none yet
         supervisor.report(result)  # rank 0 draws and prints, the others wait
 
 
 def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: RunCheckpoint | None = None) -> Job:
     """Model, optimizer, sampler and loader. The ranks differ in their samples, and with shards in their part of the model.
 
-    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them. (Each rank's shards: ``restore``.)
+    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them. (Each rank reads its shards later, in
+        ``restore``.)
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
@@ -112,7 +113,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
     guard = build_guard(network, env, config.is_sharded)
     model = wrap_network(guard.module, env, config.averaging, config.precision)
     if config.is_sharded:
-        network = model  # there is no replica: what holds the shards is evaluated and saved
+        network = model  # no rank has a whole network: the module with the shards is evaluated and saved
     if config.compile:
         model = torch.compile(model, mode=config.compile)
     sampler = MicroBatchSampler(
@@ -155,12 +156,12 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         network,
         device_ids=[env.device] if env.device.type == "cuda" else None,
-        # DDP all-reduces gradients in buckets of many gradients each. With .grad a view into its bucket, nothing is copied.
+        # DDP all-reduces gradients in buckets of many gradients each. With .grad a view into its bucket, no average is copied back.
         bucket_cap_mb=averaging.bucket_mib,
         gradient_as_bucket_view=True,
     )
     # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
-    # once per epoch. (An attribute here: newer torch calls the constructor's argument forward_sync_buffers.)
+    # once per epoch. (Set here, since the constructor's argument has another name in newer torch: forward_sync_buffers.)
     model.broadcast_buffers = False
     compress_gradients(model, averaging.gradient_precision)
     return model
@@ -192,7 +193,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         seed_torch(device, config.seed, "dropout", job.step, micro_step, job.env.rank)  # each rank drops other units
 
-        # DDP decides in forward whether the next backward synchronizes, so no_sync must cover both: around backward alone
+        # DDP decides in forward whether the next backward synchronizes, so no_sync must cover forward: around backward alone
         # it has no effect, and every micro-step would all-reduce. Before the last micro-step, .grad adds up on each rank
         # alone. The last backward averages that sum over the ranks.
         last_micro_step = micro_step == config.grad_accumulation_steps - 1
@@ -208,15 +209,16 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             loss = job.weigh_by_characters(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
 
-    # Every rank holds the same averaged gradients now, so the same norm: an inf or nan of one rank is in every average, and
-    # all decide alike without a message. (Shards of gradients get a nan on all ranks: ddp/sharded/zero1.py.) Unscale before the clip:
-    # scaled gradients, and their norm, are too large by the loss scale, so clipping would shrink every step. (Outside fp16 the
-    # scaler does nothing.)
+    # All ranks hold the same averaged gradients now, and so the same norm. An inf or nan of one rank is in every rank's average,
+    # so all skip this step or none does, without a message. (With shards, ddp/sharded/zero1.py brings a nan to all ranks.) Unscale
+    # before the clip: scaled gradients, and their norm, are too large by the loss scale, so clipping would shrink every step.
+    # (Outside fp16 the scaler does nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step does it, and update lowers the scale. Else the guard does: it
-    # returns False, or on a GPU lets the optimizer change nothing. (norm None: it sums the gradients.) Too many skips end the run.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips, and update lowers the scale. In fp32 and bf16 the guard
+    # skips. It returns False; or on a GPU, where reading the norm would make the host wait, True, and the optimizer's kernels change
+    # nothing. (Without clipping there is no norm, so it looks at the gradients' sum.) Too many skips by the guard end the run.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
@@ -228,7 +230,7 @@ def test(job: Job, supervisor: Supervisor) -> Evaluation:
     """Evaluate the test set: divided over the ranks without padding, so that each sample counts once."""
     shard = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal evaluates no further batch
     result = evaluate(job.network, job.data, job.env, job.config.precision, shard)
-    supervisor.leave_if_stopped()  # all ranks leave then
+    supervisor.leave_if_stopped()  # if any rank was stopped, all leave here
     return result
 
 
