@@ -3,17 +3,17 @@
     ./torchrun_examples.sh measure --list                  # the parts, and how long they take on two idle cores
     ./torchrun_examples.sh measure                         # runs them one after another
     ./torchrun_examples.sh measure --only costs,engines    # these parts alone
-    ./torchrun_examples.sh measure --publish               # copies figures and tables to where the READMEs show them
+    ./torchrun_examples.sh measure --publish               # copies figures to where the READMEs show them, and the records
 
 Part NAME writes its files into ``results/NAME`` and its words into ``results/NAME.txt``. ``results/NAME.json`` has the command, the
-machine, the versions, the load, and why the numbers may be wrong: other programs used the cores before or during the part. Then
-nothing of it is published. A part that fails does not end the session, but the exit status is 1.
+machine, the versions, and why the numbers may be wrong: other programs used the cores before or during the part. Then
+nothing of it is published. What is published of a part has its words and its record in ``results/cpu``: a test holds the READMEs'
+tables against them. A part that fails does not end the session, but the exit status is 1.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.child_processes import adopt_orphans, end_all_but
 from common.cli import command, option, parse
 from common.errors import UsageError
 from common.reporting.other_work import OtherWork
@@ -28,6 +29,7 @@ from common.reporting.turns import write_results
 
 # For each part its command, where OUT is its folder; its minutes; and where its files are published.
 PARTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
+RECORDS = Path("results/cpu")  # what the READMEs' tables say is in these
 LOOK_S = 3.0  # seconds in which we look for other programs before a part begins
 
 
@@ -57,11 +59,13 @@ def measure(name: str, output: Path) -> bool:
     line = PARTS[name]["command"].replace("OUT", f"{output}/{name}")
     print(f"\n# {name}: {line}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
-    load, before = os.getloadavg(), OtherWork()
+    before = OtherWork()
     time.sleep(LOOK_S)
     busy, during, began = before.doubt(), OtherWork(), time.monotonic()
+    adopt_orphans()  # of which multiprocessing's fork server is one: its ranks' time is the part's, not other programs'
     status = subprocess.call(["bash", "-o", "pipefail", "-c", f"{{ {line}\n}} | tee {output}/{name}.txt"])
-    record = {"command": line, "status": status, "seconds": time.monotonic() - began, "load_before": load}
+    end_all_but(set(), patiently=True)
+    record = {"command": line, "status": status, "seconds": time.monotonic() - began}
     record["busy"] = busy or during.doubt()
     write_results(output / f"{name}.json", record)
     print(f"# {name}: status {status} after {record['seconds']:.0f} s; {record['busy'] or 'the cores were idle'}")
@@ -79,6 +83,8 @@ def publish(name: str, output: Path) -> bool:
     if fine := record["status"] == 0 and not record["busy"]:
         for file, place in PARTS[name]["files"].items():
             shutil.copy(output / name / file, place)
+        for kept in (f"{name}.txt", f"{name}.json"):
+            shutil.copy(output / kept, RECORDS / kept)
     return fine
 
 

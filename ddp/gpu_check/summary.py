@@ -70,7 +70,12 @@ def write_summary(
     slow = explain(entries)
     content = {"checks": [asdict(entry) for entry in entries], "remaining": list(remaining), "slow": slow}
     write_json(folder / SUMMARY, {"machine": machine, **content})
-    text = "\n".join([*_table(entries), *_section("found", numbers(entries)), *_section("slow", slow)])
+    found = [
+        f"{entry.name}: {', '.join(f'{name} {_shown(value)}' for name, value in entry.found.items())}"
+        for entry in entries
+        if entry.found
+    ]
+    text = "\n".join([*_table(entries), *_section("found", found), *_section("slow", slow)])
     write_bytes(folder / TEXT, f"{text}\n".encode())
     return text
 
@@ -91,15 +96,6 @@ def _table(entries: Sequence[Entry]) -> list[str]:
 
 def _section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", f"{title}:", *(f"  {line}" for line in lines)] if lines else []
-
-
-def numbers(entries: Sequence[Entry]) -> list[str]:
-    """All numbers, a line for each check."""
-    return [
-        f"{entry.name}: {', '.join(f'{name} {_shown(value)}' for name, value in entry.found.items())}"
-        for entry in entries
-        if entry.found
-    ]
 
 
 def explain(entries: Sequence[Entry]) -> list[str]:

@@ -23,6 +23,8 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
         part = {"minutes": 1, "command": command, "files": {"a.png": tmp_path / "b.png"}}
         monkeypatch.setitem(measure.PARTS, name, part)
     monkeypatch.setattr(measure, "LOOK_S", 0)
+    monkeypatch.setattr(measure, "RECORDS", (records := tmp_path / "records"))
+    records.mkdir()
     monkeypatch.setattr("common.reporting.other_work.OtherWork.doubt", lambda _: doubt)
     for flags, which in (((), "costs"), (("--publish",), "costs, memory" if doubt else "costs")):
         monkeypatch.setattr("sys.argv", ["", "--only", "costs,memory", "--output", str(tmp_path), *flags])
@@ -31,7 +33,7 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
     failed, drawn = (json.loads((tmp_path / f"{name}.json").read_text()) for name in commands)
     assert (failed["status"], drawn["status"], drawn["busy"]) == (3, 0, doubt)
     assert (tmp_path / "costs.txt").read_text() == "words\n"
-    assert (tmp_path / "b.png").exists() == (doubt is None)
+    assert (tmp_path / "b.png").exists() == (records / "memory.txt").exists() == (doubt is None)
 
 
 def test_each_figure_of_a_readme_has_a_command_that_makes_it() -> None:
@@ -43,3 +45,16 @@ def test_each_figure_of_a_readme_has_a_command_that_makes_it() -> None:
     }
     published = {REPOSITORY / place for part in measure.PARTS.values() for place in part["files"].values()}
     assert shown == {place for place in published if place.suffix == ".png"}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_a_table_has_the_numbers_of_the_record_above_it(readme: Path) -> None:
+    """If the words before a table link to a record in results, the table's numbers stand there, to their last digit."""
+    number = r"\d[\d,]*(?:\.\d+)?"
+    for record, table in re.findall(r"results/(\S+\.txt)\)[^|]*\n\n\|.*\n\|.*\n((?:\|.*\n)+)", readme.read_text()):
+        written = re.findall(number, (REPOSITORY / "results" / record).read_text())
+        measured = [float(text.replace(",", "")) for text in written]
+        cells = [cell for row in table.splitlines() for cell in row.split("|")[2:]]
+        for shown in re.findall(number, " ".join(cells)):
+            digits = len(shown.partition(".")[2])
+            assert any(f"{value:,.{digits}f}" == shown or f"{value:.{digits}f}" == shown for value in measured), (record, shown)
