@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.child_processes import adopt_orphans, end_all_but
+from common.child_processes import adopt_orphans, descendants, end_all_but
 from common.cli import command, option, parse
 from common.errors import UsageError
 from common.reporting.other_work import OtherWork
@@ -59,12 +59,12 @@ def measure(name: str, output: Path) -> bool:
     line = PARTS[name]["command"].replace("OUT", f"{output}/{name}")
     print(f"\n# {name}: {line}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
-    before = OtherWork()
+    before, there = OtherWork(), descendants()
     time.sleep(LOOK_S)
     busy, during, began = before.doubt(), OtherWork(), time.monotonic()
     adopt_orphans()  # of which multiprocessing's fork server is one: its ranks' time is the part's, not other programs'
     status = subprocess.call(["bash", "-o", "pipefail", "-c", f"{{ {line}\n}} | tee {output}/{name}.txt"])
-    end_all_but(set(), patiently=True)
+    end_all_but(there, patiently=True)
     record = {"command": line, "status": status, "seconds": time.monotonic() - began}
     record["busy"] = busy or during.doubt()
     write_results(output / f"{name}.json", record)
