@@ -1,10 +1,9 @@
 """Time the same benchmark in two commits, turn by turn, and compare: is one slower?
 
-    python -m tests.same_speed BEFORE [AFTER] [--turns N] [--benchmarks two-ranks ...]
+    python -m tests.same_speed BEFORE [AFTER] [--turns N]
 
-Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) and ``ddp.bench engines`` (the hand-written
-DDP) once in either commit, in alternating order. A ratio is the time in AFTER by the time in BEFORE, of one turn. Printed are the ratios'
-medians with their quartiles. AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
+Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) once in either commit, in alternating order. A
+ratio is the time in AFTER by the time in BEFORE, of one turn. Printed are the ratios' medians with their quartiles. AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 import json
 import statistics
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.reporting.timing import Spread
 from tests.same_bits import checkouts, require_commits, run
 
 OVERHEAD = "--builds 1 --rounds 4 --steps 25"
-ENGINES = "--models fashion-cnn,mlp --no-variations --builds 1 --rounds 4"
+TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2", "-m")
 
 
 def main() -> None:
@@ -27,57 +25,34 @@ def main() -> None:
     parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
     parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
     parser.add_argument("--turns", type=int, default=6, help="turns of each benchmark (default: %(default)s)")
-    parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="(default: all)")
     config = parser.parse_args()
     require_commits(parser, config.before, config.after)
     ratios: dict[str, list[float]] = {}
     with checkouts(config.before, config.after) as pair:
         for turn in range(config.turns):
             order = pair if turn % 2 == 0 else pair[::-1]
-            seconds = {checkout: step_seconds(checkout, config.benchmarks) for checkout in order}
+            seconds = {checkout: step_seconds(checkout) for checkout in order}
             before, after = (seconds[checkout] for checkout in pair)
             for name in before:
                 ratios.setdefault(name, []).append(after[name] / before[name])
             print(f"turn {turn + 1} of {config.turns} is over", flush=True)
     for name, values in ratios.items():
-        print(f"{name}: {Spread.of(values):.3f}")
+        print(f"the trainer's step, {name}: {Spread.of(values):.3f}")
 
 
-def step_seconds(checkout: Path, benchmarks: Sequence[str]) -> dict[str, float]:
-    """Median seconds of one step, by benchmark and loop."""
-    return {name: seconds for benchmark in benchmarks for name, seconds in BENCHMARKS[benchmark](checkout).items()}
-
-
-def trainer_alone(checkout: Path) -> dict[str, float]:
-    return {"the trainer's step, one rank": _trainer(checkout, [])}
-
-
-def trainer_of_two(checkout: Path) -> dict[str, float]:
-    return {"the trainer's step, two ranks": _trainer(checkout, ["torch.distributed.run", "--nproc_per_node=2", "-m"])}
-
-
-def _trainer(checkout: Path, torchrun: list[str]) -> float:
-    output = checkout / "bench"
-    run(checkout, [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split(), "--device", "cpu", "--output", str(output)])
-    loops: dict[str, list[float]] = json.loads((output / "overhead.json").read_text())["seconds_per_step"]
-    return statistics.median(loops["trainer"])
-
-
-def engines(checkout: Path) -> dict[str, float]:
-    output = checkout / "bench"
-    run(checkout, ["ddp.bench", "engines", *ENGINES.split(), "--output", str(output)])
-    models = json.loads((output / "engines.json").read_text())["models"]
-    return {
-        f"the hand-written DDP, {model['title'].split(',')[0]}": statistics.median(model["seconds"]["handwritten"])
-        for model in models
-    }
-
-
-BENCHMARKS: dict[str, Callable[[Path], dict[str, float]]] = {
-    "two-ranks": trainer_of_two,
-    "one-rank": trainer_alone,
-    "engines": engines,
-}
+def step_seconds(checkout: Path) -> dict[str, float]:
+    """Median seconds of the trainer's step, by the number of ranks."""
+    found = {}
+    for name, torchrun in (("one rank", ()), ("two ranks", TORCHRUN)):
+        output = checkout / "bench"
+        run(
+            checkout,
+            [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split(), "--device", "cpu", "--output", str(output)],
+        )
+        found[name] = statistics.median(
+            json.loads((output / "overhead.json").read_text())["seconds_per_step"]["trainer"]
+        )
+    return found
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     ./torchrun_examples.sh measure --publish               # copies figures to where the READMEs show them, and the records
 
 Part NAME writes its files into ``results/NAME`` and its words into ``results/NAME.txt``. ``results/NAME.json`` has the command, the
-machine, the versions, and why the numbers may be wrong: other programs used the cores before or during the part. Then
+machine, the versions, and why the numbers may be wrong: other programs used the cores. Then
 nothing of it is published. What is published of a part has its words and its record in ``results/cpu``: a test holds the READMEs'
 tables against them. A part that fails does not end the session, but the exit status is 1.
 """
@@ -30,7 +30,6 @@ from common.reporting.turns import write_results
 # For each part its command, where OUT is its folder; its minutes; and where its files are published.
 PARTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
 RECORDS = Path("results/cpu")  # what the READMEs' tables say is in these
-LOOK_S = 3.0  # seconds in which we look for other programs before a part begins
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,12 @@ def measure(name: str, output: Path) -> bool:
     line = PARTS[name]["command"].replace("OUT", f"{output}/{name}")
     print(f"\n# {name}: {line}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
-    before, there = OtherWork(), descendants()
-    time.sleep(LOOK_S)
-    busy, during, began = before.doubt(), OtherWork(), time.monotonic()
+    others, there, began = OtherWork(), descendants(), time.monotonic()
     adopt_orphans()  # of which multiprocessing's fork server is one: its ranks' time is the part's, not other programs'
     status = subprocess.call(["bash", "-o", "pipefail", "-c", f"{{ {line}\n}} | tee {output}/{name}.txt"])
     end_all_but(there, patiently=True)
     record = {"command": line, "status": status, "seconds": time.monotonic() - began}
-    record["busy"] = busy or during.doubt()
+    record["busy"] = others.doubt()
     write_results(output / f"{name}.json", record)
     print(f"# {name}: status {status} after {record['seconds']:.0f} s; {record['busy'] or 'the cores were idle'}")
     return status == 0
