@@ -2,8 +2,9 @@
 
     python -m tests.same_speed BEFORE [AFTER] [--turns N]
 
-Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) once in either commit, in alternating order. A
-ratio is the time in AFTER by the time in BEFORE, of one turn. Printed are the ratios' medians with their quartiles. AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
+Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) once in either commit, in alternating
+order. A ratio is the time in AFTER by the time in BEFORE, of one turn. Printed are the ratios' medians with their quartiles.
+AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
 """
 
 from __future__ import annotations
