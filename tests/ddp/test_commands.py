@@ -137,6 +137,7 @@ def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
     assert "3 steps had to be skipped, more than --max-skipped-steps 2" in line
 
 
+@pytest.mark.examples
 def test_two_ranks_say_it_once() -> None:
     """Two ranks with the same bad input say it once.
 

@@ -139,6 +139,7 @@ def test_ranks_of_one_host_with_too_few_gpus_all_take_the_cpu(
     assert caplog.messages == [on_cpu + "add --device cuda --backend gloo"] * (expected[0] == "cpu gloo")
 
 
+@pytest.mark.examples
 def test_the_parents_environment_is_another_ranks_too() -> None:
     """A child that was shown what this process was shown, and one that was shown something else."""
     code = "import os; from common.distributed import dist_env as d; print(d._all_ranks_see_these_gpus(os.environ))"

@@ -24,6 +24,7 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
         monkeypatch.setitem(measure.PARTS, name, part)
     monkeypatch.setattr(measure, "RECORDS", (records := tmp_path / "records"))
     records.mkdir()
+    monkeypatch.setattr(measure, "adopt_orphans", lambda: None)
     monkeypatch.setattr("common.reporting.other_work.OtherWork.doubt", lambda _: doubt)
     for flags, which in (((), "costs"), (("--publish",), "costs, memory" if doubt else "costs")):
         monkeypatch.setattr("sys.argv", ["", "--only", "costs,memory", "--output", str(tmp_path), *flags])

@@ -103,6 +103,7 @@ def test_a_step_waits_as_long_as_was_measured() -> None:
     assert verdict(0.5, 0.3, 0.217, 0.25) == f"{text}waits for its batch with 2 workers (21.7% of the time)"
 
 
+@pytest.mark.examples
 def test_files_that_open_late_make_a_step_wait_and_threads_are_the_cure(pictures: Path) -> None:
     library = Library(str(pictures))
     late = Setting(workers=0, batch_size=4, latency_ms=50.0)

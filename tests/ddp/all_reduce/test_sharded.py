@@ -82,6 +82,7 @@ def test_both_are_torchs_and_together_the_all_reduce(
         run_ranks(check, ranks, build, [*examples, (LARGE, torch.float32, False), (LARGE, torch.bfloat16, True)])
 
 
+@pytest.mark.examples
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, for a network namespace")
 def test_what_each_sends() -> None:
     """Half of an all-reduce, but for gloo's reduce-scatter, which is a whole one."""

@@ -40,6 +40,7 @@ def test_a_right_script_is_quiet_and_ends_with_the_same_bits(tmp_path: Path) -> 
     assert all(map(torch.equal, with_audit, alone))
 
 
+@pytest.mark.examples
 def test_a_script_that_spawns_its_ranks_is_watched_too(tmp_path: Path) -> None:
     script = write(tmp_path, "SPAWNS")
     done = audit("--", script, tmp_path / "store")

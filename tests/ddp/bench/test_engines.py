@@ -58,6 +58,7 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").is_file()
 
 
+@pytest.mark.examples
 def test_all_variants_average_the_same_gradients() -> None:
     variants = dict(DDP_VARIANTS)
     for others in variations("cpu").values():

@@ -83,6 +83,7 @@ def test_two_ranks_train_to_the_same_bits_as_replicas() -> None:
     assert_equal_training(2, table(0))
 
 
+@pytest.mark.examples
 def test_three_ranks_train_as_replicas() -> None:
     """On three ranks, each ZeRO stage trains as replicas, up to rounding.
 

@@ -88,6 +88,7 @@ def limited() -> dict[str, str]:
     return messages
 
 
+@pytest.mark.examples
 def test_too_little_memory_names_the_unit_and_what_it_needs() -> None:
     """Too little memory names the unit and what it needs.
 
