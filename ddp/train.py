@@ -6,12 +6,14 @@
 One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of every
 global batch (``--batch-size`` counts the samples of all ranks). DistributedDataParallel averages the gradients over the ranks
 while backward still runs, so every rank takes the same step. Averaging is an all-reduce (a sum) and a division. An all-reduce
-is a *collective*: it ends once all ranks have called it. So all must call the same ones in the same order, or they hang.
+is a *collective*: all ranks must call it, and none has the sum before the last one has. So all must call the same collectives
+in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
 ``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` says whether to call the
-optimizer: on a CPU not after an inf or nan. ``guard.begin(job)`` runs a warm-up pass, which changes no weight. Skip the
-supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside this: ddp/README.md.
+optimizer: on a CPU not after an inf or nan (in fp16 the scaler skips). ``guard.begin(job)`` runs a warm-up pass, which changes
+no weight. Skip the supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside
+this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -216,9 +218,9 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips, and update lowers the scale. In fp32 and bf16 the guard
-    # skips. It returns False; or on a GPU, where reading the norm would make the host wait, True, and the optimizer's kernels change
-    # nothing. (Without clipping there is no norm, so it looks at the gradients' sum.) Too many skips by the guard end the run.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. Else the guard
+    # skips: on a CPU accepts() is False. On a GPU it is always True, since the host would have to wait for the norm; there the
+    # optimizer's kernels change nothing. (Without clipping the guard looks at the gradients' sum.) Too many of these end the run.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
