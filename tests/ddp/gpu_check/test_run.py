@@ -131,7 +131,7 @@ def test_an_interrupt_while_a_process_starts_ends_it_too(tmp_path: Path) -> None
             raise KeyboardInterrupt
 
     with mock.patch.object(subprocess, "Popen", Interrupted), pytest.raises(KeyboardInterrupt):
-        runner.run_command("sleep 1008", tmp_path / "output.txt", 60, 60, "cpu")
+        runner.run_command("exec sleep 1008", tmp_path / "output.txt", 60, 60, "cpu")
     assert sleeping() == []
     started[0].wait()  # or Popen warns that it still runs
 
