@@ -96,7 +96,7 @@ class Job:
         """This rank's micro-batches of what is left of the epoch. The time until each comes counts as waiting for data."""
         return self.window.timed(self.guard.batches(self.loader))
 
-    def weigh_by_characters(self, loss: Tensor, labels: Tensor) -> Tensor:
+    def weigh_text(self, loss: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of a micro-batch of text, weighted so that each character of the global batch counts alike.
 
         Lines differ in length, so micro-batches differ in their number of characters. The sampler's order is known to all, so

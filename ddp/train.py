@@ -208,7 +208,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             # The loss is a micro-batch's mean. All micro-batches of images have the same size, so the mean over the global
             # batch is the mean of their means: divided by the micro-steps here, and by the ranks in DDP. Lines of text differ
             # in length, so each micro-batch counts by its share of the global batch's characters.
-            loss = job.weigh_by_characters(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
+            loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
 
     # All ranks hold the same averaged gradients now, and so the same norm. An inf or nan of one rank is in every rank's average,

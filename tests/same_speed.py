@@ -1,10 +1,10 @@
 """Time the same benchmark in two commits, turn by turn, and compare: is one slower?
 
-    python -m tests.same_speed BEFORE [AFTER] [--turns N]
+    python -m tests.same_speed before [after] [--turns N]
 
 Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) once in either commit, in alternating
-order. A ratio is the time in AFTER by the time in BEFORE, of one turn. Printed are the ratios' medians with their quartiles.
-AFTER is HEAD by default; ``.`` is the working tree as it is at the start.
+order. A ratio is the time in ``after`` by the time in ``before``, of one turn. Printed are the ratios' medians with their quartiles.
+``after`` is HEAD by default; ``.`` is the working tree as it is at the start.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from common.reporting.timing import Spread
 from tests.same_bits import checkouts, require_commits, run
 
-OVERHEAD = "--builds 1 --rounds 4 --steps 25"
+OVERHEAD = "--builds 1 --rounds 4 --steps 25 --device cpu --output bench"
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2", "-m")
 
 
 def main() -> None:
     parser = ArgumentParser("python -m tests.same_speed", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
-    parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
-    parser.add_argument("--turns", type=int, default=6, help="turns of each benchmark (default: %(default)s)")
+    parser.add_argument("before", help="a commit, or . for the working tree")
+    parser.add_argument("after", nargs="?", default="HEAD", help="the same (default: HEAD)")
+    parser.add_argument("--turns", type=int, default=6, help="(default: %(default)s)")
     config = parser.parse_args()
     require_commits(parser, config.before, config.after)
     ratios: dict[str, list[float]] = {}
@@ -45,14 +45,9 @@ def step_seconds(checkout: Path) -> dict[str, float]:
     """Median seconds of the trainer's step, by the number of ranks."""
     found = {}
     for name, torchrun in (("one rank", ()), ("two ranks", TORCHRUN)):
-        output = checkout / "bench"
-        run(
-            checkout,
-            [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split(), "--device", "cpu", "--output", str(output)],
-        )
-        found[name] = statistics.median(
-            json.loads((output / "overhead.json").read_text())["seconds_per_step"]["trainer"]
-        )
+        run(checkout, [*torchrun, "ddp.bench", "overhead", *OVERHEAD.split()])
+        written = json.loads((checkout / "files" / "bench" / "overhead.json").read_text())
+        found[name] = statistics.median(written["seconds_per_step"]["trainer"])
     return found
 
 

@@ -6,9 +6,9 @@
     ./torchrun_examples.sh measure --publish               # copies figures to where the READMEs show them, and the records
 
 Part NAME writes its files into ``results/NAME`` and its words into ``results/NAME.txt``. ``results/NAME.json`` has the command, the
-machine, the versions, and why the numbers may be wrong: other programs used the cores. Then
-nothing of it is published. What is published of a part has its words and its record in ``results/cpu``: a test holds the READMEs'
-tables against them. A part that fails does not end the session, but the exit status is 1.
+machine, the versions, and whether other programs used the cores: then the numbers may be wrong, and nothing of the part is
+published. Else its words and its record are copied to ``results/cpu``, where a test compares the READMEs' tables with them. A part
+that fails does not end the session, but the exit status is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from common.reporting.turns import write_results
 
 # For each part its command, where OUT is its folder; its minutes; and where its files are published.
 PARTS: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text())
-RECORDS = Path("results/cpu")  # what the READMEs' tables say is in these
+RECORDS = Path("results/cpu")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def measure(name: str, output: Path) -> bool:
     print(f"\n# {name}: {line}", flush=True)
     output.mkdir(parents=True, exist_ok=True)
     others, there, began = OtherWork(), descendants(), time.monotonic()
-    adopt_orphans()  # of which multiprocessing's fork server is one: its ranks' time is the part's, not other programs'
+    adopt_orphans()  # as multiprocessing's fork server: the time of its ranks is the part's, not that of other programs
     status = subprocess.call(["bash", "-o", "pipefail", "-c", f"{{ {line}\n}} | tee {output}/{name}.txt"])
     end_all_but(there, patiently=True)
     record = {"command": line, "status": status, "seconds": time.monotonic() - began}

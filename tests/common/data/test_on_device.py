@@ -104,7 +104,8 @@ def test_a_copy_is_waited_for_however_the_epoch_ends(fake_gpu: FakeGpu) -> None:
 @pytest.mark.gpu
 def test_a_gpu_has_the_batches_of_the_cpu() -> None:
     data = enlarge(load("glyphs", train_samples=300, test_samples=20, augmentation=Augmentation(3, flip=True)), 56)
-    kept = kept_on_device(data.train, CUDA)
+    kept: Any = kept_on_device(data.train, CUDA)
+    assert isinstance(kept.small, ImagesOnDevice)
     for epoch in range(3):
         key = BatchKey(epoch, np.random.default_rng(epoch).permutation(300)[:144].astype(np.int64))
         expected, ours = data.train.__getitems__(key), kept.__getitems__(key)

@@ -84,7 +84,7 @@ def test_a_page_is_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize(("name", "messages"), [("ring", 6), ("halving-doubling", 4)], ids=["ring", "halving-doubling"])
+@pytest.mark.parametrize(("name", "messages"), [("ring", 6), ("halving-doubling", 4)])
 def test_a_recorded_all_reduce_sends_what_it_must(tmp_path: Path, name: str, messages: int) -> None:
     """Each of four ranks sends six quarters of 4 MiB in a ring; with halving and doubling, two halves and two quarters."""
     scene = SCENES[f"all-reduce-{name}"]

@@ -21,6 +21,4 @@ def test_the_verdict_is_plain(data_wait: float, remedies: list[str], text: str) 
 
 
 def test_a_wait_behind_which_the_gpu_works_is_no_loss() -> None:
-    assert lost_to_data(0.2, None) == 0.2
-    assert lost_to_data(0.2, 0.75) == 0.2
-    assert lost_to_data(0.5, 0.75) == 0.25
+    assert [lost_to_data(*both) for both in ((0.5, None), (0.2, 0.75), (0.5, 0.75))] == [0.5, 0.2, 0.25]

@@ -574,7 +574,7 @@ def test_a_gpu_that_is_not_there_is_one_line(dataset: LFWBatches) -> None:
 
 
 @every_pool
-@pytest.mark.parametrize("end", [_to_the_end, _break_early], ids=lambda end: end.__name__)
+@pytest.mark.parametrize("end", [_to_the_end, _break_early])
 def test_what_lies_on_a_gpu_is_right_though_copies_run_late(
     dataset: LFWBatches, pool: str, end: Callable[[Iterator[Any]], None], fake_gpu: FakeGpu
 ) -> None:

@@ -45,7 +45,7 @@ def as_tests(programs: Sequence[Program], world_size: int = 2) -> Any:
     def failed() -> dict[str, str]:
         return failures(programs, world_size)
 
-    @pytest.mark.parametrize("program", programs, ids=lambda program: program.__name__)
+    @pytest.mark.parametrize("program", programs)
     def test_program(program: Program, failed: dict[str, str]) -> None:
         assert program.__name__ not in failed, failed[program.__name__]
 

@@ -105,3 +105,7 @@ def test_what_does_not_apply_says_why(machine: Machine, left_out: set[str]) -> N
     found = checks(machine)
     assert len({check.name for check in found}) == len(found)
     assert {check.name for check in found if check.obstacle} == left_out
+
+
+def test_the_longest_check_leaves_time_for_others() -> None:
+    assert max(check.limit_s for check in checks(Machine(1))) <= 200

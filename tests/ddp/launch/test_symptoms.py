@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
@@ -160,20 +160,15 @@ def caught(program: Callable[[], Any]) -> str:
     return ""
 
 
-@pytest.fixture
-def _torch_s_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """DataLoader's handler of SIGCHLD, which common/data/loaders.py keeps it from setting, and which no other test may meet."""
-    before = signal.getsignal(signal.SIGCHLD)
-    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
-@pytest.mark.usefixtures("_torch_s_handler")
 @pytest.mark.parametrize("program", provoked.MESSAGES)
-def test_torch_prints_what_the_page_quotes(program: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
+def test_torch_prints_what_the_page_quotes(
+    program: Callable[[], None], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Errors of one process have the messages of the page, and find their entries."""
+    before = signal.getsignal(signal.SIGCHLD)
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # common/data/loaders.py may have set it
     printed = caught(program)
+    signal.signal(signal.SIGCHLD, before)
     assert_quoted(program.__name__, printed + capfd.readouterr().err)
 
 
