@@ -214,7 +214,7 @@ def _read_digests(path: Path) -> dict[str, str]:
 def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
     """The manifest, whose digest was right; it may still be another version's.
 
-    Names that lead out of the folder are damage. No other content is doubted: whoever makes digests that are right can write any.
+    Names that lead out of the folder are damage. No other content is doubted: with right digests, any content can be written.
     """
     try:
         manifest: dict[str, Any] = json.loads(encoded)

@@ -1,4 +1,4 @@
-"""common/stdout.py: a reader who has gone, a full disk and a closed stdout."""
+"""common/stdout.py: a reader that has gone, a full disk and a closed stdout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def table() -> None:
 
 
 def end_of(function: str, stdout: str) -> tuple[int, str]:
-    """The exit status and stderr of a command whose stdout is a path, a pipe that nobody reads, or closed."""
+    """The exit status and stderr of a command whose stdout is a path, a pipe without a reader, or closed."""
     reader, writer = os.pipe()
     os.close(reader)
     program = [sys.executable, "-c", f"{PROGRAM}\n{function}()"]

@@ -162,7 +162,7 @@ def test_no_worker_is_left_when_training_is_stopped(many: Path, tmp_path: Path, 
 
 
 def damage(folder: Path, half: str) -> Path:
-    """Truncate a file that is found only when training or evaluation comes to it: not among the first, of which the mean
+    """Truncate a file that is found only when training or evaluation comes to it: not one of the first, of which the mean
     and standard deviation are taken."""
     images = getattr(load_lfw(str(folder), min_images_per_person=2, image_size=16), half)
     assert isinstance(images, LFWBatches)

@@ -264,7 +264,7 @@ def a_block_of_join_says_what_it_cannot_do_and_ends_after_errors() -> None:
     with contextlib.suppress(RuntimeError), model.join(throw_on_early_termination=True):
         for number in range(1 + dist.get_rank()):
             backward(model, number)
-    if dist.get_rank() == 0:  # announces nothing, so it waits for nobody
+    if dist.get_rank() == 0:  # announces nothing, so it waits for no other rank
         with torch.no_grad():
             model(inputs())
 
