@@ -11,9 +11,9 @@ in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
 ``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` says whether to call the
-optimizer: on a CPU not after an inf or nan (in fp16 the scaler skips). ``guard.begin(job)`` runs a warm-up pass, which changes
-no weight. Skip the supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside
-this: ddp/README.md.
+optimizer: on a CPU it says no if there is an inf or nan (in fp16 the scaler does). ``guard.begin(job)`` runs a warm-up pass,
+which changes no weight. Skip the supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to
+read beside this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
     sampler = MicroBatchSampler(
         data.train, config.batch_size, config.grad_accumulation_steps, env.world_size, env.rank, config.seed
     )
-    # ``model`` wraps ``network``, and both have the same parameters: what the optimizer changes is what forward uses.
+    # ``model`` wraps ``network``, whose parameters are in both: what the optimizer changes is what forward uses.
     job = Job(
         config=config,
         env=env,
@@ -162,8 +162,8 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
         bucket_cap_mb=averaging.bucket_mib,
         gradient_as_bucket_view=True,
     )
-    # By default DDP broadcasts rank 0's BatchNorm statistics before every forward pass. train_epoch averages them instead,
-    # once per epoch. (Set here, since the constructor's argument has another name in newer torch: forward_sync_buffers.)
+    # By default DDP broadcasts rank 0's BatchNorm statistics before the first forward pass of a step. train_epoch averages them
+    # instead, once per epoch. (Set here, since the constructor's argument has another name in newer torch: forward_sync_buffers.)
     model.broadcast_buffers = False
     compress_gradients(model, averaging.gradient_precision)
     return model
@@ -183,7 +183,7 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
         if last_step:
             make_buffers_equal(job.network)  # BatchNorm's statistics: each rank saw different samples
         after_step()
-    next(batches, None)  # lets the loader see its end: only then does the next epoch reuse its workers
+    next(batches, None)  # lets the loader see its end: only then does the fast loader keep its workers
     return WindowTotals.merge(job.windows)
 
 
@@ -212,15 +212,16 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             scaler.scale(loss).backward()
 
     # All ranks hold the same averaged gradients now, and so the same norm. An inf or nan of one rank is in every rank's average,
-    # so all skip this step or none does, without a message. (With shards, ddp/sharded/zero1.py brings a nan to all ranks.) Unscale
-    # before the clip: scaled gradients, and their norm, are too large by the loss scale, so clipping would shrink every step.
-    # (Outside fp16 the scaler does nothing.)
+    # so all skip this step or none does, without a message. (A shard is a part of them, so there the ranks tell each other.)
+    # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale, so clipping would shrink every
+    # step. (Outside fp16 the scaler does nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. Else the guard
-    # skips: on a CPU accepts() is False. On a GPU it is always True, since the host would have to wait for the norm; there the
-    # optimizer's kernels change nothing. (Without clipping the guard looks at the gradients' sum.) Too many of these end the run.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. What else there
+    # is, the guard skips. On a CPU accepts() is then False. On a GPU the host would have to wait for the norm, so it is True, and
+    # the fused optimizer's kernels look at the norm themselves and change nothing. (Without clipping the guard looks at the
+    # gradients' sum.) If the guard skips too many steps, the run ends.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()
@@ -230,7 +231,7 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
 
 def test(job: Job, supervisor: Supervisor) -> Evaluation:
     """Evaluate the test set: divided over the ranks without padding, so that each sample counts once."""
-    shard = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal evaluates no further batch
+    shard = supervisor.until_stopped(job.test_loader)  # a rank that got a stop signal skips the rest of its part
     result = evaluate(job.network, job.data, job.env, job.config.precision, shard)
     supervisor.leave_if_stopped()  # if any rank was stopped, all leave here
     return result
