@@ -4,8 +4,8 @@ Each rank sees its own part of the global batch. Plain BatchNorm normalizes by t
 rank's running statistics drift apart. There are two remedies, and both are here:
 
 - :func:`make_buffers_equal`: let the ranks differ while training, and average the running statistics before they are used,
-  that is, at the end of an epoch, before the evaluation and the checkpoint. (By default DDP sends rank 0's before the first
-  forward pass of each step: a collective per step, for numbers that a training step never reads.)
+  that is, at the end of an epoch, before the evaluation and the checkpoint. (By default DDP sends rank 0's before
+  forward passes, in every step: a collective per step, for numbers that a training step never reads.)
 - :class:`SyncBatchNorm`: normalize by the statistics of the global batch, so that the result does not depend on how it
   was divided. torch's own works on accelerators only; this one works wherever the backend does.
 """

@@ -6,8 +6,8 @@
 One process per device, a *rank*, runs this file. All ranks hold the same weights. Each takes a different, equal part of every
 global batch (``--batch-size`` counts the samples of all ranks). DistributedDataParallel averages the gradients over the ranks
 while backward still runs, so every rank takes the same step. Averaging is an all-reduce (a sum) and a division. An all-reduce
-is a *collective*: all ranks must call it, and none has the sum before the last one has. So all must call the same collectives
-in the same order, or they hang.
+is a *collective*: all ranks must call it, and none gets the sum before the last one has called it. So all must call the same
+collectives in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
 ``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` says whether to call the
@@ -74,7 +74,7 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    with env.fail_together():  # if this fails on one rank, all stop: the others would wait for it until a timeout
+    with env.fail_together():  # if this fails on one rank, all stop, instead of waiting for that rank until a timeout
         config.check(env.world_size)
     if config.fast:
         from ddp.fast import choose_fastest
@@ -158,11 +158,12 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         network,
         device_ids=[env.device] if env.device.type == "cuda" else None,
-        # DDP all-reduces gradients in buckets of many gradients each. With .grad a view into its bucket, no average is copied back.
+        # DDP all-reduces gradients in buckets of many gradients each. If .grad is a view into its bucket, the average is in .grad
+        # at once, without a copy.
         bucket_cap_mb=averaging.bucket_mib,
         gradient_as_bucket_view=True,
     )
-    # By default DDP broadcasts rank 0's BatchNorm statistics before the first forward pass of a step. train_epoch averages them
+    # By default DDP broadcasts rank 0's BatchNorm statistics before forward passes, in every step. train_epoch averages them
     # instead, once per epoch. (Set here, since the constructor's argument has another name in newer torch: forward_sync_buffers.)
     model.broadcast_buffers = False
     compress_gradients(model, averaging.gradient_precision)
@@ -183,7 +184,7 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
         if last_step:
             make_buffers_equal(job.network)  # BatchNorm's statistics: each rank saw different samples
         after_step()
-    next(batches, None)  # lets the loader see its end: only then does the fast loader keep its workers
+    next(batches, None)  # its end: only then does the project's own loader keep its workers for the next epoch
     return WindowTotals.merge(job.windows)
 
 
@@ -206,22 +207,22 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             job.window.add(loss, logits, labels)  # for the log
             loss = guard.attach(loss)
             # The loss is a micro-batch's mean. All micro-batches of images have the same size, so the mean over the global
-            # batch is the mean of their means: divided by the micro-steps here, and by the ranks in DDP. Lines of text differ
-            # in length, so each micro-batch counts by its share of the global batch's characters.
+            # batch is the mean of their means: the loss is divided by the micro-steps here, and the gradient by the ranks in DDP.
+            # Lines of text differ in length, so each micro-batch counts by its share of the global batch's characters.
             loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
 
     # All ranks hold the same averaged gradients now, and so the same norm. An inf or nan of one rank is in every rank's average,
-    # so all skip this step or none does, without a message. (A shard is a part of them, so there the ranks tell each other.)
-    # Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale, so clipping would shrink every
-    # step. (Outside fp16 the scaler does nothing.)
+    # so all skip this step or none does, without a message. (With shards each rank has a part of the gradients, so there they tell
+    # each other of an inf or nan.) Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale, so
+    # clipping would shrink every step. (Outside fp16 the scaler does nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. What else there
-    # is, the guard skips. On a CPU accepts() is then False. On a GPU the host would have to wait for the norm, so it is True, and
-    # the fused optimizer's kernels look at the norm themselves and change nothing. (Without clipping the guard looks at the
-    # gradients' sum.) If the guard skips too many steps, the run ends.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. Any other such
+    # step the guard skips. On a CPU accepts() is False for it. On a GPU accepts() is True for every step (of a fused optimizer),
+    # since the host would have to wait for the norm. There the optimizer's kernels look at the norm, and change nothing if it is an
+    # inf or nan. (Without clipping the guard looks at the gradients' sum.) If the guard skips too many steps, the run ends.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()

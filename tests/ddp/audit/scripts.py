@@ -6,6 +6,7 @@ GROUP = """
 import os, sys, time
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group, and no model after it: ddp/resilience/README.md, "A clean exit"
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,9 +28,9 @@ RIGHT = (
 import ddp  # a module of the script's own, beside it
 assert ddp.OWN
 dist.init_process_group("gloo")
-weights = torch.nn.utils.parameters_to_vector(train().parameters())
+weights = torch.nn.utils.parameters_to_vector(train().parameters()).detach()
 if dist.get_rank() == 0:
-    torch.save([weights.detach(), torch.get_rng_state()], sys.argv[1])
+    torch.save([weights, torch.get_rng_state()], sys.argv[1])
 dist.destroy_process_group()
 """
 )
@@ -132,6 +133,7 @@ for _ in range(4):
         dist.all_reduce(parameter.grad)
     optimizer.step()
     optimizer.zero_grad()
+del model
 dist.destroy_process_group()
 """
 )
@@ -149,6 +151,7 @@ for _ in range(2):
             F.cross_entropy(model(torch.randn(16, 8)), torch.randint(2, (16,))).backward()
             optimizer.step()
             optimizer.zero_grad()
+del model
 dist.destroy_process_group()
 """
 )
