@@ -21,11 +21,7 @@ Then, on one model, the options of the wrappers:
 - bucket size: MiB of a bucket; the default is 1 for the first and 25 for all others.
 - overlap: all-reduces that start as soon as a bucket is complete, or only after all are. Both wrappers use the same
   communication hook and buckets of the default size, so that nothing else differs.
-- hooks: gradients sent as bf16, or compressed by PowerSGD of rank 4. PowerSGD gets all gradients in one bucket: it starts a
-  second all-reduce when the first is done, from any of gloo's threads. With several buckets at once the ranks would start
-  them in different orders and deadlock.
-- all-reduce: how the hand-written wrapper sums a bucket over the ranks, by each algorithm of ddp/all_reduce/choice.py. (Those
-  but the backend's are for the CPU.)
+- hooks: gradients sent as bf16. (``ddp.bench allreduce`` compares the algorithms that sum them.)
 """
 
 from __future__ import annotations
@@ -84,7 +80,7 @@ def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
     """Measure the variants on each model, and the options on one model."""
     # On a GPU only the backend can sum.
     variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
-    subjects = variations(config.device) if config.variations else {}
+    subjects = variations() if config.variations else {}
     with progress_of(config, len(config.models) + len(subjects)) as progress:
 
         def of(title: str, model: str, variants: Mapping[str, DDPVariant], *references: str) -> Comparison:

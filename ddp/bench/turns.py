@@ -23,8 +23,7 @@ from common.distributed.worker_group import WorkerGroup
 from common.machine import keep_freed_memory
 from common.reporting.turns import Rounds, Step, take_turns, timed_steps
 
-# Unmeasured steps of each variant: buckets are rebuilt after the first, PowerSGD begins with the third.
-FIRST_STEPS = 3
+FIRST_STEPS = 3  # of each variant are not measured: its buckets are rebuilt after the first
 
 
 @dataclass(frozen=True)

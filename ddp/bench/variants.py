@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from common.distributed.process_group import DistEnv
 from common.reporting.turns import Step
 from common.training.models import MODELS, build_model
 from common.training.optimization import build_optimizer
-from ddp.all_reduce import ALL_REDUCES
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.bench.turns import training_step
 from ddp.strategies import register_hook
@@ -27,7 +25,6 @@ NETWORKS = (*MODELS, DEEP)
 LARGE = {"resnet50": (3, 224, 224)}  # channels, height and width of its images; for GPUs
 ON_THE_CPU = tuple(name for name in NETWORKS if name not in LARGE)
 SAMPLES = dict.fromkeys(NETWORKS, 72) | {"resnet18": 16, "resnet50": 32}  # of a rank in a step
-ONE_BUCKET_MIB = 10**6  # a bucket that holds all gradients of any model
 AT_THE_END = "all-reduce at the end"
 NO_SUM = "no sum"
 
@@ -137,32 +134,22 @@ DDP_VARIANTS: Mapping[str, DDPVariant] = {
 CLIMB = {NAIVE: "naive", BUCKETED: "bucketed", BY_HAND: "overlapped"}
 
 
-def variations(device: str) -> dict[str, dict[str, DDPVariant]]:
-    """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults.
-
-    :param device: ``"cpu"`` or ``"cuda"``, where there is no all-reduce but the backend's
-    """
+def variations() -> dict[str, dict[str, DDPVariant]]:
+    """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults."""
     changes: dict[str, dict[str, dict[str, Any]]] = {
         "bucket size": {f"{mib} MiB": {"bucket_mib": mib} for mib in (1, 5, 25, 100)},
         "overlap": {"overlap": {"hook": "all-reduce"}, "no overlap": {"hook": AT_THE_END}},
-        "hooks": {"bf16": {"hook": "bf16"}, "PowerSGD": {"hook": "PowerSGD", "bucket_mib": ONE_BUCKET_MIB}},
+        "hooks": {"bf16": {"hook": "bf16"}},
     }
-    variants = {
+    return {
         subject: {VIEWS: DDP_VARIANTS[VIEWS]}
         | {
-            f"{name}, {option}": DDPVariant(wrapper, **change)
-            for name, wrapper in (("torch DDP", "torch"), ("handwritten", "handwritten"))
+            f"{wrapper}, {option}": DDPVariant(wrapper, **change)
+            for wrapper in ("torch", "handwritten")
             for option, change in options.items()
         }
         for subject, options in changes.items()
     }
-    if device == "cpu":
-        variants["all-reduce"] = {VIEWS: DDP_VARIANTS[VIEWS]} | {
-            f"handwritten, {all_reduce}": DDPVariant("handwritten", all_reduce=all_reduce)
-            for all_reduce in ALL_REDUCES
-            if all_reduce != "hierarchical"  # on one host, hierarchical is shared memory
-        }
-    return variants
 
 
 def _no_sum(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -199,5 +186,4 @@ HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     NO_SUM: lambda: (None, _no_sum),
     AT_THE_END: lambda: (None, _AtTheEnd()),
     "bf16": lambda: (None, bf16_compress_hook),
-    "PowerSGD": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),
 }

@@ -90,6 +90,8 @@ class FlatParameters(FlatLayout):
         self.outside, self._outside_memory = self.sharded, self.shard  # in `with model.gathered():`, whole copies
         self.install(self.whole)
         self.gathered = True  # whole in memory, or being gathered
+        # Of a shard with memory of its own: this rank's part of ``full`` without what the user has written there since.
+        self._unwritten = None if self.shard_in_full else self.own(self.full).clone()
         self._gathering: Pending | None = None
         self._gathered_writes = _writes(self.sharded)  # when they were gathered
 
@@ -153,18 +155,31 @@ class FlatParameters(FlatLayout):
     @torch.no_grad()
     def end_forward(self) -> None:
         """Keep what forward has written to the whole parameters (a mask, say), on all ranks alike."""
-        if self.gathered and not self.shard_in_full:
-            own = self.own(self.full)
-            same = own == self.shard.to(own.dtype)  # then the shard has more digits
-            self.shard.copy_(torch.where(same, self.shard, own.to(self.dtype)))
+        self.follow_shard()
         if self.outside is not self.sharded:
             self.install(self.outside)
+
+    @torch.no_grad()
+    def follow_shard(self) -> None:
+        """Bring what was written to the shard into this rank's part of the whole parameters, and the other way round.
+
+        An optimizer's step begins and ends with it, so that a user may write to the whole parameters before the step and after it.
+        """
+        if self.shard_in_full or not self.gathered:
+            return
+        own = self.own(self.full)
+        if self._unwritten is not None:
+            same = torch.isclose(own, self._unwritten, 0, 0, equal_nan=True)  # then the shard has more digits
+            self.shard.copy_(torch.where(same, self.shard, own.to(self.dtype)))
+        own.copy_(self.shard)
+        self._unwritten = own.clone()
 
     @torch.no_grad()
     def copy_whole(self) -> None:
         """Let the modules hold a copy of the whole parameters, in the dtype in which they are optimized. A collective."""
         self.finish_gather()
         self.follow_user()
+        self.follow_shard()
         values = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         self.own(values).copy_(self.shard)
         if self.shard_numel:
@@ -199,8 +214,7 @@ class FlatParameters(FlatLayout):
         elif self.held is self.whole:
             # Until they are whole again: code that does not wait gets an error, not old values.
             self.install(self.outside)
-        if not self.shard_in_full:
-            self.own(self.full).copy_(self.shard)
+        self.follow_shard()
         if self.shard_numel:
             self._gathering = self._gather.start_all_gather(self.full)
 
@@ -222,7 +236,7 @@ class FlatParameters(FlatLayout):
             self.finish_gather()
             self.install(self.outside)
             self.full.untyped_storage().resize_(0)
-            self.gathered = False
+            self.gathered, self._unwritten = False, None
 
     # Gradients: collected, reduced over the ranks, and freed
 

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from ddp.all_reduce.sharded import ShardedAllReduce
@@ -106,6 +107,10 @@ class ZeRO1(nn.Module):
         self._frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         replicated = self._frozen.values() if self.stage < 3 else ()  # at stage 3 they are sharded, too
         broadcast([*replicated, *module.buffers()], 0, group)
+        self._hooks += [
+            register_optimizer_step_pre_hook(self._follow_shards),
+            register_optimizer_step_post_hook(self._follow_shards),
+        ]
         self._remember_modules()
         self._stale = False  # a backward pass is over, so the shards will change
         self._in_forward = self._in_gathered = False
@@ -222,6 +227,11 @@ class ZeRO1(nn.Module):
     def _drop_gradients(self) -> None:
         for flat in self.flats:
             flat.drop_gradient()
+
+    def _follow_shards(self, *_: object) -> None:
+        """An optimizer begins or ends a step: perhaps of these shards."""
+        for flat in self.flats:
+            flat.follow_shard()
 
     # Before and in a forward pass: the parameters
 

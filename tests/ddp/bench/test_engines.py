@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from common.distributed.process_group import process_group
 from ddp.bench.engines import Config
 from ddp.bench.variants import (
-    CLIMB,
     DDP_VARIANTS,
     DEEP,
     FLOOR,
@@ -28,7 +26,7 @@ from ddp.bench.variants import (
 from tests.support.launch import run_command, run_ranks
 from tests.support.timed_gpu import pretend_gpus
 
-STEPS = 4  # PowerSGD begins with the third
+STEPS = 2  # buckets are rebuilt after the first
 SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)
 
 
@@ -61,7 +59,7 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
 @pytest.mark.examples
 def test_all_variants_average_the_same_gradients() -> None:
     variants = dict(DDP_VARIANTS)
-    for others in variations("cpu").values():
+    for others in variations().values():
         variants |= others
     one, other = run_ranks(_gradients, 2, variants)
     expected = one[PLAIN]
@@ -71,9 +69,8 @@ def test_all_variants_average_the_same_gradients() -> None:
             continue
         for mine, theirs, average in zip(one[name], other[name], expected, strict=True):
             assert torch.equal(mine, theirs), name
-            if "PowerSGD" not in name:
-                tolerance = 0.05 if "bf16" in name else 1e-5
-                torch.testing.assert_close(mine, average, rtol=tolerance, atol=tolerance * float(average.abs().max()))
+            tolerance = 0.05 if "bf16" in name else 1e-5
+            torch.testing.assert_close(mine, average, rtol=tolerance, atol=tolerance * float(average.abs().max()))
 
 
 def _gradients(variants: dict[str, DDPVariant]) -> dict[str, list[Tensor]]:
@@ -93,12 +90,6 @@ def _gradients(variants: dict[str, DDPVariant]) -> dict[str, list[Tensor]]:
                 parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None
             ]
         return gradients
-
-
-def test_the_steps_of_the_climb_differ_in_one_thing_each() -> None:
-    naive, bucketed, overlapped = (DDP_VARIANTS[name] for name in CLIMB)
-    assert (naive.wrapper, bucketed.wrapper, overlapped.wrapper) == ("naive", "handwritten", "handwritten")
-    assert bucketed == dataclasses.replace(overlapped, hook="all-reduce at the end")
 
 
 @pytest.mark.parametrize(("gpus", "large", "ranks"), [(0, False, 2), (1, True, 1), (4, True, 4)])

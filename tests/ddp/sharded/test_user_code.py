@@ -54,11 +54,19 @@ class Pair:
     def both(self) -> list[tuple[Model, Iterable[int] | None]]:
         return [(self.model, None), (self.plain, self.all_ranks)]
 
-    def step(self, number: int) -> None:
-        for (model, ranks), optimizer in zip(self.both, self.optimizers, strict=True):
+    def step(self, number: int, before: Callable[[], None] = lambda: None) -> None:
+        """:param before: called between the backward pass and the optimizer's step"""
+        for model, ranks in self.both:
             model(inputs(number, ranks)).square().mean().backward()
+        before()
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def halve(self) -> None:
+        """Write to a whole parameter."""
+        for net in (self.net, self.plain):
+            net[2].weight.data.mul_(0.5)
 
     def check(self) -> None:
         """The outputs of both are the same, and the parameters."""
@@ -102,9 +110,11 @@ def written_whole(stage: int) -> None:
                     one[0].weight.data.clamp_(-0.1, 0.1)
                     one[1][1].bias.fill_(0.5)
             pair.check()
-            if stage < 3:
-                for one in (pair.net, pair.plain):
-                    one[2].weight.data.mul_(0.5)
+        if stage < 3:
+            pair.step(2, pair.halve)
+            pair.halve()
+            pair.step(3)
+            pair.halve()
         pair.check()
         with pair.model.gathered() as module:
             module.load_state_dict(network().state_dict())
