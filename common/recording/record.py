@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
 MESSAGES = ("isend", "irecv")
@@ -171,8 +172,15 @@ class Recorder:
 
         begun: list[int] = []
 
+        ends: list[RemovableHandle] = []
+
         def before_step(*_: object) -> None:
             begun.append(self.begin("optimizer step"))
+            if ends:
+                ends.pop().remove()
+            ends.append(
+                register_optimizer_step_post_hook(after_step)
+            )  # the last hook: another may gather the new weights
 
         def after_step(optimizer: Optimizer, *_: object) -> None:
             parameters: Iterator[Tensor] = (one for group in optimizer.param_groups for one in group["params"])
@@ -183,7 +191,6 @@ class Recorder:
         nn.Module.__call__ = recorded_forward  # type: ignore[method-assign]
         torch.autograd.backward = recorded_backward
         register_optimizer_step_pre_hook(before_step)
-        register_optimizer_step_post_hook(after_step)
 
 
 class _Waited:

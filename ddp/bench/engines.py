@@ -19,8 +19,6 @@ A figure of their own has the three steps of the climb by hand: an all-reduce pe
 Then, on one model, the options of the wrappers:
 
 - bucket size: MiB of a bucket; the default is 1 for the first and 25 for all others.
-- overlap: all-reduces that start as soon as a bucket is complete, or only after all are. Both wrappers use the same
-  communication hook and buckets of the default size, so that nothing else differs.
 - hooks: gradients sent as bf16. (``ddp.bench allreduce`` compares the algorithms that sum them.)
 """
 

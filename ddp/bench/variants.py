@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from common.distributed.process_group import DistEnv
 from common.reporting.turns import Step
@@ -136,9 +136,8 @@ CLIMB = {NAIVE: "naive", BUCKETED: "bucketed", BY_HAND: "overlapped"}
 
 def variations() -> dict[str, dict[str, DDPVariant]]:
     """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults."""
-    changes: dict[str, dict[str, dict[str, Any]]] = {
+    changes: dict[str, Any] = {
         "bucket size": {f"{mib} MiB": {"bucket_mib": mib} for mib in (1, 5, 25, 100)},
-        "overlap": {"overlap": {"hook": "all-reduce"}, "no overlap": {"hook": AT_THE_END}},
         "hooks": {"bf16": {"hook": "bf16"}},
     }
     return {
@@ -182,7 +181,6 @@ class _AtTheEnd:
 
 # Each entry makes the arguments of register_comm_hook, with a state of its own for each model.
 HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
-    "all-reduce": lambda: (None, allreduce_hook),
     NO_SUM: lambda: (None, _no_sum),
     AT_THE_END: lambda: (None, _AtTheEnd()),
     "bf16": lambda: (None, bf16_compress_hook),

@@ -90,8 +90,6 @@ class FlatParameters(FlatLayout):
         self.outside, self._outside_memory = self.sharded, self.shard  # in `with model.gathered():`, whole copies
         self.install(self.whole)
         self.gathered = True  # whole in memory, or being gathered
-        # Of a shard with memory of its own: this rank's part of ``full`` without what the user has written there since.
-        self._unwritten = None if self.shard_in_full else self.own(self.full).clone()
         self._gathering: Pending | None = None
         self._gathered_writes = _writes(self.sharded)  # when they were gathered
 
@@ -154,32 +152,25 @@ class FlatParameters(FlatLayout):
 
     @torch.no_grad()
     def end_forward(self) -> None:
-        """Keep what forward has written to the whole parameters (a mask, say), on all ranks alike."""
-        self.follow_shard()
+        """A pass is over, in which forward may have written to the whole parameters."""
+        self.keep_writes()
         if self.outside is not self.sharded:
             self.install(self.outside)
 
     @torch.no_grad()
-    def follow_shard(self) -> None:
-        """Bring what was written to the shard into this rank's part of the whole parameters, and the other way round.
-
-        An optimizer's step begins and ends with it, so that a user may write to the whole parameters before the step and after it.
-        """
-        if self.shard_in_full or not self.gathered:
-            return
-        own = self.own(self.full)
-        if self._unwritten is not None:
-            same = torch.isclose(own, self._unwritten, 0, 0, equal_nan=True)  # then the shard has more digits
+    def keep_writes(self) -> None:
+        """Keep what was written to the whole parameters (a mask, say), on all ranks alike; unless the shard was written to since."""
+        if self.gathered and not self.shard_in_full and not self.outdated:
+            own = self.own(self.full)
+            same = own == self.shard.to(own.dtype)  # then the shard has more digits
             self.shard.copy_(torch.where(same, self.shard, own.to(self.dtype)))
-        own.copy_(self.shard)
-        self._unwritten = own.clone()
 
     @torch.no_grad()
     def copy_whole(self) -> None:
         """Let the modules hold a copy of the whole parameters, in the dtype in which they are optimized. A collective."""
         self.finish_gather()
         self.follow_user()
-        self.follow_shard()
+        self.keep_writes()
         values = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         self.own(values).copy_(self.shard)
         if self.shard_numel:
@@ -206,6 +197,7 @@ class FlatParameters(FlatLayout):
     def start_gather(self) -> None:
         """Begin to gather the whole parameters; :meth:`finish_gather` waits for them."""
         self.finish_gather()
+        self.keep_writes()
         self.bump_versions()
         self._gathered_writes = _writes(self.sharded)
         if not self.gathered:
@@ -214,7 +206,8 @@ class FlatParameters(FlatLayout):
         elif self.held is self.whole:
             # Until they are whole again: code that does not wait gets an error, not old values.
             self.install(self.outside)
-        self.follow_shard()
+        if not self.shard_in_full:
+            self.own(self.full).copy_(self.shard)
         if self.shard_numel:
             self._gathering = self._gather.start_all_gather(self.full)
 
@@ -236,7 +229,7 @@ class FlatParameters(FlatLayout):
             self.finish_gather()
             self.install(self.outside)
             self.full.untyped_storage().resize_(0)
-            self.gathered, self._unwritten = False, None
+            self.gathered = False
 
     # Gradients: collected, reduced over the ranks, and freed
 

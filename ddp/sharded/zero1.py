@@ -3,14 +3,15 @@
     model = shard(network, stage=1)
     optimizer = torch.optim.AdamW(model.parameters())  # of this rank's shards: its state is a p-th of DDP's
     model(inputs).sum().backward()                     # the gradients of the shards are now averages over the ranks
-    optimizer.step()                                   # the next forward pass gathers the new parameters
+    optimizer.step()                                   # of this rank's shards; then the new parameters are gathered
 
 In DDP every rank takes the same step, p times the same work and p times the same optimizer state. Here a step is
 
     forward, backward  ->  reduce-scatter of gradients  ->  step of one shard  ->  all-gather of parameters
 
-The last three are ``_reduce``, called when autograd is done; the optimizer's own step; and ``_follow_user``, called before the
-next forward pass.
+The last three are ``_reduce``, called when autograd is done; the optimizer's own step; and ``_after_step``, which torch's
+optimizers call. (In the next forward pass, the gather could be hidden behind the first units. But what reads the weights in
+between would read old ones.)
 
 The two collectives together are DDP's all-reduce, with the step in between: as many bytes, and the same bits.
 (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, arXiv 1910.02054, section 5.1.)
@@ -108,8 +109,8 @@ class ZeRO1(nn.Module):
         replicated = self._frozen.values() if self.stage < 3 else ()  # at stage 3 they are sharded, too
         broadcast([*replicated, *module.buffers()], 0, group)
         self._hooks += [
-            register_optimizer_step_pre_hook(self._follow_shards),
-            register_optimizer_step_post_hook(self._follow_shards),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         self._remember_modules()
         self._stale = False  # a backward pass is over, so the shards will change
@@ -228,12 +229,23 @@ class ZeRO1(nn.Module):
         for flat in self.flats:
             flat.drop_gradient()
 
-    def _follow_shards(self, *_: object) -> None:
-        """An optimizer begins or ends a step: perhaps of these shards."""
-        for flat in self.flats:
-            flat.follow_shard()
+    # The parameters: after an optimizer's step, and before and in a forward pass
 
-    # Before and in a forward pass: the parameters
+    def _before_step(self, *_: object) -> None:
+        for flat in self.flats:
+            flat.keep_writes()
+
+    def _after_step(self, *_: object) -> None:
+        """An optimizer has stepped. If it has these shards, all ranks gather the new parameters."""
+        if self.stage < 3 and not self._in_gathered and any(flat.outdated for flat in self.flats):
+            self._gather_all()
+            for flat in self.flats:
+                flat.finish_gather()
+
+    def _gather_all(self) -> None:
+        self._stale = False
+        for flat in self.flats:
+            flat.start_gather()
 
     def _free(self, unit: Unit) -> None:
         """Free a unit's whole parameters, at stage 3."""
@@ -254,7 +266,7 @@ class ZeRO1(nn.Module):
             flat.finish_gather()
 
     def _follow_user(self) -> None:
-        """Compute with what was stepped, written, frozen or unfrozen since the last pass."""
+        """Compute with what was written, frozen or unfrozen since the last pass."""
         for flat in self.flats:
             flat.follow_user()
         for name, parameter in self._frozen.items():
@@ -274,9 +286,7 @@ class ZeRO1(nn.Module):
             self._remember_modules()
         self._trained = [flat for flat in self.flats if flat.trained]
         if self.stage < 3 and (self._stale or any(flat.outdated for flat in self.flats)):
-            self._stale = False
-            for flat in self.flats:  # in the background: the last units are gathered while the first run
-                flat.start_gather()
+            self._gather_all()
 
     def _remember_modules(self) -> None:
         """Remember the submodules, to notice those that come later."""

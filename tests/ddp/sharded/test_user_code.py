@@ -132,6 +132,7 @@ def alone(stage: int) -> None:
             hidden = torch.ones(2, 8)
             torch.testing.assert_close(pair.net[1](hidden), pair.plain[1](hidden))
             if stage < 3:
+                torch.testing.assert_close(pair.net[2].weight, pair.plain[2].weight)
                 torch.testing.assert_close(pair.net[2](hidden), pair.plain[2](hidden))
         pair.check()
 
