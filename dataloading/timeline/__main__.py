@@ -23,7 +23,7 @@ from typing import Any
 
 from common.cli import command, option
 from common.data import DECODERS
-from common.data.loaders import loader_errors
+from common.data.loaders import PREFETCH_FACTOR, loader_errors
 from common.files.run_directory import files_line
 from common.reporting.spans import Recorder, in_lane, shifted, write_trace
 from common.reporting.turns import run_benchmark
@@ -47,7 +47,6 @@ class LoadingTimelineConfig:
     workers: int = option(2, "worker processes", minimum=1)
     batches: int = option(16, "batches of a run", minimum=SLOW_BATCH + 1)
     batch_size: int = option(32, "images per batch", minimum=1)
-    prefetch_factor: int = option(2, "batches requested ahead, per worker", minimum=1)
     augmentation: str = option("none", "augmentation of each image", choices=AUGMENTATIONS)
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     start_method: str = option(START_METHODS[0], "start method of the processes", choices=START_METHODS)
@@ -105,7 +104,6 @@ def record(
             config.workers,
             batch_sampler=batches,
             collate_fn=functools.partial(traced_collate, recorder),
-            prefetch_factor=config.prefetch_factor,
             multiprocessing_context=config.start_method,
             in_order=in_order,
             worker_init_fn=functools.partial(traced_start, recorder, began),
@@ -162,9 +160,9 @@ def _title(config: LoadingTimelineConfig) -> str:
 
 def _idle_reason(config: LoadingTimelineConfig) -> str:
     """Why an idle worker gets no batch."""
-    ahead = config.workers * config.prefetch_factor
+    ahead = config.workers * PREFETCH_FACTOR
     return (
-        f"idle: {ahead} batches are requested ({config.workers} workers, {config.prefetch_factor} each), "
+        f"idle: {ahead} batches are requested ({config.workers} workers, {PREFETCH_FACTOR} each), "
         "and the next only when the main process takes one"
     )
 

@@ -18,8 +18,8 @@ ones. The reference is the faster of torch's two modes there (gradients copied o
 A figure of their own has the three steps of the climb by hand: an all-reduce per parameter, buckets, overlap with backward.
 Then, on one model, the options of the wrappers:
 
-- bucket size: MiB of a bucket; the default is 1 for the first and 25 for all others.
-- hooks: gradients sent as bf16. (``ddp.bench allreduce`` compares the algorithms that sum them.)
+- MiB: the size of a bucket; the default is 1 for the first and 25 for all others.
+- bf16: gradients sent in two bytes. (``ddp.bench allreduce`` compares the algorithms that sum them.)
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class Config(PlacedConfig, TurnsConfig):
         f"models on which the DDP variants are compared (default: all; on the CPU not {', '.join(LARGE)})",
         choices=NETWORKS,
     )
-    variations: bool = option(True, "compare also the options of the wrappers")
-    model: str = option("mlp", "the model on which options are compared", choices=NETWORKS)
+    variations: bool = option(True, "compare also the options of the wrappers, on the MLP")
     output: Path = option(Path("runs/bench-engines"), "folder of the JSON and the figures")
 
     def __post_init__(self) -> None:
@@ -78,17 +77,15 @@ def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
     """Measure the variants on each model, and the options on one model."""
     # On a GPU only the backend can sum.
     variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
-    subjects = variations() if config.variations else {}
-    with progress_of(config, len(config.models) + len(subjects)) as progress:
+    varied = ["options"] * config.variations
+    with progress_of(config, len(config.models) + len(varied)) as progress:
 
         def of(title: str, model: str, variants: Mapping[str, DDPVariant], *references: str) -> Comparison:
             steps = {name: functools.partial(one.step, model) for name, one in variants.items()}
             return compare(config, title, steps, references, progress)
 
         compared = [of(model, model, variants, PLAIN, VIEWS) for model in progress.until_stopped(config.models)]
-        return compared, [
-            of(subject, config.model, options, VIEWS) for subject, options in progress.until_stopped(subjects.items())
-        ]
+        return compared, [of(title, "mlp", variations(), VIEWS) for title in progress.until_stopped(varied)]
 
 
 def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) -> str:
@@ -102,12 +99,9 @@ def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) 
     lines = [f"{title}, median [quartiles]"]
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
-    if varied:
-        lines += ["", f"{config.model}, the options of the wrappers:"]
     for one in varied:
-        lines += [one.title, *_table(one)]
+        lines += ["", "mlp, the options of the wrappers:", *_table(one)]
     content = {
-        "placement": str(config.placement),
         "models": [asdict(one) for one in compared],
         "variations": [asdict(one) for one in varied],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,21 +135,13 @@ DDP_VARIANTS: Mapping[str, DDPVariant] = {
 CLIMB = {NAIVE: "naive", BUCKETED: "bucketed", BY_HAND: "overlapped"}
 
 
-def variations() -> dict[str, dict[str, DDPVariant]]:
-    """For each option of the wrappers, the variants that differ in it; the first is torch's DDP with its defaults."""
-    changes: dict[str, Any] = {
-        "bucket size": {f"{mib} MiB": {"bucket_mib": mib} for mib in (1, 5, 25, 100)},
-        "hooks": {"bf16": {"hook": "bf16"}},
+def variations() -> dict[str, DDPVariant]:
+    """torch's DDP with its defaults, and both wrappers with each option."""
+    options: dict[str, Any] = {f"{mib} MiB": {"bucket_mib": mib} for mib in (1, 5, 25, 100)} | {
+        "bf16": {"hook": "bf16"}
     }
-    return {
-        subject: {VIEWS: DDP_VARIANTS[VIEWS]}
-        | {
-            f"{wrapper}, {option}": DDPVariant(wrapper, **change)
-            for wrapper in ("torch", "handwritten")
-            for option, change in options.items()
-        }
-        for subject, options in changes.items()
-    }
+    both = itertools.product(("torch", "handwritten"), options)
+    return {VIEWS: DDP_VARIANTS[VIEWS]} | {f"{one}, {name}": DDPVariant(one, **options[name]) for one, name in both}
 
 
 def _no_sum(_: object, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -159,7 +159,8 @@ class FlatParameters(FlatLayout):
 
     @torch.no_grad()
     def keep_writes(self) -> None:
-        """Keep what was written to the whole parameters (a mask, say), on all ranks alike; unless the shard was written to since."""
+        """Bring what was written to the whole parameters (a mask, say) into a shard with memory of its own. A later write to the shard
+        counts instead."""
         if self.gathered and not self.shard_in_full and not self.outdated:
             own = self.own(self.full)
             same = own == self.shard.to(own.dtype)  # then the shard has more digits

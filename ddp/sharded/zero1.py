@@ -114,6 +114,7 @@ class ZeRO1(nn.Module):
         ]
         self._remember_modules()
         self._stale = False  # a backward pass is over, so the shards will change
+        self._finite = True  # the last gradients, on all ranks
         self._in_forward = self._in_gathered = False
         module.register_forward_hook(self._end_forward, always_call=True)
         module.register_load_state_dict_pre_hook(self._refuse_to_load)
@@ -130,7 +131,7 @@ class ZeRO1(nn.Module):
         return output
 
     def _require_whole(self, *_: object) -> None:
-        """:raises RuntimeError: where a ``state_dict`` would hold shards, or other ranks' parameters from before the last step"""
+        """:raises RuntimeError: where a ``state_dict`` would hold shards, or parameters in another dtype than is optimized"""
         if not self._in_gathered:
             raise RuntimeError(
                 "the parameters may not be whole: call state_dict() in `with model.gathered():` on all ranks"
@@ -219,6 +220,7 @@ class ZeRO1(nn.Module):
             self._in_gathered = False
             for flat in self.flats:
                 flat.end_copy()
+            self._gather_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the shards, and those that ``no_sync`` has kept. (An optimizer's ``zero_grad`` knows the shards.)"""
@@ -235,17 +237,24 @@ class ZeRO1(nn.Module):
         for flat in self.flats:
             flat.keep_writes()
 
-    def _after_step(self, *_: object) -> None:
-        """An optimizer has stepped. If it has these shards, all ranks gather the new parameters."""
-        if self.stage < 3 and not self._in_gathered and any(flat.outdated for flat in self.flats):
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An optimizer has stepped. If it has these shards, all ranks gather the new parameters.
+
+        Not after an inf or nan: a scaler skips the step, but not on a rank where the optimizer's shards are empty.
+        """
+        stepped = {one for group in optimizer.param_groups for one in group["params"]}
+        if self._finite and not self._in_gathered and not stepped.isdisjoint(self.parameters()):
             self._gather_all()
-            for flat in self.flats:
-                flat.finish_gather()
 
     def _gather_all(self) -> None:
-        self._stale = False
-        for flat in self.flats:
-            flat.start_gather()
+        """Gather all parameters; none at stage 3."""
+        if self.stage < 3:
+            self._stale = False
+            for flat in self.flats:
+                flat.follow_user()
+                flat.start_gather()
+            for flat in self.flats:
+                flat.finish_gather()
 
     def _free(self, unit: Unit) -> None:
         """Free a unit's whole parameters, at stage 3."""
@@ -285,7 +294,7 @@ class ZeRO1(nn.Module):
                     )
             self._remember_modules()
         self._trained = [flat for flat in self.flats if flat.trained]
-        if self.stage < 3 and (self._stale or any(flat.outdated for flat in self.flats)):
+        if self._stale or any(flat.outdated for flat in self.flats):
             self._gather_all()
 
     def _remember_modules(self) -> None:
@@ -365,9 +374,10 @@ class ZeRO1(nn.Module):
         message = torch.cat([not_finite, used, torch.tensor([*digits, *squares]).to(used)])
         self._collectives[1].run(message)
         not_finite, used, sums = message.split([1, len(used), 2 * len(digits)])
+        self._finite = not not_finite
         for flat, users in zip(flats, used.split([len(flat.sharded) for flat in flats]), strict=True):
             flat.finalize(not_finite, users)
-        if not any(one.numel() for flat in flats for one in flat.sharded) and not_finite[0] > 0:
+        if not self._finite and not any(one.numel() for one in self.parameters() if one.grad is not None):
             raise RuntimeError("gradients are not finite, and this rank has no shard to see it in: use fewer ranks")
         # The mean of squares is the square of the mean only if all are the same.
         size = self.process_group.size()
