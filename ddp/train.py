@@ -219,10 +219,10 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. Any other such
-    # step the guard skips. On a CPU accepts() is False for it. On a GPU accepts() is True for every step (of a fused optimizer),
-    # since the host would have to wait for the norm. There the optimizer's kernels look at the norm, and change nothing if it is an
-    # inf or nan. (Without clipping the guard looks at the gradients' sum.) If the guard skips too many steps, the run ends.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. The guard skips
+    # all others: on a CPU accepts() is then False. On a GPU the host would have to wait for the norm, so accepts() is True (for a
+    # fused optimizer), and the optimizer's kernels change nothing if the norm is an inf or nan. (Without clipping the guard looks
+    # at the gradients' sum.) If the guard skips too many steps, the run ends.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()

@@ -171,16 +171,14 @@ class Recorder:
                 backward(*args, **kwargs)
 
         begun: list[int] = []
-
         ends: list[RemovableHandle] = []
 
         def before_step(*_: object) -> None:
             begun.append(self.begin("optimizer step"))
             if ends:
                 ends.pop().remove()
-            ends.append(
-                register_optimizer_step_post_hook(after_step)
-            )  # the last hook: another may gather the new weights
+            # As the last of all hooks: another may gather the new weights.
+            ends.append(register_optimizer_step_post_hook(after_step))
 
         def after_step(optimizer: Optimizer, *_: object) -> None:
             parameters: Iterator[Tensor] = (one for group in optimizer.param_groups for one in group["params"])

@@ -77,15 +77,15 @@ def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
     """Measure the variants on each model, and the options on one model."""
     # On a GPU only the backend can sum.
     variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
-    varied = ["options"] * config.variations
+    varied = ["mlp"] if config.variations else []
     with progress_of(config, len(config.models) + len(varied)) as progress:
 
-        def of(title: str, model: str, variants: Mapping[str, DDPVariant], *references: str) -> Comparison:
+        def of(model: str, variants: Mapping[str, DDPVariant], *references: str) -> Comparison:
             steps = {name: functools.partial(one.step, model) for name, one in variants.items()}
-            return compare(config, title, steps, references, progress)
+            return compare(config, model, steps, references, progress)
 
-        compared = [of(model, model, variants, PLAIN, VIEWS) for model in progress.until_stopped(config.models)]
-        return compared, [of(title, "mlp", variations(), VIEWS) for title in progress.until_stopped(varied)]
+        compared = [of(model, variants, PLAIN, VIEWS) for model in progress.until_stopped(config.models)]
+        return compared, [of(model, variations(), VIEWS) for model in progress.until_stopped(varied)]
 
 
 def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) -> str:
@@ -100,7 +100,7 @@ def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) 
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
     for one in varied:
-        lines += ["", "mlp, the options of the wrappers:", *_table(one)]
+        lines += ["", f"{one.title}, the options of the wrappers:", *_table(one)]
     content = {
         "models": [asdict(one) for one in compared],
         "variations": [asdict(one) for one in varied],

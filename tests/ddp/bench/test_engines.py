@@ -110,4 +110,4 @@ def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     assert done.stdout.startswith("1 rank on 1 GPU, nccl; ")
     written = json.loads((tmp_path / "engines.json").read_text())
     assert SHARED not in written["models"][0]["seconds"]
-    assert [one["title"] for one in written["variations"]] == ["options"]
+    assert [one["title"] for one in written["variations"]] == ["mlp"]

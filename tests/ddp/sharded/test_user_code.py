@@ -83,8 +83,7 @@ class Pair:
 def written_shards(stage: int) -> None:
     """Evaluation with averaged weights, and training goes on with those from before; written in place, or through ``.data``."""
     pair = Pair(stage)
-    writes: list[Callable[[Tensor, Tensor], Tensor]] = [lambda p, v: p.copy_(v), lambda p, v: p.data.copy_(v)]
-    for write in writes:
+    for through_data in (False, True):
         pair.step(0)
         averages = [[0.5 * p.detach() for p in model.parameters()] for model, _ in pair.both]
         kept = [[p.data.clone() for p in model.parameters()] for model, _ in pair.both]
@@ -93,7 +92,10 @@ def written_shards(stage: int) -> None:
             for values in (averages, kept):
                 for (model, _), ours in zip(pair.both, values, strict=True):
                     for parameter, value in zip(model.parameters(), ours, strict=True):
-                        write(parameter, value)
+                        (parameter.data if through_data else parameter).copy_(value)
+                if dist.get_rank() == 0:  # another model's, on one rank alone
+                    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+                dist.barrier()
                 pair.check()
 
 

@@ -99,11 +99,13 @@ def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     check_order(steps[0], written["buckets"])
     lengths = [sum(rank[0].seconds for rank in step) for step in steps]
     assert lengths[written["shown"]] == sorted(lengths)[1]
+    between = []
     for rank in itertools.chain(*written["steps"]):
         parts = rank["parts"]
         assert parts["hidden"] + parts["exposed"] == pytest.approx(parts["all_reduce"])
-        assert sum(parts[name] for name in PHASES) == pytest.approx(parts["step"], rel=0.1)
+        between.append(1 - sum(parts[name] for name in PHASES) / parts["step"])
         assert parts["compute"] + parts["exposed"] + parts["waiting"] <= parts["backward"] + 1e-9
+    assert 0 <= min(between) < 0.01  # where no other program came in between
 
 
 def a_step(started: int, computed: int, ended: int) -> list[Span]:
