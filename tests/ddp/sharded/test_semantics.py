@@ -177,6 +177,7 @@ def torn(stage: int) -> None:
         for optimizer in optimizers:
             scaler.step(optimizer)
             optimizer.zero_grad()
+        dist.barrier()  # no rank is in a gather
         scaler.update()
         assert scaler.get_scale() == 4.0
         changed = [not torch.equal(before[name], one) for name, one in named.items() if name[0] in "ab" and one.numel()]
