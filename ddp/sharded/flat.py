@@ -8,7 +8,7 @@ parameters as on whole ones. Those that look at a whole parameter (Muon, Shampoo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,18 @@ class WatchedParameter(nn.Parameter):
     fused optimizers (ddp/sharded/stages.py)."""
 
     data = property(Tensor.detach, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+class NotFinite(Tensor):
+    """An empty gradient, which tells a ``GradScaler`` that the gradients are not finite."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function is torch._amp_foreach_non_finite_check_and_unscale_:
+            _, found_inf, _ = arguments
+            found_inf.fill_(1.0)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*arguments, **(named or {}))
 
 
 class FlatParameters(FlatLayout):
@@ -355,6 +367,8 @@ class FlatParameters(FlatLayout):
             was_used = index not in self._missing or bool(users[index] > 0)
             if parameter.grad is None and was_used and parameter.requires_grad:  # it may have been frozen since
                 parameter.grad = gradient
+            if parameter.grad is not None and not parameter.numel():
+                parameter.grad = NotFinite(gradient) if not_finite else gradient
 
     def _drop_missing(self, grad_shard: Tensor) -> None:
         """``zero_grad`` may have dropped the gradients of some of them only."""

@@ -240,7 +240,7 @@ class ZeRO1(nn.Module):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer has stepped. If it has these shards, all ranks gather the new parameters.
 
-        Not after an inf or nan: a scaler skips the step, but not on a rank where the optimizer's shards are empty.
+        Not after an inf or nan: code that looks at its rank's shards may skip the step, but not where these are empty.
         """
         stepped = {one for group in optimizer.param_groups for one in group["params"]}
         if self._finite and not self._in_gathered and not stepped.isdisjoint(self.parameters()):
@@ -355,8 +355,8 @@ class ZeRO1(nn.Module):
     def _exchange_flags(self) -> None:
         """Tell all ranks what they must know of each other's gradients, in one small all-reduce.
 
-        - If any shard is not finite, nans are put into all. So GradScaler, and code that looks at the norm of this rank's
-          shards, comes to the same decision on every rank.
+        - If any shard is not finite, nans are put into all, and empty ones become :class:`ddp.sharded.flat.NotFinite`. So a
+          GradScaler comes to the same decision on every rank, and so does code that looks at shards, unless they are empty.
         - A parameter that no rank has used gets no gradient, as in DDP.
         - At stage 3, all must have gathered the same units in the same order.
 
@@ -377,8 +377,6 @@ class ZeRO1(nn.Module):
         self._finite = not not_finite
         for flat, users in zip(flats, used.split([len(flat.sharded) for flat in flats]), strict=True):
             flat.finalize(not_finite, users)
-        if not self._finite and not any(one.numel() for one in self.parameters() if one.grad is not None):
-            raise RuntimeError("gradients are not finite, and this rank has no shard to see it in: use fewer ranks")
         # The mean of squares is the square of the mean only if all are the same.
         size = self.process_group.size()
         if sums.tolist() != [size * value for value in (*digits, *squares)]:

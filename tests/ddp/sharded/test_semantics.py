@@ -159,7 +159,8 @@ def unit_by_unit(stage: int) -> None:
 
 
 def torn(stage: int) -> None:
-    """An inf in one element of one rank's gradients, so in one shard; one of two optimizers has that parameter."""
+    """An inf in one element of one rank's gradients, so in one shard. One of two optimizers has that parameter, and each has no
+    element on one of the ranks. Each has a scaler of its own, and gradients that are set to zero, not to None."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"unused": nn.Linear(64, 8), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
     net.forward = lambda x: net["b"](net["a"](x))
@@ -168,18 +169,19 @@ def torn(stage: int) -> None:
     groups = [[one for name, one in named.items() if name.startswith(part)] for part in ("a", "b")]
     optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
     before = {name: one.detach().clone() for name, one in named.items()}
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in optimizers]
     for finite in (False, True):
         output = model(torch.ones(2, 64)).sum()
         if dist.get_rank() == 1 and not finite:
             output = output + net.get_parameter("a.weight")[0, 0] * torch.inf
-        scaler.scale(output).backward()
-        for optimizer in optimizers:
+        first, _ = [scaler.scale(output) for scaler in scalers]
+        first.backward()
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.step(optimizer)
-            optimizer.zero_grad()
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
         dist.barrier()  # no rank is in a gather
-        scaler.update()
-        assert scaler.get_scale() == 4.0
+        assert [scaler.get_scale() for scaler in scalers] == [4.0, 4.0]
         changed = [not torch.equal(before[name], one) for name, one in named.items() if name[0] in "ab" and one.numel()]
         assert changed == [finite] * len(changed)
         assert named["unused.weight"].grad is None

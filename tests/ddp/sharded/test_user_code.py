@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -285,9 +284,6 @@ def small(stage: int) -> None:
                 optimizer.zero_grad()
         with model.gathered() as module:
             torch.testing.assert_close(module.state_dict(), plain.state_dict())
-        empty = not any(shard.numel() for shard in model.parameters())
-        with pytest.raises(RuntimeError, match="this rank has no shard") if empty else contextlib.nullcontext():
-            (model(torch.ones(2, size)) * torch.inf).sum().backward()
 
 
 def checkpointed(stage: int) -> None:
