@@ -1,4 +1,4 @@
-"""Which rank this process is, by what started it: torchrun, srun, mpirun, jsrun, Azure ML, or variables set by hand.
+"""Which rank this process is, by what started it: torchrun, srun, mpirun, mpiexec, Azure ML, or variables set by hand.
 
 torch and this project read six variables, those that torchrun sets. Another launcher tells each process the same in variables
 of its own. :func:`adopt_launcher` reads these and sets torchrun's, so that everything after it sees those alone.
@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from common.errors import UsageError
 
@@ -72,7 +71,6 @@ LAUNCHERS = (
         "Open MPI's mpirun",
         tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ),
-    Launcher("LSF's jsrun", tuple(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     Launcher("MPICH's or Intel's mpiexec", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     Launcher("SLURM's srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), slurm_rendezvous),
 )
@@ -96,7 +94,6 @@ def adopt_launcher(environment: MutableMapping[str, str] = os.environ) -> None:
     if "TORCHELASTIC_RUN_ID" in environment:
         _require_one_agent_per_node(environment)
         _number_virtual_local_ranks(environment)
-        _warn_of_a_node_rank_without_effect(environment)
         return
     _complete_azure(environment)
     launcher = next((launcher for launcher in LAUNCHERS if launcher.started(environment)), None)
@@ -162,21 +159,6 @@ def _number_virtual_local_ranks(environment: MutableMapping[str, str]) -> None:
     rank, world_size, ranks_here, node, nodes = map(int, numbers)
     if world_size == nodes * ranks_here and rank // ranks_here == node:
         environment["LOCAL_RANK"] = str(rank % ranks_here)
-
-
-def _warn_of_a_node_rank_without_effect(environment: Environment) -> None:
-    """With c10d, torchrun takes --node-rank and numbers the nodes by itself."""
-    try:
-        agent = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
-    except OSError:  # not on this system
-        return
-    given = re.search(r" --node[-_]rank[= ](\d+) ", agent) if environment.get("LOCAL_RANK") == "0" else None
-    number = environment.get("GROUP_RANK")
-    if given and given[1] != number and re.search(r" --rdzv[-_]backend[= ]c10d ", agent):
-        logger.warning(
-            f"torchrun was given --node-rank {given[1]}, but with --rdzv-backend c10d it numbers the nodes by itself, and this one "
-            f"is {number}: leave --node-rank out"
-        )
 
 
 def _slurm_tasks_here(environment: Environment) -> int:

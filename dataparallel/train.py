@@ -43,7 +43,7 @@ from common.resilience.device_errors import device_errors
 from common.stdout import print_results
 from common.training.evaluation import evaluate, evaluation_batch_size, predict, samples_shown
 from common.training.metrics import MetricsWriter
-from common.training.models import LEAST_SAMPLES, build_model
+from common.training.models import LEAST_SAMPLES, build_model, to_device
 from common.training.optimization import build_optimizer, set_learning_rate
 from common.training.precision import autocast, set_arithmetic
 from common.training.recipes import LearningConfig, load_dataset, require_a_batch
@@ -166,7 +166,7 @@ def build_job(config: DataParallelConfig, devices: tuple[torch.device, ...], dat
     """Model and optimizer, both on the first device."""
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
-    network = network.to(devices[0], memory_format=config.memory_format)  # type: ignore[call-overload]
+    network = to_device(network, devices[0], config.memory_format)
     model = wrap(network, devices, config.wrapper)
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay

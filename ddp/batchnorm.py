@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from common.errors import UsageError
 from ddp.by_hand.replicas import broadcast
 
 logger = logging.getLogger("ddp.train")
@@ -161,8 +162,10 @@ def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Modul
     """
     kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
     converted: dict[nn.Module | None, nn.Module] = {}
-    for module in network.modules():
+    for name, module in network.named_modules():
         if isinstance(module, _BatchNorm):
+            if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                raise UsageError(f"{name} does more than BatchNorm, which --sync-batchnorm would leave out")
             layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             layer._parameters, layer._buffers = module._parameters, module._buffers
             converted[module] = layer.train(module.training)

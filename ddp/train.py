@@ -10,10 +10,9 @@ is a *collective*: all ranks must call it, and none gets the sum before the last
 collectives in the same order, or they hang.
 
 What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
-``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` says whether to call the
-optimizer: on a CPU it says no if there is an inf or nan (in fp16 the scaler does). ``guard.begin(job)`` runs a warm-up pass,
-which changes no weight. Skip the supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to
-read beside this: ddp/README.md.
+``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is False if the optimizer
+must skip this step, because of an inf or nan. ``guard.begin(job)`` runs a warm-up pass, which changes no weight. Skip the
+supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -184,7 +183,8 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
         if last_step:
             make_buffers_equal(job.network)  # BatchNorm's statistics: each rank saw different samples
         after_step()
-    next(batches, None)  # its end: only then does the project's own loader keep its workers for the next epoch
+    # No batch is left. The project's own loader learns that only when it is asked for one, and then it keeps its workers.
+    next(batches, None)
     return WindowTotals.merge(job.windows)
 
 
@@ -213,16 +213,16 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
             scaler.scale(loss).backward()
 
     # All ranks hold the same averaged gradients now, and so the same norm. An inf or nan of one rank is in every rank's average,
-    # so all skip this step or none does, without a message. (With shards each rank has a part of the gradients, so there they tell
-    # each other of an inf or nan.) Unscale before the clip: scaled gradients, and their norm, are too large by the loss scale, so
-    # clipping would shrink every step. (Outside fp16 the scaler does nothing.)
+    # so all skip this step or none does, and they need not ask each other. (With shards each rank has a part of the gradients, so
+    # there they tell each other of an inf or nan.) Unscale before the clip: scaled gradients, and their norm, are too large by the
+    # loss scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
     scaler.unscale_(job.optimizer)
     norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
     set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. The guard skips
-    # all others: on a CPU accepts() is then False. On a GPU the host would have to wait for the norm, so accepts() is True (for a
-    # fused optimizer), and the optimizer's kernels change nothing if the norm is an inf or nan. (Without clipping the guard looks
-    # at the gradients' sum.) If the guard skips too many steps, the run ends.
+    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. Other such steps
+    # are skipped by the guard: on a CPU accepts() is then False. On a GPU the guard would have to wait until the norm is computed.
+    # So with a fused optimizer the guard always accepts there. It gives the norm to the optimizer's kernels, which change nothing
+    # if that is an inf or nan. (Without clipping the guard looks at the gradients' sum.) If it skips too many steps, the run ends.
     if guard.accepts(norm):
         scaler.step(job.optimizer)
     scaler.update()

@@ -52,7 +52,8 @@ def saved_buffers(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
         for buffer in statistics(job.named_module):
             name = first[buffer]
             buffers[name] = torch.stack([rank["buffers"][name] for rank in ranks]).mean(0)
-    return {name: buffers[first[buffer]] for name, buffer in persistent_buffers(job.named_module).items()}
+    # A copy has no gaps in memory, as what forward assigns may have.
+    return {name: buffers[first[buffer]].clone() for name, buffer in persistent_buffers(job.named_module).items()}
 
 
 def manifest_of(job: Job) -> Manifest:

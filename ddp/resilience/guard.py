@@ -17,6 +17,7 @@ import contextlib
 import copy
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -93,12 +94,26 @@ class ResilientGuard(StepGuard):
         """
         job, device = self._job, self._env.device
         self.save()
+        frozen = self._frozen()
         with unchanged_attributes(self._network), autocast(device, job.config.precision):
             logits = job.model(job.data.to_input(job.empty_batch().images.to(device), job.config.memory_format))
         self._with_flags.attach(logits.float().sum(), NO_FLAGS).backward()
         self._with_flags.flags.grad = None
         job.optimizer.zero_grad(set_to_none=True)
         self.restore()
+        with self._env.fail_together():
+            if changed := [name for name, total in self._frozen().items() if total != frozen[name]]:
+                raise UsageError(
+                    f"forward writes to the frozen parameter {changed[0]}, which no skipped step restores and no rank shares: "
+                    "register it as a buffer"
+                )
+
+    def _frozen(self) -> dict[str, float]:
+        """A sum over each frozen parameter, by name."""
+        named = self._job.named_module.named_parameters()
+        return {
+            name: one.detach().abs().sum(dtype=torch.float64).item() for name, one in named if not one.requires_grad
+        }
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's micro-batches of an epoch.
@@ -270,7 +285,8 @@ def _memory_for(buffers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 @contextlib.contextmanager
 def unchanged_attributes(network: nn.Module) -> Iterator[None]:
-    """A block after which the modules' own attributes are what they were before it: numbers, and the content of lists, dicts and sets.
+    """A block after which the modules' own attributes are what they were before it: numbers, and the content of tensors,
+    containers and objects.
 
     A forward pass may count in Python. (Parameters, buffers and submodules are not touched.)
     """
@@ -279,9 +295,11 @@ def unchanged_attributes(network: nn.Module) -> Iterator[None]:
     for module in network.modules():
         own = {name: value for name, value in vars(module).items() if name not in torch_s_own}
         before.append((vars(module), own))
-    contents = [
-        (value, copy.copy(value)) for _, own in before for value in own.values() if type(value) in (list, dict, set)
-    ]
+    shared = {id(one): one for one in (*network.modules(), *network.parameters(), *network.buffers())}
+    contents = []
+    for value in (value for _, own in before for value in own.values() if not callable(value)):
+        with contextlib.suppress(Exception):  # what cannot be copied stays as it is
+            contents.append((value, copy.deepcopy(value, shared)))
     try:
         yield
     finally:
@@ -290,5 +308,10 @@ def unchanged_attributes(network: nn.Module) -> Iterator[None]:
                 del attributes[name]
             attributes.update(own)
         for value, content in contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+            if isinstance(value, Tensor):
+                value.data.copy_(content.data)
+            elif isinstance(value, list | deque | dict | set):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(content)
+            elif hasattr(value, "__dict__"):
+                vars(value).update(vars(content))

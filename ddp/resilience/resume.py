@@ -160,7 +160,8 @@ def check_identity(manifest: Manifest, config: TrainConfig, data: ImageData) -> 
             )
     if problem := manifest.other_data(len(data.train), data.fingerprint):
         raise UsageError(
-            f"--resume: the run was started with other data: {problem}: give its --data-dir, or another --run-dir"
+            f"--resume: the run was started with other data: {problem}: give its --data-dir, --train-samples and --test-samples, "
+            "or another --run-dir"
         )
     if (manifest.epoch, manifest.step_in_epoch) > (config.epochs, 0):
         raise UsageError(

@@ -7,6 +7,7 @@ parameters as on whole ones. Those that look at a whole parameter (Muon, Shampoo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,14 +42,28 @@ class WatchedParameter(nn.Parameter):
     data = property(Tensor.detach, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
+def _gradient(parameter: WholeParameter) -> Tensor | None:
+    # _apply() converts a module. If it changes something, the next forward pass says so.
+    if not in_backward() and sys._getframe(1).f_code.co_name != "_apply":
+        raise RuntimeError(
+            "the module's own parameters have no gradients after shard(): take parameters(), or zero_grad(), of what it returned"
+        )
+    return Tensor.grad.__get__(parameter)  # type: ignore[union-attr, no-any-return]
+
+
+class WholeParameter(nn.Parameter):
+    """A parameter to compute with. It has a gradient only while autograd runs: then that is moved to the shards."""
+
+    grad = property(_gradient, Tensor.grad.__set__)  # type: ignore[union-attr]
+
+
 class NotFinite(Tensor):
     """An empty gradient, which tells a ``GradScaler`` that the gradients are not finite."""
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, arguments: Any = (), named: Any = None) -> Any:
         if function is torch._amp_foreach_non_finite_check_and_unscale_:
-            _, found_inf, _ = arguments
-            found_inf.fill_(1.0)
+            arguments[1].fill_(1.0)  # found_inf
         with torch._C.DisableTorchFunctionSubclass():
             return function(*arguments, **(named or {}))
 
@@ -79,6 +94,9 @@ class FlatParameters(FlatLayout):
         self._gather, self._reduce = collectives
         self._size, self._stage = group.size(), stage
         originals = [module.get_parameter(name) for (module, name), *_ in owners.values()]
+        for name, original in zip(owners, originals, strict=True):
+            if original._backward_hooks or original._post_accumulate_grad_hooks:
+                raise ValueError(f"{name} has hooks on its gradient, which shard() would lose: register them after it")
         first = originals[0]
         self.dtype, self.device = first.dtype, first.device
         self._trains = [first.requires_grad] * len(originals)  # it may be frozen later
@@ -97,8 +115,10 @@ class FlatParameters(FlatLayout):
         self.full = values if self.compute_dtype == self.dtype else values.to(self.compute_dtype)
         self.shard_in_full = stage < 3 and self.full is values
         self.shard = self.own(values) if self.shard_in_full else self.own(values).clone()
-        self.whole = [_parameter(nn.Parameter, view, self.trained) for view in self.views(self.full)]
+        self.whole = [_parameter(WholeParameter, view, self.trained) for view in self.views(self.full)]
         self.sharded = [_parameter(WatchedParameter, part, self.trained) for part in self.parts(self.shard)]
+        for sharded, original in zip(self.sharded, originals, strict=True):
+            vars(sharded).update(vars(original))  # the user's own attributes, such as no_decay
         self.outside, self._outside_memory = self.sharded, self.shard  # in `with model.gathered():`, whole copies
         self.install(self.whole)
         self.gathered = True  # whole in memory, or being gathered
@@ -116,7 +136,6 @@ class FlatParameters(FlatLayout):
         self._missing: set[int] = set()  # indices of those that have none on this rank, of the last reduction
         self._reducing: Pending | None = None
         self._grad_shard: Tensor | None = None
-        self._earlier: Tensor | None = None  # this rank's shard of gradients that were reduced before
 
     def install(self, parameters: Sequence[nn.Parameter]) -> None:
         """Let the modules hold these parameters."""
@@ -285,16 +304,17 @@ class FlatParameters(FlatLayout):
             for begin, end in self.gaps:
                 self.gradient[begin:end] = 0
             self._gradient_views = self.views(self.gradient)
-        if self._in_place and any(parameter.grad is not None for parameter in self.sharded):
-            self._drop_missing(self.grad_shard)
-            self._earlier = self.grad_shard.clone()
+        if self._in_place:
+            for parameter in self.sharded:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     @property
     def _in_place(self) -> bool:
         """Whether the sharded parameters' gradients are this rank's shard of the whole gradient.
 
         The next backward pass overwrites it with local gradients. So, if the sharded parameters still have theirs, these are put
-        aside (``_earlier``) and added again.
+        aside, and added again.
         """
         return self._stage == 1 and self.reduce_dtype == self.dtype
 
@@ -321,7 +341,6 @@ class FlatParameters(FlatLayout):
     def drop_gradient(self) -> None:
         """Forget what was not reduced yet."""
         self._filled.clear()
-        self._earlier = None
         if self._stage > 1:
             self.gradient, self._gradient_views = None, []
 
@@ -335,17 +354,13 @@ class FlatParameters(FlatLayout):
         averages = self.own(self.gradient)
         if self._in_place:
             self._grad_shard = averages
-            if self._earlier is not None:
-                self._drop_missing(self._earlier)
-                averages.add_(self._earlier)
-                self._earlier = None
-        elif self._grad_shard is None:
-            self._grad_shard = averages.to(self.dtype, copy=True)
-        elif all(parameter.grad is None for parameter in self.sharded):
+        elif self._grad_shard is not None and all(parameter.grad is None for parameter in self.sharded):
             self._grad_shard.copy_(averages)
         else:
-            self._drop_missing(self._grad_shard)
-            self._grad_shard.add_(averages)
+            self._grad_shard = averages.to(self.dtype, copy=True)
+        for parameter, gradient in zip(self.sharded, self.parts(self._grad_shard), strict=True):
+            if parameter.grad is not None:  # of earlier passes, of a penalty on the shards, or the user's own
+                parameter.grad = gradient.add_(parameter.grad)
         if self._stage > 1:
             self.gradient, self._gradient_views = None, []
 
@@ -368,19 +383,18 @@ class FlatParameters(FlatLayout):
             if parameter.grad is None and was_used and parameter.requires_grad:  # it may have been frozen since
                 parameter.grad = gradient
             if parameter.grad is not None and not parameter.numel():
-                parameter.grad = NotFinite(gradient) if not_finite else gradient
-
-    def _drop_missing(self, grad_shard: Tensor) -> None:
-        """``zero_grad`` may have dropped the gradients of some of them only."""
-        for parameter, gradient in zip(self.sharded, self.parts(grad_shard), strict=True):
-            if parameter.grad is None:
-                gradient.zero_()
+                parameter.grad = gradient.as_subclass(NotFinite) if not_finite else gradient
 
     @property
     def grad_shard(self) -> Tensor:
         """After a backward pass that synchronizes: the gradients of the sharded parameters, ``[shard_numel]``, and zeros."""
         assert self._grad_shard is not None
         return self._grad_shard
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: activation checkpointing runs forward within backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _writes(parameters: Sequence[nn.Parameter]) -> list[int]:

@@ -47,7 +47,7 @@ def shard(
     originals = list(module.named_parameters())
     model = STAGES[stage](module, units, (_collectives(all_reduce), _collectives(all_reduce)), precision, device)
     kept = {*model.parameters(), *model._frozen.values()}
-    for name, parameter in (*originals, *module.named_parameters()):
+    for name, parameter in originals:
         if parameter not in kept:
             parameter._sharded_as = name  # type: ignore[attr-defined]
     return model

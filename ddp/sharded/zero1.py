@@ -34,8 +34,7 @@ from torch.utils._pytree import tree_map_only
 from ddp.all_reduce.sharded import ShardedAllReduce
 from ddp.by_hand.outputs import tensors_in
 from ddp.by_hand.replicas import broadcast, require_same_modules
-from ddp.sharded.flat import FlatParameters, Precision
-from ddp.sharded.out_of_memory import memory_for
+from ddp.sharded.flat import FlatParameters, Precision, in_backward
 from ddp.sharded.units import Unit, by_dtype, divide, materialize
 
 DEFAULT_PRECISION = Precision()
@@ -83,13 +82,11 @@ class ZeRO1(nn.Module):
             self._unit(part)  # that of another would be ignored
         for unit in self.units:
             own = precisions[unit.name]
-            whole = sum(part.get_parameter(name).nbytes for (part, name), *_ in unit.owners.values())
-            with memory_for(unit.name, whole):
-                materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
-                flats = self._flats_of[unit.name] = [
-                    FlatParameters(owners, group, self._collectives, own, self.stage)
-                    for owners in by_dtype(unit, trained_only=self.stage < 3)
-                ]
+            materialize(unit, torch.device(device))  # at stage 3, one unit at a time is whole
+            flats = self._flats_of[unit.name] = [
+                FlatParameters(owners, group, self._collectives, own, self.stage)
+                for owners in by_dtype(unit, trained_only=self.stage < 3)
+            ]
             self.flats += flats
             self._free(unit)
             for flat in flats:
@@ -394,8 +391,3 @@ class ZeRO1(nn.Module):
 def _cast(dtype: torch.dtype | None, _: nn.Module, inputs: Any, kwargs: Any) -> Any:
     """The inputs of a unit, those of floating point in the dtype in which it computes."""
     return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, (inputs, kwargs))
-
-
-def in_backward() -> bool:
-    """Whether autograd is running: activation checkpointing runs forward within backward."""
-    return torch._C._current_graph_task_id() != -1

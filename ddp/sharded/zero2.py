@@ -20,7 +20,6 @@ from collections import deque
 from torch import Tensor
 
 from ddp.sharded.flat import FlatParameters
-from ddp.sharded.out_of_memory import memory_for
 from ddp.sharded.units import Unit
 from ddp.sharded.zero1 import ZeRO1
 
@@ -34,9 +33,7 @@ class ZeRO2(ZeRO1):
 
     def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
         self._begin_backward()
-        with memory_for(unit.name, flat.full.nbytes):
-            complete = flat.add_gradient(index, average=flat not in self._local)
-        if complete:
+        if flat.add_gradient(index, average=flat not in self._local):
             self._complete.add(flat)
             # Collectives are matched by their order, so complete gradients wait for those that come before them.
             while self._waiting and self._waiting[0] in self._complete:

@@ -29,10 +29,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from ddp.by_hand.outputs import tensors_in
-from ddp.sharded.flat import FlatParameters
-from ddp.sharded.out_of_memory import memory_for
+from ddp.sharded.flat import FlatParameters, in_backward
 from ddp.sharded.units import Unit
-from ddp.sharded.zero1 import in_backward
 from ddp.sharded.zero2 import ZeRO2
 
 
@@ -122,8 +120,7 @@ class ZeRO3(ZeRO2):
         for one in (unit, *following):
             flats = [flat for flat in self._flats_of[one.name] if not flat.gathered or flat.outdated]
             for flat in flats:
-                with memory_for(one.name, flat.full.nbytes):
-                    flat.start_gather()
+                flat.start_gather()
             if flats:
                 self._gathers = zlib.crc32(one.name.encode(), self._gathers)
         for flat in self._flats_of[unit.name]:

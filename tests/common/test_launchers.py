@@ -20,9 +20,6 @@ MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }  # fmt: skip
-JSRUN = {
-    "JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_LOCAL_SIZE": "2"
-}  # fmt: skip
 MPIEXEC = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 FOURTH_OF_FOUR = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MEETING}
@@ -40,7 +37,7 @@ def adopted(environment: Mapping[str, str]) -> dict[str, str]:
 def test_a_task_of_srun() -> None:
     """In a task of srun, rank and world size are those of SLURM's variables.
 
-    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec, jsrun and Azure ML; contradictions are
+    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec and Azure ML; contradictions are
     refused by name.
     """
     port = PORTS[(31 * 4711 + 2) % len(PORTS)]
@@ -52,13 +49,13 @@ def test_a_task_of_srun() -> None:
     assert adopted(one_node)["MASTER_ADDR"] == "localhost"
 
 
-@pytest.mark.parametrize("own", [MPIRUN, JSRUN, MPIEXEC])
+@pytest.mark.parametrize("own", [MPIRUN, MPIEXEC])
 def test_a_process_of_mpirun_and_its_like(own: dict[str, str]) -> None:
-    """Under mpirun, mpiexec and jsrun, rank and world size are those of their variables, within a step of SLURM too.
+    """Under mpirun and mpiexec, rank and world size are those of their variables, within a step of SLURM too.
 
     Also within a step of SLURM, whose variables are then those of mpirun's own helper on the node.
 
-    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec, jsrun and Azure ML; contradictions are
+    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec and Azure ML; contradictions are
     refused by name.
     """
     for around in ({}, SRUN):
@@ -129,7 +126,7 @@ def test_torchrun_s_own_variables_come_first() -> None:
 def test_a_contradiction_is_refused_by_name(environment: dict[str, str], line: str) -> None:
     """Variables of two launchers that contradict each other are refused by name.
 
-    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec, jsrun and Azure ML; contradictions are
+    Claim (ddp/README.md): launch: a rank's number from srun, mpirun, mpiexec and Azure ML; contradictions are
     refused by name.
     """
     with pytest.raises(UsageError, match=line):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,7 +66,7 @@ def complex_filter(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 class Counting(nn.Module):
-    """A linear layer that counts its training passes in a buffer that it assigns, in a number, and in a list."""
+    """A linear layer that counts its training passes in a buffer that it assigns, in a number, in lists, a tensor and an object."""
 
     passes: Tensor
     mean: Tensor
@@ -75,12 +77,15 @@ class Counting(nn.Module):
         self.register_buffer("passes", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(SIDE))
         self.number, self.seen = 0, list[int]()
+        self.others: Any = SimpleNamespace(lists={"a": deque[int]()}, tensor=torch.zeros(()))
 
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
             self.passes = self.passes + 1
             self.number += 1
             self.seen.append(len(images))
+            self.others.lists["a"].append(1)
+            self.others.tensor += 1
             self.mean = 0.9 * self.mean + 0.1 * images.detach().flatten(1).mean(0)
         logits: Tensor = self.linear(images.flatten(1) - self.mean)
         return logits
@@ -139,6 +144,24 @@ def test_what_no_optimizer_can_update_is_refused(network: nn.Module, problem: st
         make_dense(network)
 
 
+def counting_in_a_parameter(shape: tuple[int, int, int], classes: int) -> nn.Module:
+    network = Linear(classes, Tensor.contiguous)
+    network.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
+    network.register_forward_pre_hook(lambda module, _: setattr(network.passes, "data", network.passes + module.training))
+    return network
+
+
+def refused() -> None:
+    with process_group() as env:
+        config = few_steps("counting_in_a_parameter")
+        with pytest.raises(UsageError, match="forward writes to the frozen parameter passes"):
+            build_job(config, env, load_data(config, env))
+
+
+def test_a_frozen_parameter_that_forward_writes_is_refused() -> None:
+    run_ranks(refused, 2)
+
+
 def counted() -> tuple[int, int, int, list[Any], str]:
     with process_group() as env:
         config = few_steps("counting")
@@ -151,6 +174,7 @@ def counted() -> tuple[int, int, int, list[Any], str]:
         train_epoch(job)
         logging.getLogger("ddp.train").removeHandler(handler)
         network: Any = job.network
+        assert len(network.others.lists["a"]) == network.others.tensor == 5
         return int(network.passes), network.number, len(network.seen), network.mean.tolist(), " ".join(messages)
 
 

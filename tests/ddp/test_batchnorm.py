@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed.process_group import process_group
+from common.errors import UsageError
 from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm, make_buffers_equal
 from tests.support.launch import run_ranks
 
@@ -96,6 +97,15 @@ def test_conversion_keeps_keys_values_and_mode() -> None:
     assert sum(isinstance(module, SyncBatchNorm) for module in converted.modules()) == 2
     assert not converted[1].training  # type: ignore[index]
     torch.testing.assert_close(dict(converted.state_dict()), before)
+
+
+def test_a_layer_that_does_more_is_refused() -> None:
+    class AndReLU(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    with pytest.raises(UsageError, match=r"^1 does more than BatchNorm"):
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), AndReLU(2)), torch.device("cpu"))
 
 
 def test_a_vector_is_refused() -> None:

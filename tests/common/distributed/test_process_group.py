@@ -241,6 +241,7 @@ def test_a_port_in_use_is_a_user_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.faults
 def test_ranks_that_do_not_come_are_a_user_error() -> None:
     environment = dict(zip(TORCHRUN_VARIABLES, ("0", "2", "0", "2", "127.0.0.1", str(free_port())), strict=True))
     done = run_command("ddp.train", "--device", "cpu", "--timeout", "3", env=environment)

@@ -50,6 +50,7 @@ def test_the_console_shows_rank_0_and_all_warnings_and_each_rank_s_file_has_ever
             assert part in in_file
 
 
+@pytest.mark.examples
 def test_torchrun_s_report_has_the_traceback_of_the_rank_that_failed() -> None:
     """The traceback of the rank that failed is in torchrun's report, with the rank.
 

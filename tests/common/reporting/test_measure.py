@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 
 from common.reporting import measure
+from tests.project.test_prose import PAGES, paragraphs, sentences
 from tests.project.test_readme import READMES
 from tests.support.launch import REPOSITORY
 
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
-TABLES = [
-    found
-    for readme in READMES
-    for found in re.findall(r"results/([^\s)\]]+\.txt)\)[^|]*\n\n\|.*\n\|.*\n((?:\|.*\n)+)", readme.read_text())
+NUMBER = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?")
+UNIT = re.compile(r"\d ?(?:ms|µs|s|%|images/s|[GM]B/s|x|times)(?!\w)")
+RECORD = re.compile(r"results/([\w/.-]+\.txt)")
+SOURCES = (REPOSITORY / "results" / "README.md").read_text().replace(",", "")
+TABLES = [  # each with its page and the paragraph above it
+    (str(page.relative_to(REPOSITORY)), *found)
+    for page in READMES
+    for found in re.findall(r"((?:.+\n)*)\n(\|.*\n\|[-|]+\n(?:\|.*\n)+)", page.read_text().replace(",", ""))
+    if RECORD.search("".join(found)) or re.search(r"^\|.*\b(?:images/s|ms|µs)", found[1])
 ]
 
 
@@ -54,10 +59,29 @@ def test_each_figure_of_a_readme_has_a_command_that_makes_it() -> None:
     assert shown == {place for place in published if place.suffix == ".png"}
 
 
-@pytest.mark.parametrize(("record", "table"), TABLES)
-def test_a_table_has_the_numbers_of_the_record_above_it(record: str, table: str) -> None:
-    """If the words before a table link to a record in results, the table's numbers stand there, to their last digit."""
-    measured = NUMBER.findall((REPOSITORY / "results" / record).read_text().replace(",", ""))
-    rounded = {f"{float(number):.{digits}f}" for number in measured for digits in range(4)}
-    cells = re.sub(r"^\|[^|]*", "", table.replace(",", ""), flags=re.MULTILINE)  # without the first column
-    assert set(NUMBER.findall(cells)) <= rounded
+def numbers_in(words: str) -> set[str]:
+    """What the records have to which these words link, also as per cent, and in ms for µs; rounded to any number of digits."""
+    records = "".join((REPOSITORY / "results" / record).read_text() for record in RECORD.findall(words))
+    measured = [float(number) * unit for number in NUMBER.findall(records.replace(",", "")) for unit in (1, 100, 0.001)]
+    return {f"{number:.{digits}f}" for number in measured for digits in range(4)}
+
+
+@pytest.mark.parametrize(("page", "above", "table"), TABLES)
+def test_a_table_has_the_numbers_of_its_record(page: str, above: str, table: str) -> None:
+    """The numbers of a table stand in the records to which it or the words above it link, to their last digit. A table without a
+    record is named in results/README.md."""
+    if RECORD.search(above + table):
+        cells = re.sub(r"^\|[^|]*|\]\(.*?\)", "", table, flags=re.MULTILINE)  # without the first column
+        assert set(NUMBER.findall(cells)) <= numbers_in(above + table)
+    else:
+        assert f"| {page} | the table of {table.split('|')[2].strip()} |" in SOURCES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_measured_number_says_where_it_comes_from(page: str) -> None:
+    """The numbers of a sentence with a measured one stand in a record to which the page links, or in results/README.md."""
+    text = (REPOSITORY / page).read_text().replace(",", "")
+    measured = {one for part in paragraphs(text) for one in sentences(part) if UNIT.search(one)}
+    numbers = set(NUMBER.findall(" ".join(measured)))
+    named = set(NUMBER.findall(" ".join(re.findall(rf"^\| {page} \| (.+?) \|", SOURCES, re.MULTILINE))))
+    assert named <= numbers <= named | numbers_in(text)

@@ -26,6 +26,7 @@ def audit(*arguments: object, env: dict[str, str] | None = None) -> subprocess.C
     return run_command("ddp.audit", *map(str, arguments), env=env)
 
 
+@pytest.mark.examples
 def test_a_right_script_is_quiet_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Its weights and its generator are those of a run without the audit; a module of its own may be called ``ddp``."""
     script = write(tmp_path, "RIGHT")

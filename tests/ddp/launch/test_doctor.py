@@ -24,6 +24,7 @@ def test_one_process_is_a_job_of_its_own() -> None:
     assert done.stdout.startswith("nothing is wrong\nstarted by no launcher: one process by itself: 1 rank on 1 host,")
 
 
+@pytest.mark.faults
 def test_a_rank_that_is_missing_is_one_line_as_in_ddp_train() -> None:
     job = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}

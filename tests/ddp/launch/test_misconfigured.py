@@ -15,7 +15,7 @@ import pytest
 
 from tests.ddp.resilience.interrupting import FLAGS
 from tests.hosts import TwoHosts
-from tests.support.launch import REPOSITORY, error_lines, free_port, run_command, run_torchrun
+from tests.support.launch import REPOSITORY, error_lines, run_torchrun
 
 pytestmark = pytest.mark.faults
 
@@ -176,16 +176,6 @@ def test_a_run_directory_that_is_not_shared(hosts: TwoHosts, tmp_path: Path) -> 
         path.relative_to(tmp_path / "its-own").as_posix() for path in sorted((tmp_path / "its-own").rglob("*.*"))
     ] == ["logs/rank1.log"]
     assert (tmp_path / "run" / "curves.png").exists()
-
-
-def test_a_number_of_the_node_under_c10d(tmp_path: Path) -> None:
-    """torchrun does not use it, and the job runs."""
-    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--nnodes=1", "--node-rank=5")
-    job = ("-m", "ddp.train", *FLAGS, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
-    done = run_command("torch.distributed.run", *rendezvous, "--nproc-per-node=2", *job)
-    assert done.returncode == 0, done.stderr
-    line = "torchrun was given --node-rank 5, but with --rdzv-backend c10d it numbers the nodes by itself, and this one is 0: leave"
-    assert done.stderr.count(line) == 1
 
 
 def test_the_rendezvous_id_of_a_dead_job(hosts: TwoHosts, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_another_run_is_refused_by_name_on_every_rank(tmp_path: Path) -> None:
     assert fewer == "--epochs 1 is less than the 2 epochs and 0 steps that the run has behind it"
     assert other_data is not None and newer is not None
     assert other_data.startswith("--resume: the run was started with other data: 144 training samples with digest ")
-    assert other_data.endswith(" with 0123456789abcdef: give its --data-dir, or another --run-dir")
+    assert other_data.endswith(" --test-samples, or another --run-dir")
     assert newer == f"{run_dir / FOLDER / NEWER} has the format 99, this version reads 5: use the one that wrote it"
     assert (run_dir / FOLDER / NEWER).is_dir() and (run_dir / FOLDER / OLDER).is_dir()
 

@@ -198,9 +198,10 @@ def converted(stage: int) -> None:
         model: Model = shard(net, stage, units=[net[1]])
         model.to("cpu").float()  # changes nothing
         model(inputs(0)).mean().backward()
-        convert(net, model)
-        with pytest.raises(RuntimeError, match=r"was replaced or moved after shard\(\)"):
-            model(inputs(0))
+        with pytest.raises(
+            RuntimeError, match=r"was replaced or moved after shard\(\)|Creating a Parameter from an inst"
+        ):
+            assert [convert(net, model), model(inputs(0))]
 
 
 def frozen_and_unfrozen(stage: int) -> None:
@@ -264,8 +265,9 @@ def kept_state(stage: int) -> None:
         net.load_state_dict(state)
     model(inputs(0).bfloat16()).sum().backward()
     if whole is not None:
-        with pytest.raises(RuntimeError, match=r"has the parameter '0\.weight' from before, or whole"):
-            whole.step()
+        for refused in (whole.step, net.zero_grad, lambda: nn.utils.clip_grad_norm_(net.parameters(), 1.0)):
+            with pytest.raises(RuntimeError, match="the module's own parameters have no gradients after"):
+                refused()
 
 
 # Small and wrapped models
@@ -315,7 +317,33 @@ def clipped(stage: int) -> None:
         torch.testing.assert_close(parameter.grad.float(), parameter.detach().float() * 10 / norm, rtol=1e-3, atol=0)
 
 
+def other_gradients(stage: int) -> None:
+    """Gradients of a penalty on the shards, and those that are replaced between passes, count; attributes stay, hooks are refused."""
+    net, plain = network(), network()
+    net[0].weight.decayed = True  # type: ignore[union-attr]
+    model: Model = shard(net, stage)
+    assert [name for name, one in model.named_parameters() if hasattr(one, "decayed")] == ["0.weight"]
+    for one, ranks in ((model, None), (plain, range(2))):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for number in range(6):
+            penalty = sum(parameter.square().sum() for parameter in one.parameters())
+            (one(inputs(number, ranks)).square().mean() + 0.1 * penalty).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter in one.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5
+    with model.gathered() as module:
+        torch.testing.assert_close(module.state_dict(), plain.state_dict())
+    hooked = network()
+    hooked[0].weight.register_hook(torch.neg)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"0\.weight has hooks on its gradient"):
+        shard(hooked, stage)
+
+
 ON_TWO_RANKS = (
+    other_gradients,
     written_shards,
     written_whole,
     written_before_backward,

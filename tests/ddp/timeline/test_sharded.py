@@ -11,7 +11,6 @@ import pytest
 from common.reporting.spans import COUNTERS, Span, in_lane
 from ddp.timeline.__main__ import measure
 from ddp.timeline.config import StepTimelineConfig
-from ddp.timeline.memory import KINDS
 from ddp.timeline.parts import COMPUTE, divide, phase
 from ddp.timeline.shards import ROOT
 from tests.support.launch import run_command
@@ -35,13 +34,6 @@ def check_order(step: list[Span], units: dict[str, int]) -> None:
             backward = next(span for span in step if span.name == f"backward {unit}")
             assert backward.start < reduced.start < reduced.end < phase(step, "backward").end
     assert [span.name for span in in_lane(step, "reduce-scatter")] == [*reversed(units)]
-    phases = ("step", "data", "forward", "backward", "optimizer")
-    for name in ("forward", "backward"):  # laps without a gap
-        whole = phase(step, name)
-        laps = [span for span in in_lane(step, COMPUTE) if span.name not in phases]
-        laps = [span for span in laps if whole.start <= span.start < whole.end]
-        assert all(before.end == after.start for before, after in itertools.pairwise(laps))
-        assert laps[-1].end <= whole.end
 
 
 def check_memory(step: list[Span], units: dict[str, int], replica: int) -> None:
@@ -71,10 +63,8 @@ def test_a_step_of_stage_3(tmp_path: Path) -> None:
     assert done.stdout.startswith(
         "zero3, a transformer of 6.4 M parameters in 9 units, 2 sequences of 64 tokens, 2 ranks"
     )
-    for words in ("memory of a rank, without activations: at most", "median duration"):
-        assert words in done.stdout
+    assert "memory of a rank, without activations: at most" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "trace.json", "steps.json"}
-    assert (tmp_path / "timeline.png").is_file()
     written = json.loads((tmp_path / "steps.json").read_text())
     assert written["replica"] == 4 * sum(written["units"].values())
     steps = [[[Span(**span) for span in rank["spans"]] for rank in step] for step in written["steps"]]
@@ -91,9 +81,6 @@ def test_a_step_of_stage_3(tmp_path: Path) -> None:
             parts = rank["parts"]
             assert 0 <= parts["exposed"] <= parts["waits"] + 1e-9
             assert parts["peak"] > parts["rest"]
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X", "C"}
-    assert all(set(event["args"]) == set(KINDS) for event in events if event["ph"] == "C")
 
 
 def test_a_step_of_stage_1_frees_nothing() -> None:
