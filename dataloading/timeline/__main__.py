@@ -2,7 +2,7 @@
 
     python -m dataloading.timeline
     python -m dataloading.timeline --workers 3 --decoder simplejpeg
-    python -m dataloading.timeline --start-method spawn --slow-batch-ms 0
+    python -m dataloading.timeline --start-method spawn
 
 ``DataLoader`` runs twice over the same batches, with ``in_order`` and without, and one file of the third batch is late. The
 trace of each run is written beside the picture; it opens at https://ui.perfetto.dev.
@@ -51,7 +51,7 @@ class LoadingTimelineConfig:
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     start_method: str = option(START_METHODS[0], "start method of the processes", choices=START_METHODS)
     step_ms: float = option(15.0, "the main process's work on a batch, as a sleep", minimum=0)
-    slow_batch_ms: float = option(400.0, "delay of one file of the third batch; 0 for none", minimum=0)
+    slow_batch_ms: float = option(400.0, "delay of one file of the third batch", minimum=1)
     output: Path = option(Path("runs/timeline"), "folder of the picture and the traces")
 
 
@@ -91,7 +91,6 @@ def record(
     in_order: bool,
 ) -> LoaderTrace:
     """Load all batches once and trace every stage."""
-    late = SLOW_BATCH if config.slow_batch_ms else None
     # The workers inherit this folder, and this process removes it. A terminated worker would leave its own behind.
     multiprocessing.util.get_temp_dir()
     with tempfile.TemporaryDirectory(prefix="raw-ddp-timeline-") as folder:
@@ -100,7 +99,7 @@ def record(
         dataset.span = recorder.span
         began = time.perf_counter()
         loader = stock_loader(
-            TracedFetch(dataset, recorder, late, config.slow_batch_ms / 1000),
+            TracedFetch(dataset, recorder, SLOW_BATCH, config.slow_batch_ms / 1000),
             config.workers,
             batch_sampler=batches,
             collate_fn=functools.partial(traced_collate, recorder),
@@ -123,7 +122,7 @@ def record(
             # The workers must end before their folder is removed. After an error, the traceback would keep the iterator and
             # so the workers alive. DataLoader's iterator has no public close.
             iterator._shutdown_workers()
-        return LoaderTrace(name, title, shifted(recorder.collect(), began), late)
+        return LoaderTrace(name, title, shifted(recorder.collect(), began), SLOW_BATCH)
 
 
 def report(config: LoadingTimelineConfig, runs: Sequence[LoaderTrace]) -> str:
@@ -151,10 +150,9 @@ def _lines(run: LoaderTrace) -> list[str]:
 
 
 def _title(config: LoadingTimelineConfig) -> str:
-    late = f", one file of batch {SLOW_BATCH} {config.slow_batch_ms:.0f} ms late" if config.slow_batch_ms else ""
     return (
         f"DataLoader, {config.workers} workers ({config.start_method}), {config.batches} batches of {config.batch_size}, "
-        f"{config.step_ms:g} ms of work on each{late}"
+        f"{config.step_ms:g} ms of work on each, one file of batch {SLOW_BATCH} {config.slow_batch_ms:.0f} ms late"
     )
 
 

@@ -74,8 +74,7 @@ def _draw_run(gantt: Gantt, run: LoaderTrace, idle_reason: str) -> None:
             gantt.plot.text(500 * (span.start + span.end), 0, number, rotation=90, ha="center", va="center", **style)
     for batch in run.batches:
         _frame(gantt, batch.began, batch.finished, run.lanes.index(batch.lane), str(batch.number))
-    if run.late is not None:
-        _explain_late(gantt, run, run.late, idle_reason)
+    _explain_late(gantt, run, run.late, idle_reason)
     gantt.plot.set_yticks(range(len(run.lanes)), run.lanes)
     gantt.plot.set_ylim(len(run.lanes) - 0.5, -1.5)
 

@@ -32,11 +32,11 @@ class Numbered(NamedTuple):
 class TracedFetch(Dataset[Any]):
     """The data set of torch's ``DataLoader``, whose worker calls ``__getitems__`` once per batch.
 
-    :param late: the number of the batch whose first file is late, or None
+    :param late: the number of the batch whose first file is late
     :param delay_s: of that file
     """
 
-    def __init__(self, dataset: LFWDataset, recorder: Recorder, late: int | None, delay_s: float) -> None:
+    def __init__(self, dataset: LFWDataset, recorder: Recorder, late: int, delay_s: float) -> None:
         self._dataset, self._recorder, self._late, self._delay_s = dataset, recorder, late, delay_s
 
     def __getitems__(self, keys: Numbered) -> Numbered:
@@ -85,13 +85,13 @@ class LoaderTrace:
     :param name: for file names
     :param title: for people
     :param spans: in seconds from the moment when the main process requested the loader's iterator
-    :param late: the number of the batch with a late file, or None
+    :param late: the number of the batch with a late file
     """
 
     name: str
     title: str
     spans: list[Span]
-    late: int | None
+    late: int
 
     @cached_property
     def lanes(self) -> list[str]:

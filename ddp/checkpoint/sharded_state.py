@@ -38,8 +38,8 @@ def save_sharded(
     :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
     :raises TypeError: for another optimizer
     """
-    if type(optimizer) not in STATE_OF:
-        raise TypeError(f"{type(optimizer).__name__} cannot be saved in shards: use SGD, Adam or AdamW")
+    if type(optimizer) not in STATE_OF or optimizer.defaults.get("amsgrad"):
+        raise TypeError(f"{type(optimizer).__name__} cannot be saved in shards: use SGD, Adam or AdamW without amsgrad")
     plain, env = model.get_submodule("module"), DistEnv.of_group()
     own = state_of_shard(model, optimizer, persistent_buffers(plain), env.is_main)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -207,7 +207,12 @@ class ZeRO1(nn.Module):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """A block in which ``module`` holds copies of its parameters, whole, as the last step left them, and in the dtype in which
-        they are optimized. What is read may be kept; what all ranks write alike is taken back. A collective."""
+        they are optimized. What is read may be kept; what all ranks write alike is taken back. A collective.
+
+        :raises RuntimeError: within another such block
+        """
+        if self._in_gathered:
+            raise RuntimeError("gathered() is within another, whose copies would be lost")
         for flat in self.flats:
             flat.copy_whole()
         self._in_gathered = True

@@ -147,7 +147,9 @@ def test_what_no_optimizer_can_update_is_refused(network: nn.Module, problem: st
 def counting_in_a_parameter(shape: tuple[int, int, int], classes: int) -> nn.Module:
     network = Linear(classes, Tensor.contiguous)
     network.passes = nn.Parameter(torch.zeros(()), requires_grad=False)
-    network.register_forward_pre_hook(lambda module, _: setattr(network.passes, "data", network.passes + module.training))
+    network.register_forward_pre_hook(
+        lambda module, _: setattr(network.passes, "data", network.passes + module.training)
+    )
     return network
 
 

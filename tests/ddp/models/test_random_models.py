@@ -301,6 +301,16 @@ class Loop:
         self.backward()
         self.side.update(skip=True)
 
+    def halve(self) -> None:
+        """Other gradients take the place of those that the next backward pass adds to."""
+        self.backward()
+        for own in self.parameters:
+            for parameter in own:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * 0.5
+        self.backward()
+        self.side.update()
+
     def evaluate(self) -> list[Tensor]:
         batch = to_batch(draw_data(10), slice(None))
         return [reference.evaluate(network, [batch]) for network in self.side.networks]
@@ -356,6 +366,7 @@ ACTIONS = (
     "accumulate",
     "clip",
     "skip",
+    "halve",
     "evaluate",
     "swap",
     "write",

@@ -336,6 +336,8 @@ def other_gradients(stage: int) -> None:
                     parameter.grad = parameter.grad * 0.5
     with model.gathered() as module:
         torch.testing.assert_close(module.state_dict(), plain.state_dict())
+        with pytest.raises(RuntimeError, match="within another"), model.gathered():
+            pass
     hooked = network()
     hooked[0].weight.register_hook(torch.neg)  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"0\.weight has hooks on its gradient"):
