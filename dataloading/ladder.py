@@ -58,7 +58,6 @@ class LadderConfig:
     batch_size: int = option(64, "images per batch", minimum=1)
     batches: int = option(40, "batches of each run", minimum=1)
     repeats: int = option(7, "rounds that count", minimum=2)
-    image_size: int | None = option(None, "resize every image to a square of this many pixels", minimum=1, maximum=4096)
     output: Path = option(Path("runs/ladder"), "folder of the JSON and the PNG")
 
 
@@ -137,7 +136,7 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
     from torchvision.transforms import PILToTensor
 
     def files(decoder: str, **settings: Any) -> LFWDataset:
-        return LFWDataset(storage, decoder=decoder, image_size=config.image_size, **settings)
+        return LFWDataset(storage, decoder=decoder, **settings)
 
     def sampler(dataset: Sized, batches: int) -> ShuffledSampler:
         return ShuffledSampler(len(dataset), length=batches * config.batch_size)
@@ -175,7 +174,7 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
     rungs["into the batch's memory, no collate"] = workers, whole(LFWBatches(files("pillow", **augmented)))
     if decoder != "pillow":
         rungs[f"{decoder} instead of Pillow"] = workers, whole(LFWBatches(files(decoder, **augmented)))
-    if config.augmentation == "none" and not config.image_size and util.find_spec("spdl"):
+    if config.augmentation == "none" and util.find_spec("spdl"):
         rungs[f"SPDL, {decoder}"] = workers, spdl(LFWBatches(files(decoder)))
     chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image)
     for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last

@@ -168,6 +168,7 @@ def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Modul
                 raise UsageError(f"{name} does more than BatchNorm, which --sync-batchnorm would leave out")
             layer = kind(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
             layer._parameters, layer._buffers = module._parameters, module._buffers
+            vars(layer).update({name: hooks for name, hooks in vars(module).items() if "hook" in name})
             converted[module] = layer.train(module.training)
     for module in list(network.modules()):
         for name, part in module._modules.items():

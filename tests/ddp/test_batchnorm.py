@@ -93,7 +93,9 @@ def test_conversion_keeps_keys_values_and_mode() -> None:
     layer.load_state_dict({**layer.state_dict(), "running_mean": torch.full((4,), 7.0)})
     network = nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.Sequential(nn.BatchNorm1d(3))).eval()
     before = {name: value.clone() for name, value in network.state_dict().items()}
+    hooks = layer.register_forward_hook(lambda *_: None).hooks_dict_ref()
     converted = convert_sync_batchnorm(network, torch.device("cpu"))
+    assert converted[1]._forward_hooks is hooks  # type: ignore[index]
     assert sum(isinstance(module, SyncBatchNorm) for module in converted.modules()) == 2
     assert not converted[1].training  # type: ignore[index]
     torch.testing.assert_close(dict(converted.state_dict()), before)

@@ -195,7 +195,7 @@ def test_rungs_and_ceiling_share_a_random_sample_of_the_files(tmp_path: Path) ->
 def test_the_ladder_ends_with_a_picture(pictures: Path, tmp_path: Path) -> None:
     augmentation = "affine"  # without one, it is among torchrun_examples.sh's
     (done,) = run_forked(
-        *("dataloading.ladder", "--path-to-folder", str(pictures), "--image-size", "16", "--batches", "1"),
+        *("dataloading.ladder", "--path-to-folder", str(pictures), "--batches", "1"),
         *("--repeats", "2", "--batch-size", "4", "--workers", "1", "--augmentation", augmentation),
         *("--output", str(tmp_path)),
     )
@@ -203,7 +203,7 @@ def test_the_ladder_ends_with_a_picture(pictures: Path, tmp_path: Path) -> None:
     rungs = [line for line in done.stdout.splitlines() if "[" in line]
     assert "the course's pipeline" in rungs[1]
     assert rungs[-1].split()[0] == "ceiling"
-    # the last rung is the pool that the fast loader chooses itself, given an --image-size as here
+    # the last rung is the pool that the fast loader chooses itself
     assert "processes" in rungs[-2]
     assert (tmp_path / f"ladder-{augmentation}.png").is_file()
     assert json.loads((tmp_path / f"ladder-{augmentation}.json").read_text())["images_per_s"]["ceiling"]
