@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ddp.sharded.flat import FlatParameters
+from ddp.sharded.flat import FlatParameters, in_backward
 
 KINDS = ("optimizer state", "shards of parameters", "shards of gradients", "whole parameters", "whole gradients")
 
@@ -30,7 +30,8 @@ def count(flats: Iterable[FlatParameters], state: int) -> dict[str, float]:
     counts["optimizer state"] = state
     for flat in flats:
         gradients = [] if flat.gradient is None else [flat.gradient]
-        gradients += [parameter.grad for parameter in flat.whole if parameter.grad is not None]  # on their way into it
+        if in_backward():
+            gradients += [parameter.grad for parameter in flat.whole if parameter.grad is not None]  # on their way into it
         for kind, whole, shard in (("parameters", [flat.full], flat.shard), ("gradients", gradients, flat._grad_shard)):
             counts[f"whole {kind}"] += bytes_of(whole)
             if shard is not None:
