@@ -108,11 +108,13 @@ class ResilientGuard(StepGuard):
                     "register it as a buffer"
                 )
 
-    def _frozen(self) -> dict[str, float]:
-        """A sum over each frozen parameter, by name."""
+    def _frozen(self) -> dict[str, str]:
+        """A sum over each frozen parameter, by name; in words, where nan is nan."""
         named = self._job.named_module.named_parameters()
         return {
-            name: one.detach().abs().sum(dtype=torch.float64).item() for name, one in named if not one.requires_grad
+            name: str(one.detach().to(torch.complex128).abs().sum().item())
+            for name, one in named
+            if not one.requires_grad
         }
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
