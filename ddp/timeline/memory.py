@@ -31,7 +31,9 @@ def count(flats: Iterable[FlatParameters], state: int) -> dict[str, float]:
     for flat in flats:
         gradients = [] if flat.gradient is None else [flat.gradient]
         if in_backward():
-            gradients += [parameter.grad for parameter in flat.whole if parameter.grad is not None]  # on their way into it
+            gradients += [
+                parameter.grad for parameter in flat.whole if parameter.grad is not None
+            ]  # on their way into it
         for kind, whole, shard in (("parameters", [flat.full], flat.shard), ("gradients", gradients, flat._grad_shard)):
             counts[f"whole {kind}"] += bytes_of(whole)
             if shard is not None:
