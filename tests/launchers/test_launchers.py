@@ -44,17 +44,19 @@ def test_nothing_is_left_after_ctrl_c() -> None:
     """
     with start_command("tests.launchers", "srun") as process:
         started: list[psutil.Process] = []
+        names: set[str] = set()
         deadline = time.monotonic() + 60
-        while not {"munged", "slurmctld", "slurmd"} <= {child.name() for child in started}:
+        while not {"munged", "slurmctld", "slurmd"} <= names:
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess):  # some end meanwhile
                 started = psutil.Process(process.pid).children(recursive=True)
+                names = {child.name() for child in started}
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         _, alive = psutil.wait_procs(started, 10)
     assert alive == []
     assert list(Path("/etc/netns").glob(f"raw-ddp-*-{process.pid}")) == []
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"-{process.pid} " not in names
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"-{process.pid} " not in spaces
