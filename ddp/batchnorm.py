@@ -159,6 +159,8 @@ def convert_sync_batchnorm(network: nn.Module, device: torch.device) -> nn.Modul
     Parameters and buffers are the same objects as before, and a module that is used in two places remains one. (torch's own
     conversion makes two of it, or leaves the second as it is.) In each of torch's layers the host waits for the GPU in forward:
     it leaves out the ranks without samples, by a mask (torch/nn/modules/_functions.py).
+
+    :raises UsageError: for a subclass with a forward pass of its own
     """
     kind = nn.SyncBatchNorm if device.type == "cuda" else SyncBatchNorm
     converted: dict[nn.Module | None, nn.Module] = {}

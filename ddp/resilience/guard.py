@@ -293,10 +293,10 @@ def unchanged_attributes(network: nn.Module) -> Iterator[None]:
     A forward pass may count in Python. (Parameters, buffers and submodules are not touched.)
     """
     torch_s_own = vars(nn.Module()).keys()
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in network.modules():
-        own = {name: value for name, value in vars(module).items() if name not in torch_s_own}
-        before.append((vars(module), own))
+    before = [
+        (vars(module), {name: value for name, value in vars(module).items() if name not in torch_s_own})
+        for module in network.modules()
+    ]
     shared = {id(one): one for one in (*network.modules(), *network.parameters(), *network.buffers())}
     contents = []
     for value in (value for _, own in before for value in own.values() if not callable(value)):

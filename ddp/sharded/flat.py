@@ -56,6 +56,10 @@ class WholeParameter(nn.Parameter):
 
     grad = property(_gradient, Tensor.grad.__set__)  # type: ignore[union-attr]
 
+    def detach(self) -> Tensor:
+        """Of the same class, as ``nn.Parameter()`` of this asks for."""
+        return super().detach().as_subclass(WholeParameter)
+
 
 class NotFinite(Tensor):
     """An empty gradient, which tells a ``GradScaler`` that the gradients are not finite."""
@@ -94,9 +98,6 @@ class FlatParameters(FlatLayout):
         self._gather, self._reduce = collectives
         self._size, self._stage = group.size(), stage
         originals = [module.get_parameter(name) for (module, name), *_ in owners.values()]
-        for name, original in zip(owners, originals, strict=True):
-            if original._backward_hooks or original._post_accumulate_grad_hooks:
-                raise ValueError(f"{name} has hooks on its gradient, which shard() would lose: register them after it")
         first = originals[0]
         self.dtype, self.device = first.dtype, first.device
         self._trains = [first.requires_grad] * len(originals)  # it may be frozen later
@@ -117,7 +118,9 @@ class FlatParameters(FlatLayout):
         self.shard = self.own(values) if self.shard_in_full else self.own(values).clone()
         self.whole = [_parameter(WholeParameter, view, self.trained) for view in self.views(self.full)]
         self.sharded = [_parameter(WatchedParameter, part, self.trained) for part in self.parts(self.shard)]
-        for sharded, original in zip(self.sharded, originals, strict=True):
+        for name, sharded, original in zip(owners, self.sharded, originals, strict=True):
+            if original._backward_hooks or original._post_accumulate_grad_hooks:
+                raise ValueError(f"{name} has hooks on its gradient, which shard() would lose: register them after it")
             vars(sharded).update(vars(original))  # the user's own attributes, such as no_decay
         self.outside, self._outside_memory = self.sharded, self.shard  # in `with model.gathered():`, whole copies
         self.install(self.whole)

@@ -77,8 +77,8 @@ def _require_shards(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 torch.autograd.graph.increment_version(parameter)
             if name := getattr(parameter, "_sharded_as", None):
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, or whole, "
-                    "which nothing trains any more. Build it afterwards, from the parameters() of what shard() returns"
+                    f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, which "
+                    "nothing trains any more. Build it afterwards, from the parameters() of what shard() returns"
                 )
 
 

@@ -242,7 +242,8 @@ class ZeRO1(nn.Module):
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An optimizer has stepped. If it has these shards, all ranks gather the new parameters.
 
-        Not after an inf or nan: code that looks at its rank's shards may skip the step, but not where these are empty.
+        Not after an inf or nan. Code that looks at its rank's shards skips that step, but not on a rank where these are empty,
+        which would wait for the others in the gather.
         """
         stepped = {one for group in optimizer.param_groups for one in group["params"]}
         if self._finite and not self._in_gathered and not stepped.isdisjoint(self.parameters()):

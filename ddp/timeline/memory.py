@@ -30,10 +30,8 @@ def count(flats: Iterable[FlatParameters], state: int) -> dict[str, float]:
     counts["optimizer state"] = state
     for flat in flats:
         gradients = [] if flat.gradient is None else [flat.gradient]
-        if in_backward():
-            gradients += [
-                parameter.grad for parameter in flat.whole if parameter.grad is not None
-            ]  # on their way into it
+        if in_backward():  # some are on their way into the flat one
+            gradients += [parameter.grad for parameter in flat.whole if parameter.grad is not None]
         for kind, whole, shard in (("parameters", [flat.full], flat.shard), ("gradients", gradients, flat._grad_shard)):
             counts[f"whole {kind}"] += bytes_of(whole)
             if shard is not None:

@@ -198,10 +198,9 @@ def converted(stage: int) -> None:
         model: Model = shard(net, stage, units=[net[1]])
         model.to("cpu").float()  # changes nothing
         model(inputs(0)).mean().backward()
-        with pytest.raises(
-            RuntimeError, match=r"was replaced or moved after shard\(\)|Creating a Parameter from an inst"
-        ):
-            assert [convert(net, model), model(inputs(0))]
+        convert(net, model)
+        with pytest.raises(RuntimeError, match=r"was replaced or moved after shard\(\)"):
+            model(inputs(0))
 
 
 def frozen_and_unfrozen(stage: int) -> None:
