@@ -58,12 +58,24 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The same training
 
 
-def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, precision: str) -> None:
     """On one device, ``dataparallel.train`` ends with the bits of ``ddp.train``.
 
     Claim (dataparallel/README.md): on one device it is `ddp.train` bit for bit.
     """
-    settings = ("--optimizer", "adamw", "--clip-norm", "1", "--label-smoothing", "0.1", "--seed", "3")
+    settings = (
+        "--precision",
+        precision,
+        "--optimizer",
+        "adamw",
+        "--clip-norm",
+        "1",
+        "--label-smoothing",
+        "0.1",
+        "--seed",
+        "3",
+    )
     arguments = (*TINY, *settings, "--batch-size", "48", "--log-every", "4", "--threads", "1")
     for command, device in (("ddp.train", "--device"), ("dataparallel.train", "--devices")):
         (done,) = run_forked(command, *arguments, device, "cpu", "--run-dir", tmp_path / command)

@@ -44,7 +44,7 @@ def test_nothing_is_left_after_ctrl_c() -> None:
     """
     with start_command("tests.launchers", "srun") as process:
         started: list[psutil.Process] = []
-        names: set[str] = set()
+        names = set[str]()
         deadline = time.monotonic() + 60
         while not {"munged", "slurmctld", "slurmd"} <= names:
             assert time.monotonic() < deadline and process.poll() is None

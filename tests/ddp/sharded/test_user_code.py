@@ -325,14 +325,14 @@ def other_gradients(stage: int) -> None:
     for one, ranks in ((model, None), (plain, range(2))):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         for number in range(6):
-            penalty = sum(parameter.square().sum() for parameter in one.parameters())
-            (one(inputs(number, ranks)).square().mean() + 0.1 * penalty).backward()
+            loss = one(inputs(number, ranks)).square().mean()
+            (loss + 0.1 * sum(parameter.square().sum() for parameter in one.parameters())).backward()
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-            for parameter in one.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad * 0.5
+            else:
+                for parameter in one.parameters():
+                    parameter.grad = parameter.grad * 0.5  # type: ignore[operator]
     with model.gathered() as module:
         torch.testing.assert_close(module.state_dict(), plain.state_dict())
         with pytest.raises(RuntimeError, match="within another"), model.gathered():
