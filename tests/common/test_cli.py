@@ -188,18 +188,6 @@ def test_a_list_with_a_wrong_value_is_refused_in_a_line_that_names_it(flag: str,
     assert str(error.value).removesuffix(" (python -m lists --help lists what there is)") == message
 
 
-def test_the_help_shows_lists_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_lists("--help")
-    help_text = " ".join(capsys.readouterr().out.split())
-    for line in (
-        "--num-workers INT,... loader processes (default: 0,2)",
-        "--rates FLOAT,... per second (default: 0.5)",
-        "--loaders stock|fast,... which (default: all)",
-    ):
-        assert line in help_text
-
-
 def test_flags_are_taken_in_the_style_of_courses_too_where_that_is_wanted() -> None:
     for arguments in (["-num_workers", "1,3", "--verbose"], ["--num-workers", "1,3", "-verbose"]):
         assert parse_lists(*arguments, underscores=True) == Lists(num_workers=(1, 3), verbose=True)

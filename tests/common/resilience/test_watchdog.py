@@ -62,17 +62,6 @@ def test_a_rank_that_failed_is_missing() -> None:
     assert missing_ranks([beats[0]._replace(number=6), beats[1]], beats) == [1]
 
 
-def test_micro_steps_come_to_a_phase_several_times() -> None:
-    watchdog = Watchdog(ALONE, TIMEOUT_S)
-    seen = []
-    for step in (4, 5):
-        for phase in ("data", "backward", "data", "backward"):
-            watchdog.at(step, phase)
-            seen.append(watchdog._at)
-    assert seen == sorted(seen)
-    assert len(set(seen)) == len(seen)
-
-
 def test_a_rank_that_finished_its_batches_is_ahead_of_those_that_have_not() -> None:
     watchdog = Watchdog(ALONE, TIMEOUT_S)
     watchdog.at(3, "evaluation")
@@ -440,10 +429,3 @@ def left_open() -> int:
     """Threads and files, once all ranks are here."""
     dist.barrier()
     return threading.active_count() + psutil.Process().num_fds()
-
-
-def test_an_exception_passes_through() -> None:
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError), Watchdog(ALONE, TIMEOUT_S):
-        raise ZeroDivisionError
-    assert threading.active_count() == before

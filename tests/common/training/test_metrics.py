@@ -80,11 +80,6 @@ def test_resuming_keeps_the_records_up_to_its_step_and_appends(
     assert read_metrics(folder) == [record(step) for step in [*filter(after_step.__ge__, steps), after_step + 1]]
 
 
-def test_resuming_without_a_file_starts_one(tmp_path: Path) -> None:
-    write_steps(tmp_path, 6, after_step=5)
-    assert steps_of(tmp_path) == [6]
-
-
 @pytest.mark.parametrize("cut", [1, 5, 30])
 def test_a_last_line_that_was_cut_short_is_left_out_and_gone_after_a_resume(cut: int, tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 2, 3)
@@ -126,12 +121,6 @@ def test_a_pipe_in_its_place_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
     with pytest.raises(UsageError, match=rf"{tmp_path / FILE} cannot be written \(Not a regular file\)"):
         MetricsWriter(tmp_path, after=(1, 0))
-
-
-def test_a_run_without_records_has_none(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-    (tmp_path / FILE).touch()
-    assert read_metrics(tmp_path) == []
 
 
 def test_nothing_but_the_records_is_left_in_the_folder(tmp_path: Path) -> None:

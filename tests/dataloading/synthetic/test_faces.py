@@ -62,12 +62,6 @@ def test_the_number_of_images_has_a_long_tail() -> None:
     assert min(counts) == 1
 
 
-def test_names_are_unique_and_plain() -> None:
-    names = {name_of(person) for person in range(PEOPLE)}
-    assert len(names) == PEOPLE
-    assert all(re.fullmatch("[A-Z][a-z]+_[A-Z][a-z]+", name) for name in names)
-
-
 def test_files_are_jpegs_like_lfws_with_their_size_and_its_spread() -> None:
     files = [encode(draw(person, person % 7)) for person in range(0, 900, 6)]
     sizes = [len(file) for file in files]
