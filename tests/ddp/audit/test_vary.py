@@ -17,20 +17,29 @@ from tests.support.launch import run_command
 SCRIPT = FOLDER / "torch_alone.py"
 
 
-def varied(folder: Path, source: str, kinds: Sequence[str], always: int | None = None) -> list[Variation]:
-    """The variations of a script with the arguments of the table's job.
+def varied(
+    folder: Path,
+    source: str,
+    kinds: Sequence[str],
+    always: int | None = None,
+    arguments: Sequence[str] = FLAGS,
+    resume: str | None = None,
+) -> list[Variation]:
+    """The variations of a script.
 
     :param always: ranks that the script starts itself, whatever it is told
+    :param arguments: of the script; of the table's job if none are given
+    :param resume: the script's switch
     """
     (folder / "job.py").write_text(source)
 
-    def run(arguments: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
+    def run(script: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
         place = folder / name if name else Path(tempfile.mkdtemp(dir=folder))
         place.mkdir(exist_ok=True)
-        return watch(folder, [argument.replace(RUN, str(place)) for argument in arguments], always or ranks, kill_at)
+        return watch(folder, [argument.replace(RUN, str(place)) for argument in script], always or ranks, kill_at)
 
-    script = [str(folder / "job.py"), *FLAGS]
-    plans = plan(kinds, Flags("batch-size", "micro-steps"), script, 2)
+    script = [str(folder / "job.py"), *arguments]
+    plans = plan(kinds, Flags("batch-size", "micro-steps", resume), script, 2)
     return list(vary(plans, run(script, 2, None, None), run))
 
 
