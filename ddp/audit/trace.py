@@ -100,6 +100,11 @@ class Epoch:
         """The checksums of all samples that arrived."""
         return [row for batch in self.batches for row in batch["rows"]]
 
+    @property
+    def labeled(self) -> set[tuple[int, int]]:
+        """The numbers of all samples, each with the checksum of its labels, where they are known."""
+        return {pair for batch in self.batches for pair in zip(batch["indices"] or (), batch["targets"], strict=False)}
+
 
 def epochs(trace: RankTrace) -> list[Epoch]:
     """All iterations over loaders, in order."""
@@ -116,7 +121,10 @@ def epochs(trace: RankTrace) -> list[Epoch]:
             found[event["iterator"]].ended = True
         elif latest is not None:
             latest.after.append(event)
-            latest.trains |= event["kind"] == "backward"
+            if event["kind"] == "backward":
+                # An evaluation within an epoch has ended by then: the pass is that of the loader around it.
+                running = [epoch for epoch in found.values() if epoch.batches and not epoch.ended]
+                (running[-1] if latest.ended and running else latest).trains = True
     return [epoch for epoch in found.values() if epoch.batches]
 
 

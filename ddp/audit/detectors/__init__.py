@@ -1,9 +1,8 @@
-"""The detectors: each is a function from a trace to findings, and each file is about one kind of bug."""
+"""The detectors: each file is about one kind of bug, and its ``detect`` is a function from a trace to findings."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
 
 from ddp.audit.detectors import (
     averages,
@@ -24,37 +23,37 @@ from ddp.audit.detectors.finding import Finding
 from ddp.audit.trace import Trace
 
 # In this order: a detector that knows a cause comes before those that see only its effect.
-DETECTORS: Sequence[Callable[[Trace], Iterable[Finding]]] = (
-    collectives.detect,
-    schedules.detect,
-    optimizers.detect,
-    clipping.detect,
-    averages.detect,
-    weights.detect,
-    randomness.detect,
-    order.detect,
-    coverage.detect,
-    evaluation.detect,
-    checkpoints.detect,
-    replicas.detect,
-    costs.detect,
+DETECTORS = (
+    collectives,
+    schedules,
+    optimizers,
+    averages,
+    clipping,
+    weights,
+    randomness,
+    order,
+    coverage,
+    evaluation,
+    checkpoints,
+    replicas,
+    costs,
 )
 
 
 def find(trace: Trace) -> list[Finding]:
     """All that is wrong in a run, each thing once.
 
-    Ranks that differ are the effect of something else. They are a finding of their own only if no cause was found.
+    What is the effect of something else is a finding of its own only if no cause was found.
     """
     findings: dict[tuple[str, str], Finding] = {}
-    for detect in DETECTORS:
+    for detector in DETECTORS:
         try:
-            found = list(detect(trace))
+            found = list(detector.detect(trace))
         except Exception:
-            trace.errors.append({"what": detect.__module__, "text": traceback.format_exc(limit=-3)})
+            trace.errors.append({"what": detector.__name__, "text": traceback.format_exc(limit=-3)})
             continue
         for finding in found:
             explained = any(other.diverges for other in findings.values())
-            if not (detect is replicas.detect and explained):
-                findings.setdefault((detect.__module__, finding.where), finding)
+            if not (finding.is_effect and explained):
+                findings.setdefault((detector.__name__, finding.where), finding)
     return list(findings.values())

@@ -26,8 +26,22 @@ def detect(trace: Trace) -> Iterator[Finding]:
         if finding := _of_step(trace, steps):
             thrown_away += LAST in finding.text  # once is right: a warm-up pass before the first step
             if LAST not in finding.text or thrown_away > 1:
+                if finding.text.startswith(LOCAL) and _meet_again(trace):
+                    finding.text, finding.is_hint = f"{LOCAL}. Later the weights are: this is local SGD", True
                 yield finding
                 return
+
+
+def _meet_again(trace: Trace) -> bool:
+    """Whether the ranks' weights differ after an optimizer step and are equal before the next one."""
+    steps = [
+        [(s.last("before_step").get("parameters"), s.last("step")["parameters"]) for s in of_ranks]
+        for of_ranks in trace.steps()
+    ]
+    return any(
+        any(left != before[0][1] for _, left in before) and all(found == after[0][0] for found, _ in after)
+        for before, after in itertools.pairwise(steps)
+    )
 
 
 def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
@@ -35,9 +49,11 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
     counts = {len(own) for own in passes}
     if len(counts) > 1 or counts == {0} or any("computed" not in one for own in passes for one in own):
         return None
-    weights = {known for one in passes[0] for known in one["weights"].items()}
-    if len(weights) > len(dict(weights)):
-        return None  # the script itself changes the weights between two passes, as SAM does
+    if changes_weights(steps[0]):
+        return None
+    orders = [[event["kind"] for event in step.all("backward", "clip")] for step in steps]
+    if any(order != sorted(order) for order in orders):
+        return None  # clipped between two passes, which clipping.py tells
     if any(step.last("step").get("sharded") or "gradients" not in step.last("before_step") for step in steps):
         return None
     shared = [n for n in steps[0].own if all(n in step.own for step in steps)]
@@ -54,6 +70,12 @@ def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
         return None
     number = next(n for n in numbers if explanations[n] == text)
     return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(known) - 1} more")
+
+
+def changes_weights(step: Step) -> bool:
+    """Whether the script itself changes the weights between two passes, as SAM does."""
+    weights = {known for one in step.all("backward") for known in one.get("weights", {}).items()}
+    return len(weights) > len(dict(weights))
 
 
 def factor_of(steps: Sequence[Step]) -> float:
@@ -120,7 +142,7 @@ DIFFERENT = "the ranks step with different gradients"
 
 def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
     """The finding, at the line that is to blame."""
-    flags = first.all("flag", "forward")
+    flags, forwards = first.all("flag", "forward", "backward"), first.all("forward")
     causes = (  # of gradients that are not averaged: the events that tell, what they tell, and the cure
         (
             [event for rank in trace.ranks for event in rank.all("around")],
@@ -133,9 +155,14 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
             "Set it before the forward pass, or put forward and backward under no_sync()",
         ),
         (
-            [event for event in first.all("forward") if event["lost"]],
-            "parameters are other objects than when DDP was built, or have been converted, and have no hooks",
-            "Convert and move the model before it is wrapped",
+            [] if any(event["synchronizes"] for event in forwards) else forwards[-1:],
+            "no forward pass of this step has require_backward_grad_sync on",
+            "Set it, or leave no_sync(), for the last micro-batch's forward and backward",
+        ),
+        (
+            [event for event in forwards if event["lost"]],
+            "parameters are other objects than when DDP was built, or were frozen or of another dtype then, and have no hooks",
+            "Convert, move and unfreeze the model before it is wrapped",
         ),
         (
             [event for event in first.all("collective") if event["in_backward"] and event["parameter"] is not None],

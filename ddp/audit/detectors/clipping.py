@@ -88,6 +88,7 @@ def _norms(trace: Trace, steps: Sequence[Step]) -> Iterator[Finding]:
                 of_ranks[0],
                 CHAPTER,
                 diverges=True,
+                is_effect=True,
             )
             return
     yield from _by_hand(trace, steps)

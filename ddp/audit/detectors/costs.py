@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+from ddp.audit.detectors.averages import changes_weights
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.trace import Event, Step, Trace
 
@@ -22,6 +23,8 @@ def detect(trace: Trace) -> Iterator[Finding]:
 def _micro_steps(step: Step) -> Iterator[Finding]:
     forwards = step.all("forward")
     averaging = Counter(event["where"] for event in forwards if event["synchronizes"])
+    if len(step.all("backward")) < 2 or changes_weights(step):
+        return  # all outputs go back at once, or each pass must be averaged
     if max(averaging.values(), default=0) > 1:
         yield Finding(
             f"{max(averaging.values())} micro-batches of one step average the gradients over the ranks, and one would do",

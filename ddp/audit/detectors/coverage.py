@@ -24,16 +24,17 @@ def detect(trace: Trace) -> Iterator[Finding]:
 
 
 def _same(trace: Trace) -> Iterator[Finding]:
-    """Batches of no loader: their losses have equal inputs and targets on all ranks, in all steps."""
+    """Batches of no loader: losses have equal inputs and targets on all ranks, in all steps. Without losses, forward passes tell."""
     if trace.world_size < 2 or any(epoch.trains for epoch in epochs(trace.ranks[0])):
         return
     steps = list(trace.steps())
-    losses = [one for of_ranks in steps for one in zip(*(step.all("loss") for step in of_ranks), strict=False)]
     first = trace.ranks[0]
+    kind, seen = ("loss", "probes") if first.all("loss") else ("forward", "rows")
+    losses = [one for of_ranks in steps for one in zip(*(step.all(kind) for step in of_ranks), strict=False)]
     gathered = first.all("put_back") or any(event["requires_grad"] for event in first.all("collective"))
-    if len(losses) > 2 and not gathered and all(own["probes"] == one[0]["probes"] for one in losses for own in one):
+    if len(losses) > 2 and not gathered and all(own[seen] == one[0][seen] != [] for one in losses for own in one):
         yield Finding(
-            f"all ranks train on the same samples: in all of {len(losses)} losses, inputs and targets are equal",
+            f"all ranks train on the same samples: the inputs of all {len(losses)} {kind} calls are equal",
             "Give each rank another part of the global batch",
             losses[0][0],
             CHAPTER,
@@ -41,7 +42,10 @@ def _same(trace: Trace) -> Iterator[Finding]:
 
 
 def _repeated(of_ranks: tuple[Epoch, ...], number: int) -> Finding | None:
-    """Samples that arrived on several ranks, or twice on one. Their contents decide: ranks may have data sets of their own."""
+    """Samples that arrived on several ranks, or twice on one.
+
+    Their contents decide, since ranks may have data sets of their own; or, where they are augmented, all of their labels.
+    """
     begin = of_ranks[0].begin
     rows = [row for epoch in of_ranks for row in epoch.rows]
     counts = Counter(rows)
@@ -59,6 +63,9 @@ def _repeated(of_ranks: tuple[Epoch, ...], number: int) -> Finding | None:
     samples = [epoch.samples for epoch in of_ranks]
     if any(one is None for one in samples) or len(of_ranks) < 2:
         return None
+    labeled = [epoch.labeled for epoch in of_ranks]
+    if all(one == labeled[0] for one in labeled) and len({label for _, label in labeled[0]}) > 1:
+        shared, counts = {number for number, _ in labeled[0]}, Counter(samples[0])
     if len(shared) > max(2 * len(of_ranks), len(counts) // 10) and begin["replicas"] is None:
         return Finding(
             f"{len(shared)} of {len(counts)} samples arrive on every rank in epoch {number}: the loader does not divide them",

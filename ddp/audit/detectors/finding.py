@@ -18,6 +18,7 @@ class Finding:
     :param chapter: the page that explains it
     :param rank: the rank on which it was seen; None for all
     :param diverges: whether it makes the ranks' weights differ
+    :param is_effect: whether ranks that diverge for another reason would show it, too
     :param is_hint: whether nothing is wrong, and the run could be faster or more varied
     """
 
@@ -28,6 +29,7 @@ class Finding:
     rank: int | None = None
     diverges: bool = False
     is_hint: bool = False
+    is_effect: bool = False
 
     def as_json(self) -> dict[str, object]:
         """What is printed, in parts."""

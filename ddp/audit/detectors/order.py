@@ -40,14 +40,15 @@ def detect(trace: Trace) -> Iterator[Finding]:
 def _leftover(rank: RankTrace) -> Iterator[Finding]:
     """Backward passes at an epoch's end that no optimizer step follows: their gradients enter the next epoch's first step."""
     left: list[Event] = []
-    ended, carried = set[str](), False
+    ended, over = set[str](), 0
+    usual = len(rank.steps[0].all("backward")) if rank.steps else 1
     for event in rank.events:
         if event["kind"] in ("step", "skipped", "zero_grad"):
-            left, ended, carried = [], set(), False
+            left, ended, over = [], set(), 0
         elif event["kind"] == "backward":
-            if carried:
+            if over and len(left) >= usual:  # a loop that counts on from epoch to epoch takes as many as ever
                 yield Finding(
-                    f"{len(left)} micro-batch{'es' * (len(left) > 1)} at an epoch's end: the gradients enter the next one's first step",
+                    f"{over} micro-batch{'es' * (over > 1)} at an epoch's end: the gradients enter the next one's first step",
                     "Take an optimizer step after an epoch's last micro-batch too, or drop the rest of the epoch",
                     left[0],
                     "ddp/README.md, chapter 5",
@@ -56,7 +57,7 @@ def _leftover(rank: RankTrace) -> Iterator[Finding]:
                 return
             left.append(event)
         elif event["kind"] == "epoch":
-            carried |= bool(left) and event["where"] in ended
+            over = over or (len(left) if event["where"] in ended else 0)
         elif event["kind"] == "epoch_end" and left:
             ended |= {e["where"] for e in rank.all("epoch") if e["iterator"] == event["iterator"]}
 

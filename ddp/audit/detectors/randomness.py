@@ -78,21 +78,31 @@ def _forward_passes(trace: Trace) -> Iterator[Finding]:
 
 
 def _workers(trace: Trace) -> Iterator[Finding]:
-    """Generators that a data set holds are copied into each worker."""
+    """Generators that a data set holds are copied into each worker. Those of a worker itself have the seed that it is given."""
     groups = [(rank.rank, worker) for rank in trace.ranks for worker in rank.workers]
-    starts: dict[int, list[int]] = {}
-    for rank, worker in groups:
-        begin = next(event for event in worker if event["kind"] == "worker")
-        end = next((event for event in reversed(worker) if event["kind"] == "worker_end"), begin)
-        for before, after in zip(begin["generators"], end["generators"], strict=False):
-            if before != after:
-                starts.setdefault(before, []).append(rank)
-    same = max(starts.values(), key=len, default=[])
-    if len(same) > 1:
-        iterated = [event for rank in trace.ranks for event in rank.all("epoch") if event["workers"]]
-        yield Finding(
-            f"{len(same)} loader workers draw the same numbers: the data set holds a generator, which each worker gets a copy of",
+    iterated = [event for rank in trace.ranks for event in rank.all("epoch") if event["workers"]]
+    for held, why, cure in (
+        (
+            "generators",
+            "the data set holds a generator, which each worker gets a copy of",
             "Make the generator in __getitem__ from (seed, epoch, index)",
-            iterated[0],
-            "dataloading/README.md, chapter 7",
-        )
+        ),
+        ("worker", "they are seeded alike", "Seed them from torch.initial_seed(), and the ranks with seed + rank"),
+    ):
+        starts: dict[int, list[int]] = {}
+        for rank, worker in groups:
+            begin = next(event for event in worker if event["kind"] == "worker")
+            end = next((event for event in reversed(worker) if event["kind"] == "worker_end"), begin)
+            for before, after in zip(begin[held], end[held], strict=False):
+                if before != after:
+                    starts.setdefault(before, []).append(rank)
+        same = max(starts.values(), key=len, default=[])
+        if len(same) > 1:
+            yield Finding(
+                f"{len(same)} loader workers draw the same numbers: {why}",
+                cure,
+                iterated[0],
+                "dataloading/README.md, chapter 7",
+                is_hint=held == "worker" and len(set(same)) == len(same),  # those of other ranks: on other samples
+            )
+            return

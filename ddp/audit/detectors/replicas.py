@@ -25,6 +25,7 @@ def detect(trace: Trace) -> Iterator[Finding]:
                         "Start from the same weights (DDP sends rank 0's), average the gradients, and let all ranks step alike",
                         steps[0].last("before_step"),
                         CHAPTER,
+                        is_effect=True,
                     )
                     return
     counts = [len(rank.steps) for rank in trace.ranks]
@@ -39,4 +40,5 @@ def detect(trace: Trace) -> Iterator[Finding]:
             CHAPTER,
             rank=fewest,
             diverges=True,
+            is_effect=True,
         )

@@ -20,75 +20,96 @@ TOLERANCE = 1e-3
 def detect(trace: Trace) -> Iterator[Finding]:
     for steps in trace.steps():
         losses = [_losses(step) for step in steps]
-        for call in dict.fromkeys(loss["call"] for own in losses for loss in own):
-            found = _of_call(trace.world_size, steps, [[one for one in own if one["call"] == call] for own in losses])
-            if found is not None:
-                yield found
-                return
+        calls = dict.fromkeys(loss["call"] for own in losses for loss in own)
+        found = _of_step(trace.world_size, steps, [[_of(call, own) for own in losses] for call in calls])
+        if found is not None:
+            yield found
+            return
 
 
 def _losses(step: Step) -> list[Event]:
-    """The losses of a step, each with the scaler's scale, and with whether it is of a batch that was gathered from all ranks."""
+    """The losses of a step, each with the weight of a term, and with whether it is of a batch that was gathered from all ranks."""
     scale, gathered, losses = step.last("scale").get("scale", 1.0), False, list[Event]()
     for event in step.events:
         if event["kind"] == "zero_grad":
             losses.clear()  # their gradients are gone
         gathered |= event["kind"] == "put_back"
         if event["kind"] == "loss" and event["terms"]:
-            losses.append(event | {"scale": scale, "gathered": gathered})
+            losses.append(event | {"weight": abs(event["weight"]) / scale, "gathered": gathered})
     return losses
 
 
-def _of_call(ranks: int, steps: Sequence[Step], losses: Sequence[Sequence[Event]]) -> Finding | None:
-    """Of the losses that one call in the script computed, by rank."""
-    weights = [(rank, loss, abs(loss["weight"]) / loss["scale"]) for rank, own in enumerate(losses) for loss in own]
-    finite = [one for one in weights if math.isfinite(one[2]) and one[2] > 0]
-    if len(finite) < len(weights) or not finite:
-        return None
-    (low_rank, low, least), (rank, high, most) = min(finite, key=lambda w: w[2]), max(finite, key=lambda w: w[2])
-    if most > (1 + TOLERANCE) * least and low["terms"] != high["terms"]:
-        return Finding(
-            f"a mean of means: a term of the loss weighs {most:.3g} in a micro-batch of {high['terms']} terms on rank {rank}, and "
-            f"{least:.3g} in one of {low['terms']} on rank {low_rank}",
-            "Divide the sum of the losses by the number of terms in the global batch, over all ranks and micro-batches",
-            high,
-            CHAPTER,
+def _of(call: str, losses: Sequence[Event]) -> list[Event]:
+    """The losses that one call in the script computed."""
+    return [loss for loss in losses if loss["call"] == call]
+
+
+def _of_step(ranks: int, steps: Sequence[Step], calls: Sequence[Sequence[Sequence[Event]]]) -> Finding | None:
+    """:param calls: for each call in the script, the losses of each rank"""
+    totals: list[tuple[float, Event]] = []  # of each call: the weights of all terms, averaged over the ranks
+    passes = 1
+    for of_call in calls:
+        losses = [(rank, loss) for rank, own in enumerate(of_call) for loss in own]
+        if not all(math.isfinite(loss["weight"]) and loss["weight"] > 0 for _, loss in losses):
+            return None
+        (low_rank, low), *_, (rank, high) = sorted(losses, key=lambda one: one[1]["weight"]) * 2
+        if high["weight"] > (1 + TOLERANCE) * low["weight"] and low["terms"] != high["terms"]:
+            return Finding(
+                f"a mean of means: a term of the loss weighs {high['weight']:.3g} in a micro-batch of {high['terms']} terms on rank "
+                f"{rank}, and {low['weight']:.3g} in one of {low['terms']} on rank {low_rank}",
+                "Divide the sum of the losses by the number of terms in the global batch, over all ranks and micro-batches",
+                high,
+                CHAPTER,
+            )
+        # Without a mean of its own, the script may add up a sample's elements, and take the mean over the samples.
+        sizes = ("terms",) if high["is_mean"] else ("terms", "samples")
+        of_sizes = [sum(loss["weight"] * loss[size] for _, loss in losses) / ranks for size in sizes]
+        totals.append(
+            (1.0 if any(math.isclose(size, 1, rel_tol=TOLERANCE) for size in of_sizes) else of_sizes[0], high)
         )
-    passes = max(map(len, losses))
-    total = sum(weight * loss["terms"] for _, loss, weight in finite) / ranks
-    if high["gathered"]:  # each rank's loss is that of the global batch, and leads to its own part of the gradient
-        if math.isclose(total, 1, rel_tol=TOLERANCE):
+        passes = max(passes, *map(len, of_call))
+    if not totals or passes > len(steps[0].all("backward")):
+        return None  # a call in a loop, such as over the heads of a network
+    together, (least, of_least) = sum(total for total, _ in totals), min(totals, key=lambda one: one[0])
+    if any(
+        loss["gathered"] for _, loss in totals
+    ):  # each rank's loss is that of the global batch, and leads to its part of the gradient
+        if math.isclose(together, 1, rel_tol=TOLERANCE):
             return Finding(
                 f"the gradient is too small by a factor of {ranks}: each rank computes the loss of the gathered batch, and gets the "
                 "gradient of its own part; the parts should be added, and DDP averages them",
                 "Multiply the loss by the number of ranks",
-                high,
+                of_least,
                 CHAPTER,
             )
         return None
-    total *= factor_of(steps)
-    too_large = total > 1.5 and math.isclose(total, round(total), rel_tol=TOLERANCE) and passes % round(total) == 0
-    if 1 < passes <= len(steps[0].all("backward")) and too_large:
+    # A loss may have a coefficient. So only what all losses of a step have in common is wrong.
+    if math.isclose(least, 1, rel_tol=TOLERANCE):
+        return None
+    factor = factor_of(steps)
+    least, together = least * factor, together * factor
+    too_large = least > 1.5 and math.isclose(least, round(least), rel_tol=TOLERANCE) and passes % round(least) == 0
+    if passes > 1 and too_large:
         return Finding(
-            f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {total:.3g} and not to 1",
+            f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {least:.3g} and not to 1",
             f"Divide each micro-batch's mean loss by {passes}",
-            high,
+            of_least,
             CHAPTER,
         )
-    if ranks > 1 and math.isclose(total, 1 / ranks, rel_tol=TOLERANCE):
+    if ranks > 1 and math.isclose(together, 1 / ranks, rel_tol=TOLERANCE):
         return Finding(
-            f"the weights of all terms sum to {total:.3g}, which is 1 / the number of ranks",
-            "If the loss is divided by the number of ranks, leave that out: DDP divides the gradients already",
-            high,
+            f"the weights of all terms sum to {together:.3g}, which is 1 / the number of ranks",
+            "DDP divides by the number of ranks: do not divide the loss by it, and multiply by it if you divide by a count of all ranks",
+            of_least,
             CHAPTER,
             is_hint=True,
         )
-    for factor, text in ((ranks * passes, "ranks x micro-batches"), (ranks, "ranks")):
-        if factor > 1 and math.isclose(total, factor, rel_tol=TOLERANCE):
+    for too_often, text in ((ranks * passes, "ranks x micro-batches"), (ranks, "ranks")):
+        if too_often > 1 and math.isclose(least, too_often, rel_tol=TOLERANCE):
             return Finding(
-                f"the weights of all terms sum to {total:.3g} and not to 1: the loss is multiplied by the number of {text}",
+                f"the weights of all terms sum to {least:.3g} and not to 1: the loss is multiplied by the number of {text}",
                 "DDP divides by the number of ranks: weigh each term by 1 / the terms of the global batch x ranks, no more",
-                high,
+                of_least,
                 CHAPTER,
             )
     return None

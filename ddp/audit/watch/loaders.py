@@ -13,8 +13,9 @@ from torch.utils import data
 from torch.utils.data import dataloader
 
 from .events import emit, is_below, quiet, watch, where
-from .tensors import rows
+from .tensors import find_tensors, rows
 
+INIT = 9  # the place of worker_init_fn among the arguments of a worker
 _iterators = 0
 
 
@@ -65,13 +66,21 @@ def install() -> None:
     worker = torch.utils.data._utils.worker
 
     @watch(worker, "_worker_loop")
-    def work(original: Any, kind: Any, given: Any, *args: Any, **kwargs: Any) -> None:
-        dataset = given[0] if isinstance(given, list) else given  # torch 2.14 passes a list, which the worker empties
-        emit("worker", generators=_generators(dataset))
+    def work(original: Any, *args: Any) -> None:
+        dataset, seeds = args[1], args[INIT]
+        dataset = (
+            dataset[0] if isinstance(dataset, list) else dataset
+        )  # torch 2.14 passes a list, which the worker empties
+
+        def begin(number: int) -> None:
+            if seeds is not None:
+                seeds(number)
+            emit("worker", generators=_generators(dataset), worker=_checksums(_global_states()))
+
         try:
-            original(kind, given, *args, **kwargs)
+            original(*args[:INIT], begin, *args[INIT + 1 :])
         finally:
-            emit("worker_end", generators=_generators(dataset))
+            emit("worker_end", generators=_generators(dataset), worker=_checksums(_global_states()))
 
 
 @quiet
@@ -110,7 +119,13 @@ def _arrived(iterator: Any, batch: Any) -> None:
     queue = iterator.__dict__.get("_audit_indices") or []
     indices = queue.pop(0) if queue else None
     flat = _integers(indices)
-    emit("batch", iterator=iterator.__dict__.get("_audit_number"), indices=flat, rows=rows(batch))
+    number = iterator.__dict__.get("_audit_number")
+    emit("batch", iterator=number, indices=flat, rows=rows(batch), targets=rows(_integers_of(batch)))
+
+
+def _integers_of(batch: Any) -> list[Tensor]:
+    """The tensors that no augmentation changes, such as labels."""
+    return [tensor for tensor in find_tensors(batch) if not tensor.is_floating_point()]
 
 
 def _integers(indices: Any) -> list[int] | None:
@@ -143,4 +158,12 @@ def _generators(dataset: Any) -> list[int]:
             elif isinstance(value, torch.Generator):
                 states.append(value.get_state().tolist())
         dataset = getattr(dataset, "dataset", None)
+    return _checksums(states)
+
+
+def _global_states() -> list[Any]:
+    return [np.random.get_state(), random.getstate(), torch.get_rng_state().tolist()]
+
+
+def _checksums(states: list[Any]) -> list[int]:
     return [zlib.crc32(repr(state).encode()) for state in states]

@@ -61,4 +61,4 @@ def _weighted(reduction: str, terms: int, of: dict[str, Any], factor: Tensor) ->
     factors = factors[factors != 0]  # a term that is masked has no weight
     terms = factors.numel() if reduction == "none" else terms if factors.numel() else 0
     weight = factors.mean().item() / (terms if reduction == "mean" else 1) if terms else 0.0
-    emit("loss", terms=terms, weight=weight, **of)
+    emit("loss", terms=terms, weight=weight, is_mean=reduction == "mean", **of)

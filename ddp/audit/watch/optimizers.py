@@ -113,6 +113,8 @@ def _watch_schedules() -> None:
         if isinstance(schedule, type) and issubclass(schedule, base):
             for name in vars(schedule).keys() & {"__init__", "step"}:
                 _watch_schedule(schedule, name)
+    for name in ("__init__", "update_parameters"):
+        _watch_schedule(torch.optim.swa_utils.AveragedModel, name)
 
 
 def _watch_schedule(schedule: Any, name: str) -> None:
@@ -126,8 +128,10 @@ def _watch_schedule(schedule: Any, name: str) -> None:
             _scheduling -= 1
         if not _scheduling:  # SequentialLR calls the steps of others, and each constructor takes a step
             metric = args[0] if args and name == "step" else kwargs.get("metrics")
-            fields = {"metric": None if metric is None else float(metric), "optimizer": id(self.optimizer)}
-            kind = "schedule" if name == "step" else "schedule_made"
+            of = getattr(self, "optimizer", self)  # an average of weights has none
+            made = "average_made" if of is self else "schedule_made"
+            fields = {"metric": None if metric is None else float(metric), "optimizer": id(of)}
+            kind = {"step": "schedule", "update_parameters": "average"}.get(name, made)
             emit(kind, schedule=type(self).__name__, id=id(self), where=where(), **fields)
         return result
 

@@ -105,7 +105,7 @@ def _forward(wrapper: Any, inputs: Any, drawn_from: int | None) -> None:
     known, now = wrapper.__dict__["_audit_known"], _hooked(wrapper.module)
     emit(
         "forward",
-        lost=any(known.get(parameter, kind) != kind for parameter, kind in now.items()),
+        lost=any(known.get(parameter) != kind for parameter, kind in now.items()),
         rows=rows(inputs) if detailed() else [],
         drawn_from=drawn_from,
         training=wrapper.training,

@@ -160,3 +160,188 @@ RAISES = GROUP + 'dist.init_process_group("gloo")\nraise RuntimeError("lost")\n'
 HANGS = GROUP + 'dist.init_process_group("gloo")\nif dist.get_rank() == 0:\n    time.sleep(1000)\ntrain()\n'
 WITHOUT_GROUP = "import torch\n"
 WITHOUT_STEP = GROUP + 'dist.init_process_group("gloo")\ntrain(0)\ndist.destroy_process_group()\n'
+
+LOADERS = (
+    GROUP
+    + """
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+rank, ranks = dist.get_rank(), dist.get_world_size()
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.inputs, self.labels = torch.randn(64, 8), torch.randint(2, (64,))
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return self.inputs[i] + torch.rand(8) + torch.from_numpy(np.random.rand(8)).float(), int(self.labels[i])
+
+def run(model, batches, lr=0.1, rates=()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step, (inputs, labels) in enumerate(batches):
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups[: len(rates[:1])]:
+            group["lr"] = rates[min(step, len(rates) - 1)]
+
+def batches(count=6):
+    return [(torch.randn(16, 8), torch.randint(2, (16,))) for _ in range(count)]
+
+network, noisy = torch.nn.Linear(8, 2), Noisy()
+torch.manual_seed(1 + rank)
+"""
+)
+
+# What is right and common: coefficients of losses, losses summed over coordinates and over heads, micro-batches counted across
+# epochs, an evaluation within an epoch, padding that is cut after it was gathered, and local SGD.
+COMMON = (
+    LOADERS
+    + """
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)])
+        self.box = torch.nn.Linear(8, 2)
+
+    def forward(self, inputs):
+        return [head(inputs) for head in self.heads], self.box(inputs)
+
+def evaluate():
+    model.eval()
+    tested = DistributedSampler(test, shuffle=False)
+    with torch.no_grad():
+        found = torch.cat([model(inputs)[0][0].argmax(1) for inputs, *_ in DataLoader(test, 4, sampler=tested)])
+    parts = [torch.empty_like(found) for _ in range(ranks)]
+    dist.all_gather(parts, found)
+    model.train()
+    return torch.stack(parts, 1).flatten()[: len(test)]
+
+torch.manual_seed(0)
+data, test = (TensorDataset(torch.randn(n, 8), torch.randint(4, (n,)), torch.rand(n, 2)) for n in (72, 27))
+model = DistributedDataParallel(Heads())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(1 + rank)
+sampler = DistributedSampler(data)
+count = 0
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, labels, boxes in DataLoader(data, 6, sampler=sampler):
+        if count % 8 == 0:
+            evaluate()
+        heads, box = model(inputs)
+        loss = 2 * F.smooth_l1_loss(box, boxes) + F.mse_loss(box, boxes, reduction="none").sum(1).mean()
+        for logits in heads:
+            loss = loss + F.cross_entropy(logits, labels)
+        (loss / 4).backward()
+        count += 1
+        if count % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(4):  # one backward pass for the sum of a head's losses, with a coefficient
+    heads, box = model(torch.randn(16, 8))
+    (F.cross_entropy(sum(heads), torch.randint(4, (16,))) + 2 * F.mse_loss(box, torch.rand(16, 2))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+for parameter in network.parameters():
+    dist.broadcast(parameter.data, 0)
+for step, (inputs, labels) in enumerate(batches(8)):
+    F.cross_entropy(network(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 4 == 3:
+        for parameter in network.parameters():
+            dist.all_reduce(parameter.data, op=dist.ReduceOp.SUM)
+            parameter.data /= ranks
+del model
+dist.destroy_process_group()
+"""
+)
+
+# What is wrong, and what the audit says of it.
+WRONG = {
+    "SHUFFLED": (
+        "samples arrive on every rank",
+        """
+run(DistributedDataParallel(network), DataLoader(noisy, 8, shuffle=True))
+""",
+    ),
+    "SEEDED": (
+        "loader workers draw the same numbers: they are seeded alike",
+        """
+def seed(_):
+    np.random.seed(42)
+
+for epoch in range(2):
+    sampler = DistributedSampler(noisy)
+    sampler.set_epoch(epoch)
+    run(DistributedDataParallel(network), DataLoader(noisy, 8, sampler=sampler, num_workers=1, worker_init_fn=seed))
+""",
+    ),
+    "LATE": (
+        "the warm-up begins at the second",
+        """
+run(DistributedDataParallel(network), batches(), rates=[0.025, 0.05, 0.075, 0.1])
+""",
+    ),
+    "OWN_PART": (
+        "too small by a factor of 2",
+        """
+model = DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, _ in batches():
+    own = F.normalize(model(inputs), dim=-1)
+    parts = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(parts, own)
+    parts[rank] = own
+    every = torch.cat(parts)
+    logits, labels = every @ (every + 0.1).T, torch.arange(len(every))
+    ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+    "NEVER_ON": (
+        "no forward pass of this step has require_backward_grad_sync on",
+        """
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    for micro_step, (inputs, labels) in enumerate(batches(2)):
+        model.require_backward_grad_sync = micro_step == 2
+        (F.cross_entropy(model(inputs), labels) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+    "UNFROZEN": (
+        "or were frozen",
+        """
+network.bias.requires_grad_(False)
+model = DistributedDataParallel(network)
+network.bias.requires_grad_(True)
+run(model, batches())
+""",
+    ),
+    "BY_HAND": (
+        "the inputs of all 6 forward calls are equal",
+        """
+torch.manual_seed(7)
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, _ in batches():
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+}

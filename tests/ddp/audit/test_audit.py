@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp.audit.vary import RUN
 from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import judge
-from tests.support.launch import REPOSITORY, run_command
+from tests.ddp.audit.test_mutants import SCRIPTS
+from tests.support.launch import run_command
 
 
 def write(folder: Path, name: str) -> Path:
@@ -51,9 +53,19 @@ def test_a_script_that_spawns_its_ranks_is_watched_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize("name", ["UNUSUAL", "JOINS"])
+@pytest.mark.parametrize("name", ["UNUSUAL", "JOINS", "COMMON"])
 def test_what_is_right_though_unusual_is_quiet(tmp_path: Path, name: str) -> None:
     assert judge(tmp_path, write(tmp_path, name)) == []
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("name", scripts.WRONG)
+def test_what_is_wrong_is_found(tmp_path: Path, name: str) -> None:
+    said, source = scripts.WRONG[name]
+    path = tmp_path / "script.py"
+    path.write_text(f"{scripts.LOADERS}{source}\ndist.destroy_process_group()\n")
+    texts = [finding.text for finding in judge(tmp_path, path)]
+    assert [said in text for text in texts] == [True], texts
 
 
 @pytest.mark.parametrize(
@@ -125,9 +137,6 @@ def test_no_false_alarm_on_the_trainer(tmp_path: Path, flags: tuple[str, ...]) -
 
 
 @pytest.mark.examples
-@pytest.mark.parametrize(
-    ("name", "steps"), [("own_loop_by_hand", ()), ("own_loop_sharded", ("10",)), ("own_loop_checkpoints", ("20",))]
-)
-def test_no_false_alarm_on_the_examples(tmp_path: Path, name: str, steps: tuple[str, ...]) -> None:
-    folder = [tmp_path / "checkpoints"] if steps else []
-    assert judge(tmp_path, REPOSITORY / "examples" / f"{name}.py", *steps, *folder) == []
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_no_false_alarm_on_the_examples(tmp_path: Path, path: Path) -> None:
+    assert judge(tmp_path, path, *(one.replace(RUN, str(tmp_path)) for one in SCRIPTS[path])) == []
