@@ -52,7 +52,8 @@ def _of_step(ranks: int, steps: Sequence[Step], calls: Sequence[Sequence[Sequenc
         losses = [(rank, loss) for rank, own in enumerate(of_call) for loss in own]
         if not all(math.isfinite(loss["weight"]) and loss["weight"] > 0 for _, loss in losses):
             return None
-        (low_rank, low), *_, (rank, high) = sorted(losses, key=lambda one: one[1]["weight"]) * 2
+        losses.sort(key=lambda one: one[1]["weight"])
+        (low_rank, low), (rank, high) = losses[0], losses[-1]
         if high["weight"] > (1 + TOLERANCE) * low["weight"] and low["terms"] != high["terms"]:
             return Finding(
                 f"a mean of means: a term of the loss weighs {high['weight']:.3g} in a micro-batch of {high['terms']} terms on rank "
@@ -64,16 +65,14 @@ def _of_step(ranks: int, steps: Sequence[Step], calls: Sequence[Sequence[Sequenc
         # Without a mean of its own, the script may add up a sample's elements, and take the mean over the samples.
         sizes = ("terms",) if high["is_mean"] else ("terms", "samples")
         of_sizes = [sum(loss["weight"] * loss[size] for _, loss in losses) / ranks for size in sizes]
-        totals.append(
-            (1.0 if any(math.isclose(size, 1, rel_tol=TOLERANCE) for size in of_sizes) else of_sizes[0], high)
-        )
+        is_one = any(math.isclose(total, 1, rel_tol=TOLERANCE) for total in of_sizes)
+        totals.append((1.0 if is_one else of_sizes[0], high))
         passes = max(passes, *map(len, of_call))
     if not totals or passes > len(steps[0].all("backward")):
         return None  # a call in a loop, such as over the heads of a network
     together, (least, of_least) = sum(total for total, _ in totals), min(totals, key=lambda one: one[0])
-    if any(
-        loss["gathered"] for _, loss in totals
-    ):  # each rank's loss is that of the global batch, and leads to its part of the gradient
+    if any(loss["gathered"] for _, loss in totals):
+        # Each rank's loss is that of the global batch, and leads to its own part of the gradient.
         if math.isclose(together, 1, rel_tol=TOLERANCE):
             return Finding(
                 f"the gradient is too small by a factor of {ranks}: each rank computes the loss of the gathered batch, and gets the "
