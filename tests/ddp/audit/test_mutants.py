@@ -36,17 +36,25 @@ SCRIPTS = {
 }
 
 
-# In the names of mutants that end with other weights, samples or files, and are right programs: no run can tell them from an intention.
-OTHER_RECIPES = (
-    "manual_seed",
-    "(step + 1) % 10",  # checkpoints at other steps
+# Mutants that end with other weights, samples or files, and are right programs: no run can tell them from an intention.
+OF_TORCH_ALONE = [
+    "rank != 0 for rank == 0",  # another rank writes the checkpoint
+    "torch.manual_seed(0), dropped",
+    "torch.manual_seed(0), one line later",
+    "torch.manual_seed(7) for torch.manual_seed(0)",
+    "with torch.autocast('cpu', torch.float16):, always",
+]
+OTHER_RECIPES = {
+    *OF_TORCH_ALONE,
+    "if (step + 1) % 10 == 0:, always",  # checkpoints at other steps
     "step for step + 1",
-    "rank != 0 for rank == 0",  # or by another rank
-    "torch.autocast",
-    "averaging.strategy != 'torch'",
-    "set_num_threads",
+    "if averaging.strategy != 'torch':, always",
+    "torch.manual_seed(derive_seed(config.seed, 'weights')), dropped",
+    "torch.manual_seed(derive_seed(config.seed, 'weights')), one line later",
+    "torch.manual_seed(7) for torch.manual_seed(derive_seed(config.seed, 'weights'))",
+    "torch.set_num_threads(config.threads or env.share_of_cores), dropped",
     "True for False",  # buffers that are sent in each step
-)
+}
 MOST_MISSED = 0.05  # of those that are wrong
 HANGS_S = 30.0
 
@@ -92,7 +100,7 @@ def summary(trace: Trace) -> str:
 
 
 def missed(folder: Path, drawn: Sequence[tuple[Path, Mutant]]) -> tuple[list[str], int]:
-    """The mutants that are wrong and not found, and how many are wrong."""
+    """The mutants that end otherwise and are not found, and how many are found."""
     before = {path: outcome(folder / path.stem, path, path.read_text()) for path in {path for path, _ in drawn}}
     assert [path for path, (_, is_found) in before.items() if is_found] == []
     found, names = 0, []
@@ -103,16 +111,15 @@ def missed(folder: Path, drawn: Sequence[tuple[Path, Mutant]]) -> tuple[list[str
                 found += 1
             else:
                 names.append(mutant.name.partition(": ")[2])
-    wrong = [name for name in names if not any(part in name for part in OTHER_RECIPES)]
-    print(f"{found} are found; missed, and wrong: {wrong}; right with another recipe:", *names, sep="\n")
-    return wrong, found + len(wrong)
+    print(f"{found} are found; the others:", *names, sep="\n")
+    return names, found
 
 
 @pytest.mark.examples
 def test_what_is_missed_is_right(tmp_path: Path) -> None:
     path, *_ = SCRIPTS
-    wrong, _ = missed(tmp_path, [(path, mutant) for mutant in mutants(path.read_text())])
-    assert wrong == []
+    names, _ = missed(tmp_path, [(path, mutant) for mutant in mutants(path.read_text())])
+    assert sorted(names) == OF_TORCH_ALONE
 
 
 @pytest.mark.slow
@@ -120,5 +127,6 @@ def test_what_is_missed_is_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_mutants_of_all_scripts(tmp_path: Path, seed: int) -> None:
     every = [(path, mutant) for path in SCRIPTS for mutant in mutants(path.read_text())]
-    wrong, count = missed(tmp_path, random.Random(seed).sample(every, 100))
-    assert len(wrong) <= MOST_MISSED * count, wrong
+    names, found = missed(tmp_path, random.Random(seed).sample(every, 100))
+    wrong = [name for name in names if name not in OTHER_RECIPES]
+    assert len(wrong) <= MOST_MISSED * (found + len(wrong)), wrong
