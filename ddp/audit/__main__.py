@@ -109,8 +109,8 @@ class Runs:
             own, *_ = output.read_text().partition("torch/distributed/elastic")  # torchrun's report follows
             sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
             how = "hangs" if outcome.status is None else "fails"
-            how += " when it is started again" * bool(name)
-            raise UsageError(f"{' '.join(script)} {how} on {ranks} rank{'s' * (ranks > 1)}")
+            how += f" on {ranks} rank{'s' * (ranks > 1)}{', when it is started again' * bool(name)}"
+            raise UsageError(f"{' '.join(script)} {how}")
         return trace
 
 

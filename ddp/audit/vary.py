@@ -242,14 +242,7 @@ def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple
         size = WEIGHTS * max((one.get("computed", {}).get(number, [0.0])[-1] for one in passes), default=0.0)
         if size and ours and theirs:
             distance = max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / size
-            ratios = [b / a if a else math.inf for a, b in zip(ours, theirs, strict=True)]
-            is_factor = math.isclose(*ratios, rel_tol=LATER)
-            how = (
-                f"{ratios[0]:.3g} times those of the first run"
-                if is_factor
-                else f"they differ by {distance:.2g} of their size"
-            )
-            found.append((distance, f"of {base.names.get(number, number)}, {how}"))
+            found.append((distance, f"{base.names.get(number, number)} differs by {distance:.2g} of its size"))
     return max(found)
 
 

@@ -24,7 +24,7 @@ def _micro_steps(step: Step) -> Iterator[Finding]:
     forwards = step.all("forward")
     averaging = Counter(event["where"] for event in forwards if event["synchronizes"])
     if len(step.all("backward")) < 2 or changes_weights(step):
-        return  # all outputs go back at once, or each pass must be averaged
+        return  # one pass for all outputs, or each must be averaged
     if max(averaging.values(), default=0) > 1:
         yield Finding(
             f"{max(averaging.values())} micro-batches of one step average the gradients over the ranks, and one would do",

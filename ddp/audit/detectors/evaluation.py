@@ -58,10 +58,8 @@ def _twice(of_ranks: tuple[Epoch, ...]) -> Finding | None:
     begin, samples = of_ranks[0].begin, [epoch.samples for epoch in of_ranks]
     if any(one is None for one in samples) or all(one == samples[0] for one in samples):
         return None
-    names = [event["name"] for event in of_ranks[0].after if event["kind"] == "collective"]
-    sums, gathers = (any(word in name for name in names) for word in ("reduce", "gather"))
-    if begin["replicas"] is None and not sums:
-        return None
+    if not any(event["kind"] == "collective" and event["name"].endswith("reduce") for event in of_ranks[0].after):
+        return None  # what is gathered may be cut to the right length
     counts = Counter(sample for own in samples for sample in own or ())
     total = sum(counts.values())
     if all(epoch.ended for epoch in of_ranks) and total > len(counts):
@@ -70,7 +68,6 @@ def _twice(of_ranks: tuple[Epoch, ...]) -> Finding | None:
             "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",
             begin,
             CHAPTER,
-            is_hint=gathers and not sums,  # what is gathered may be cut to the right length
         )
     return None
 

@@ -81,13 +81,9 @@ def _workers(trace: Trace) -> Iterator[Finding]:
     """Generators that a data set holds are copied into each worker. Those of a worker itself have the seed that it is given."""
     groups = [(rank.rank, worker) for rank in trace.ranks for worker in rank.workers]
     iterated = [event for rank in trace.ranks for event in rank.all("epoch") if event["workers"]]
-    for held, why, cure in (
-        (
-            "generators",
-            "the data set holds a generator, which each worker gets a copy of",
-            "Make the generator in __getitem__ from (seed, epoch, index)",
-        ),
-        ("worker", "they are seeded alike", "Seed them from torch.initial_seed(), and the ranks with seed + rank"),
+    for held, why in (
+        ("generators", "the data set holds a generator, which each worker gets a copy of"),
+        ("worker", "they are seeded alike"),
     ):
         starts: dict[int, list[int]] = {}
         for rank, worker in groups:
@@ -100,7 +96,7 @@ def _workers(trace: Trace) -> Iterator[Finding]:
         if len(same) > 1:
             yield Finding(
                 f"{len(same)} loader workers draw the same numbers: {why}",
-                cure,
+                "Make the generator in __getitem__ from (seed, epoch, index), or let worker_init_fn use torch.initial_seed()",
                 iterated[0],
                 "dataloading/README.md, chapter 7",
                 is_hint=held == "worker" and len(set(same)) == len(same),  # those of other ranks: on other samples

@@ -17,21 +17,9 @@ def _is_long(rank: RankTrace) -> bool:
     return sum(epoch.trains for epoch in epochs(rank)) > 1 or (not rank.all("epoch") and len(rank.steps) >= LONG)
 
 
-def _late(rank: RankTrace) -> Iterator[Finding]:
-    """A warm-up that the script sets by hand, after each step instead of before it: the first step has another rate."""
-    steps = [step.last("before_step") for step in rank.steps]
-    rates = [step["rates"] for step in steps[:4] if step["where"] == steps[0]["where"]]
-    if len(rates) == 4 and rates[0] > rates[1] < rates[2] < rates[3] and not rank.all("schedule_made"):
-        yield Finding(
-            f"the first step has the rate {rates[0][0]:.4g}, and the warm-up begins at the second, with {rates[1][0]:.4g}",
-            "Set the rate of a step before the optimizer takes it",
-            steps[0],
-            CHAPTER,
-        )
-
-
 def detect(trace: Trace) -> Iterator[Finding]:
-    for step in trace.ranks[0].steps[1:]:
+    first = trace.ranks[0]
+    for step in first.steps[1:]:
         counts = Counter((event["where"], event["id"]) for event in step.all("schedule"))
         often = [event for event in step.all("schedule") if counts[event["where"], event["id"]] == trace.world_size > 1]
         if often:
@@ -42,19 +30,16 @@ def detect(trace: Trace) -> Iterator[Finding]:
                 CHAPTER,
             )
             break
-    first = trace.ranks[0]
     stepped = {event["optimizer"] for event in first.all("schedule", "average")}
     for event in first.all("schedule_made", "average_made"):
         if event["optimizer"] not in stepped and _is_long(first):
-            is_average = event["kind"] == "average_made"
             yield Finding(
-                f"this {event['schedule']} is never updated: it holds the weights with which it was made"
-                if is_average
-                else f"no {event['schedule']} of this optimizer is ever stepped: the learning rate stays as it is",
-                f"Call its {'update_parameters' if is_average else 'step'}() once per epoch or optimizer step, as it is meant",
+                f"neither this {event['schedule']} nor another of its optimizer is ever stepped or updated",
+                "Call its step(), or update_parameters(), once per epoch or optimizer step, as it is meant",
                 event,
                 CHAPTER,
-                is_hint=is_average or not first.all("epoch"),  # it may be meant for later than this run ends
+                # It may be meant for later than this run ends.
+                is_hint=event["kind"] == "average_made" or not first.all("epoch"),
             )
     for events in zip(*(rank.all("schedule") for rank in trace.ranks), strict=False):
         metrics = [event.get("metric") for event in events]
@@ -68,7 +53,6 @@ def detect(trace: Trace) -> Iterator[Finding]:
                 diverges=True,
             )
             return
-    yield from _late(first)
     for steps in trace.steps():
         rates = [step.last("before_step")["rates"] for step in steps]
         if any(own != rates[0] for own in rates):

@@ -21,7 +21,8 @@ def detect(trace: Trace) -> Iterator[Finding]:
     for steps in trace.steps():
         losses = [_losses(step) for step in steps]
         calls = dict.fromkeys(loss["call"] for own in losses for loss in own)
-        found = _of_step(trace.world_size, steps, [[_of(call, own) for own in losses] for call in calls])
+        by_call = [[[loss for loss in own if loss["call"] == call] for own in losses] for call in calls]
+        found = _of_step(trace.world_size, steps, by_call)
         if found is not None:
             yield found
             return
@@ -39,18 +40,13 @@ def _losses(step: Step) -> list[Event]:
     return losses
 
 
-def _of(call: str, losses: Sequence[Event]) -> list[Event]:
-    """The losses that one call in the script computed."""
-    return [loss for loss in losses if loss["call"] == call]
-
-
 def _of_step(ranks: int, steps: Sequence[Step], calls: Sequence[Sequence[Sequence[Event]]]) -> Finding | None:
     """:param calls: for each call in the script, the losses of each rank"""
     totals: list[tuple[float, Event]] = []  # of each call: the weights of all terms, averaged over the ranks
     passes = 1
     for of_call in calls:
         losses = [(rank, loss) for rank, own in enumerate(of_call) for loss in own]
-        if not all(math.isfinite(loss["weight"]) and loss["weight"] > 0 for _, loss in losses):
+        if not all(0 < loss["weight"] < math.inf for _, loss in losses):
             return None
         losses.sort(key=lambda one: one[1]["weight"])
         (low_rank, low), (rank, high) = losses[0], losses[-1]
@@ -85,10 +81,10 @@ def _of_step(ranks: int, steps: Sequence[Step], calls: Sequence[Sequence[Sequenc
     # A loss may have a coefficient. So only what all losses of a step have in common is wrong.
     if math.isclose(least, 1, rel_tol=TOLERANCE):
         return None
-    factor = factor_of(steps)
-    least, together = least * factor, together * factor
+    got = factor_of(steps)
+    least, together = least * got, together * got
     too_large = least > 1.5 and math.isclose(least, round(least), rel_tol=TOLERANCE) and passes % round(least) == 0
-    if passes > 1 and too_large:
+    if too_large:
         return Finding(
             f"the loss is not divided by the {passes} micro-batches of a step: the weights of all terms sum to {least:.3g} and not to 1",
             f"Divide each micro-batch's mean loss by {passes}",
@@ -103,12 +99,11 @@ def _of_step(ranks: int, steps: Sequence[Step], calls: Sequence[Sequence[Sequenc
             CHAPTER,
             is_hint=True,
         )
-    for too_often, text in ((ranks * passes, "ranks x micro-batches"), (ranks, "ranks")):
-        if too_often > 1 and math.isclose(least, too_often, rel_tol=TOLERANCE):
-            return Finding(
-                f"the weights of all terms sum to {least:.3g} and not to 1: the loss is multiplied by the number of {text}",
-                "DDP divides by the number of ranks: weigh each term by 1 / the terms of the global batch x ranks, no more",
-                of_least,
-                CHAPTER,
-            )
+    if ranks > 1 and any(math.isclose(least, factor, rel_tol=TOLERANCE) for factor in (ranks, ranks * passes)):
+        return Finding(
+            f"the weights of all terms sum to {least:.3g} and not to 1: the loss is multiplied by the number of ranks",
+            "DDP divides by the number of ranks: weigh each term by 1 / the terms of the global batch x ranks, no more",
+            of_least,
+            CHAPTER,
+        )
     return None

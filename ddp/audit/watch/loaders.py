@@ -68,19 +68,18 @@ def install() -> None:
     @watch(worker, "_worker_loop")
     def work(original: Any, *args: Any) -> None:
         dataset, seeds = args[1], args[INIT]
-        dataset = (
-            dataset[0] if isinstance(dataset, list) else dataset
-        )  # torch 2.14 passes a list, which the worker empties
+        if isinstance(dataset, list):
+            (dataset,) = dataset  # so in torch 2.14; the worker empties the list
 
         def begin(number: int) -> None:
             if seeds is not None:
                 seeds(number)
-            emit("worker", generators=_generators(dataset), worker=_checksums(_global_states()))
+            _emit_states("worker", dataset)
 
         try:
             original(*args[:INIT], begin, *args[INIT + 1 :])
         finally:
-            emit("worker_end", generators=_generators(dataset), worker=_checksums(_global_states()))
+            _emit_states("worker_end", dataset)
 
 
 @quiet
@@ -119,13 +118,11 @@ def _arrived(iterator: Any, batch: Any) -> None:
     queue = iterator.__dict__.get("_audit_indices") or []
     indices = queue.pop(0) if queue else None
     flat = _integers(indices)
+    labels = [
+        tensor for tensor in find_tensors(batch) if not tensor.is_floating_point()
+    ]  # no augmentation changes them
     number = iterator.__dict__.get("_audit_number")
-    emit("batch", iterator=number, indices=flat, rows=rows(batch), targets=rows(_integers_of(batch)))
-
-
-def _integers_of(batch: Any) -> list[Tensor]:
-    """The tensors that no augmentation changes, such as labels."""
-    return [tensor for tensor in find_tensors(batch) if not tensor.is_floating_point()]
+    emit("batch", iterator=number, indices=flat, rows=rows(batch), targets=rows(labels))
 
 
 def _integers(indices: Any) -> list[int] | None:
@@ -144,8 +141,8 @@ def _integers(indices: Any) -> list[int] | None:
     return None
 
 
-def _generators(dataset: Any) -> list[int]:
-    """Checksums of the states of the generators that a data set holds, and of those below it."""
+def _generators(dataset: Any) -> list[Any]:
+    """The states of the generators that a data set holds, and of those below it."""
     states: list[Any] = []
     for _ in range(4):
         for value in (*vars(type(dataset)).values(), *getattr(dataset, "__dict__", {}).values()):
@@ -158,12 +155,11 @@ def _generators(dataset: Any) -> list[int]:
             elif isinstance(value, torch.Generator):
                 states.append(value.get_state().tolist())
         dataset = getattr(dataset, "dataset", None)
-    return _checksums(states)
+    return states
 
 
-def _global_states() -> list[Any]:
-    return [np.random.get_state(), random.getstate(), torch.get_rng_state().tolist()]
-
-
-def _checksums(states: list[Any]) -> list[int]:
-    return [zlib.crc32(repr(state).encode()) for state in states]
+def _emit_states(kind: str, dataset: Any) -> None:
+    """Checksums of the generators that a worker's data set holds, and of the worker's own."""
+    own = [np.random.get_state(), random.getstate(), torch.get_rng_state().tolist()]
+    held, of_worker = ([zlib.crc32(repr(state).encode()) for state in states] for states in (_generators(dataset), own))
+    emit(kind, generators=held, worker=of_worker)

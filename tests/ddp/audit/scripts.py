@@ -181,14 +181,13 @@ class Noisy(Dataset):
     def __getitem__(self, i):
         return self.inputs[i] + torch.rand(8) + torch.from_numpy(np.random.rand(8)).float(), int(self.labels[i])
 
-def run(model, batches, lr=0.1, rates=()):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for step, (inputs, labels) in enumerate(batches):
+def run(model, batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, labels in batches:
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-        for group in optimizer.param_groups[: len(rates[:1])]:
-            group["lr"] = rates[min(step, len(rates) - 1)]
+    return optimizer
 
 def batches(count=6):
     return [(torch.randn(16, 8), torch.randint(2, (16,))) for _ in range(count)]
@@ -287,12 +286,6 @@ for epoch in range(2):
     run(DistributedDataParallel(network), DataLoader(noisy, 8, sampler=sampler, num_workers=1, worker_init_fn=seed))
 """,
     ),
-    "LATE": (
-        "the warm-up begins at the second",
-        """
-run(DistributedDataParallel(network), batches(), rates=[0.025, 0.05, 0.075, 0.1])
-""",
-    ),
     "OWN_PART": (
         "too small by a factor of 2",
         """
@@ -342,6 +335,42 @@ for inputs, _ in batches():
     model(inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+""",
+    ),
+    "ONE_PLACE": (
+        "ranks [0, 1] write",
+        """
+from pathlib import Path
+
+run(DistributedDataParallel(network), batches())
+partial = Path(__file__).with_name(f"partial{rank}")
+torch.save(torch.get_rng_state(), partial)
+partial.replace(Path(__file__).with_name("random.pt"))
+""",
+    ),
+    "ONE_PART": (
+        "and nothing is summed over the ranks afterwards",
+        """
+model = DistributedDataParallel(network)
+run(model, DataLoader(noisy, 8, sampler=DistributedSampler(noisy)))
+model.eval()
+with torch.no_grad():
+    for inputs, _ in DataLoader(noisy, 8, sampler=DistributedSampler(noisy, shuffle=False)):
+        model(inputs)
+""",
+    ),
+    "ONE_S_OWN": (
+        "decides on each rank by the rank's own value",
+        """
+model = DistributedDataParallel(network)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+for inputs, labels in batches():
+    loss = F.cross_entropy(model(inputs), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step(loss.detach())
 """,
     ),
 }

@@ -29,18 +29,15 @@ BLAMED = {
     "norm_summed_twice": "all_reduce",
     "scaled_clipping": "clip_grad_norm_",
     "evaluation_counts_twice": "DataLoader(",
-    "one_rank_evaluates": "DataLoader(",
     "read_by_all": "DataLoader(",
     "same_crops": "DataLoader(",
     "same_noise": "torch.randn",
     "same_order": "DataLoader(",
     "weights_vanish": "WeightedRandomSampler(",
     "later_weights": "submit(",
-    "plateau_by_rank": "scheduler.step(",
     "repeated_epoch": "DataLoader(",
     "resumed_from_average": "torch.save",
     "scheduler_of_each_process": "scheduler.step()",
-    "two_writers": "replace(",
 }
 
 
