@@ -103,7 +103,14 @@ class LightningTraining(OtherTraining):
 
         # Each turn is a run of its own. Lightning's own sampler would begin each with the same samples.
         quiet = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "use_distributed_sampler"), False
+            (
+                "logger",
+                "enable_checkpointing",
+                "enable_progress_bar",
+                "enable_model_summary",
+                "use_distributed_sampler",
+            ),
+            False,
         )
         ranks = self._env.world_size
         order = torch.randperm(len(self._data.train), generator=self._generator)[self._env.rank :: ranks]
