@@ -166,18 +166,3 @@ def test_help_names_every_flag_and_default() -> None:
         "12 on glyphs",
     ):
         assert part in text, part
-
-
-@pytest.mark.examples
-def test_the_overhead_benchmark_reports_ratios(tmp_path: Path) -> None:
-    """The overhead benchmark reports ratios.
-
-    Claim (ddp/README.md): the benches run and write their figures.
-    """
-    flags = ["--builds", "2", "--rounds", "2", "--steps", "1", "--device", "cpu", "--output"]
-    done = run_torchrun(2, "ddp.bench", "overhead", *flags, str(tmp_path / "bench"))
-    assert done.returncode == 0, done.stderr
-    assert "trainer / bare, DDP: " in done.stdout
-    written = json.loads((tmp_path / "bench" / "overhead.json").read_text())
-    assert {len(seconds) for seconds in written["seconds_per_step"].values()} == {4}
-    assert (tmp_path / "bench" / "overhead.png").is_file()

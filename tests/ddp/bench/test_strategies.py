@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from common.reporting.timing import Spread
 from ddp.bench import __main__ as bench
 from ddp.bench.step_parts import StepParts
 from ddp.bench.strategies import CAUSES, ONE, SINGLE, Config, as_fast, lost, strategies
-from tests.support.launch import run_command
 from tests.support.user_errors import UserError
-
-
-@pytest.mark.examples
-def test_all_strategies_of_this_machine_are_compared(tmp_path: Path) -> None:
-    """All strategies of this machine are compared.
-
-    Claim (ddp/README.md): the longer benches run and write their figures.
-    """
-    done = run_command(
-        "ddp.bench", "strategies", "--builds", "1", "--rounds", "2", "--steps", "1", "--device", "cpu", "--processes", "1,2",
-        "--batch-size", "24", "--output", str(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    names = ["single process", "single process, ", "dataparallel, 2 CPU devices", "DDP, 1 process", "DDP, 2 processes"]
-    table = done.stdout.splitlines()[2:7]
-    assert all(line.strip().startswith(name) for line, name in zip(table, names, strict=True))
-    written = json.loads((tmp_path / "strategies.json").read_text())
-    assert all(set(causes) == set(CAUSES.values()) for causes in written["lost"].values())
-    assert [len(one["seconds"]) for one in written["strategies"]] == [2] * 5
-    assert [len(one["parts"]) for one in written["strategies"]] == [2] * 5
-    assert (tmp_path / "lost.png").is_file()
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:

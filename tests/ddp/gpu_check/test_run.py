@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from common.distributed.process_group import TORCHRUN_VARIABLES
+from ddp.bench.safety import AGAINST, PLAIN
+from ddp.bench.strategies import CAUSES
 from ddp.gpu_check import __main__ as gpu_check
 from ddp.gpu_check import checks, results, runner
 from ddp.gpu_check.checks import Check
@@ -162,6 +164,8 @@ def test_all_checks_pass_on_the_cpu(tmp_path: Path) -> None:
     """All checks pass on the CPU.
 
     Claim (ddp/README.md): on a GPU: all checks of gpu-check that apply to the CPU pass there.
+
+    Claim (ddp/README.md): the longer benches run and write their figures.
     """
     done = run_command("ddp.gpu_check", "--device", "cpu", "--output", str(tmp_path / "results"), timeout_s=800)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -176,3 +180,16 @@ def test_all_checks_pass_on_the_cpu(tmp_path: Path) -> None:
     )
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 2_000_000
     assert os.path.isfile(tmp_path / "results" / "summary.txt")
+
+    def measured(bench: str) -> Any:
+        """The results of a benchmark among the checks, which drew its figures, too."""
+        folder = tmp_path / "results" / bench
+        assert re.search(rf"{bench}.json, \w+\.png$", (folder / "output.txt").read_text(), re.MULTILINE)
+        return json.loads((folder / f"{bench}.json").read_text())
+
+    strategies, safety, overhead = map(measured, ("strategies", "safety", "overhead"))
+    assert len(strategies["strategies"]) == 5
+    assert all(set(causes) == set(CAUSES.values()) for causes in strategies["lost"].values())
+    assert set(safety["seconds_per_step"]) == {PLAIN, *AGAINST}
+    assert list(safety["ratios"]) == [f"{name} / {other}" for name, other in AGAINST.items()]
+    assert "trainer / bare, DDP" in overhead["ratios"]
