@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from common.cli import command
 from common.errors import UsageError
@@ -38,7 +39,8 @@ def main() -> None:
         (FOLDER / "README.md").write_text(page())
     elif not names:
         for name, path in exhibits().items():
-            print(f"{path.parent.name:>9}  {name:28} {title_of(path)}")
+            title, *_ = _docstring(path)
+            print(f"{path.parent.name:>9}  {name:28} {title}")
     elif names[0] not in exhibits() or names[1:]:
         raise UsageError(f"{' '.join(names)}: there is no such exhibit; python -m ddp.museum lists them")
     else:
@@ -47,11 +49,11 @@ def main() -> None:
 
 def _show(path: Path) -> None:
     """Run both variants of an exhibit under the audit, which prints what they print."""
-    print(f"{_docstring(path)}\n\n{diff_of(path)}")
-    for variant, flags in (("as it was found", []), ("fixed", ["--right"])):
+    print(*_docstring(path), "", diff_of(path), sep="\n")
+    audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path)]
+    for variant, how in (("as it was found", audit), ("fixed", [*audit, "--right"])):
         print(f"\n{variant}:", flush=True)
-        audit = [sys.executable, "-m", "ddp.audit", "--", os.path.relpath(path), *flags]
-        subprocess.run(audit, stderr=subprocess.STDOUT, check=False)
+        subprocess.run(how, stderr=subprocess.STDOUT, check=False)
 
 
 def page() -> str:
@@ -59,19 +61,16 @@ def page() -> str:
     introduction, *_ = (FOLDER / "README.md").read_text().partition("\n## ")
     parts = [introduction]
     for name, path in exhibits().items():
-        _, *story = _docstring(path).split("\n", 1)
+        title, story = _docstring(path)
         link = f"[{name}]({path.relative_to(FOLDER)})"
-        linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", "".join(story))
-        parts.append(f"## {title_of(path)}\n\n{link}\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
+        linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", story)
+        parts.append(f"## {title}\n\n{link}\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
     return "\n".join(parts)
 
 
-def title_of(path: Path) -> str:
-    return _docstring(path).split("\n", 1)[0]
-
-
-def _docstring(path: Path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text())) or ""
+def _docstring(path: Path) -> list[str]:
+    """The title of an exhibit, and its story."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n", 1)
 
 
 def diff_of(path: Path) -> str:
@@ -85,23 +84,14 @@ class _Choose(ast.NodeTransformer):
     """Replaces each choice that depends on ``BROKEN`` by what is chosen."""
 
     def __init__(self, is_broken: bool) -> None:
-        self._is_broken = is_broken
+        self._values = {"BROKEN": is_broken, "not BROKEN": not is_broken}
 
-    def _value(self, test: ast.expr) -> bool | None:
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            value = self._value(test.operand)
-            return None if value is None else not value
-        return self._is_broken if isinstance(test, ast.Name) and test.id == "BROKEN" else None
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+    def visit_If(self, node: ast.If | ast.IfExp) -> Any:
         self.generic_visit(node)
-        value = self._value(node.test)
+        value = self._values.get(ast.unparse(node.test))
         return node if value is None else node.body if value else node.orelse
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        value = self._value(node.test)
-        return node if value is None else node.body if value else node.orelse
+    visit_IfExp = visit_If
 
 
 def _variant(source: str, is_broken: bool) -> str:

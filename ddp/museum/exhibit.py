@@ -1,9 +1,9 @@
-"""What all exhibits share: which of the two variants runs, and the number that it ends with."""
+"""What all exhibits share: which of the two variants runs, what it trains, and the number that it ends with."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,23 +11,68 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the group, which it would keep: ddp/resilience/README.md, "A clean exit"
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 BROKEN = "--right" not in sys.argv  # the exhibit as it was found, or with the bug fixed
 
 T = TypeVar("T")
 
 
-def show(what: str, value: float) -> None:
-    """Print the number that the exhibit ends with; rank 0 alone.
+def start() -> tuple[int, int]:
+    """Make the process group, and seed all ranks alike.
+
+    :return: the rank, and the number of ranks
+    """
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def finish(what: str, value: float) -> None:
+    """Print the number that the exhibit ends with, on rank 0 alone, and leave the process group.
 
     :param what: a noun phrase, such as "largest difference of a weight between ranks"
     """
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         print(f"{what}: {value:.6g}", flush=True)
+    dist.destroy_process_group()
+
+
+def ddp_and_sgd(outputs: int = 2) -> tuple[DistributedDataParallel, Optimizer]:
+    """What most exhibits train: a linear layer in DDP, which sends the weights of rank 0 to all ranks, and its optimizer."""
+    model = DistributedDataParallel(nn.Linear(8, outputs))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches(count: int = 10) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs (16, 8) and labels (16), which each rank draws from a generator of its own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(count):
+        inputs = torch.randn(16, 8, generator=generator)
+        yield inputs, _labels(inputs)
+
+
+def samples(count: int) -> TensorDataset:
+    """A small data set of such inputs and labels, alike on all ranks."""
+    inputs = torch.randn(count, 8)
+    return TensorDataset(inputs, _labels(inputs))
+
+
+def _labels(inputs: Tensor) -> Tensor:
+    return (inputs.sum(1) > 0).long()
+
+
+def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[Sequence[Tensor]]) -> None:
+    """Train on batches of inputs and labels, for exhibits whose bug is somewhere else."""
+    for inputs, labels in batches:
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def spread(model: nn.Module) -> float:
@@ -72,17 +117,3 @@ def shared_folder() -> Iterator[Path]:
         dist.broadcast_object_list(names)
         yield Path(names[0])
         dist.barrier()  # Rank 0 removes the folder when no rank needs it any more.
-
-
-def samples(count: int) -> TensorDataset:
-    """A small data set of inputs and labels, alike on all ranks that have seeded alike."""
-    inputs = torch.randn(count, 4)
-    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
-
-
-def train(model: nn.Module, optimizer: Optimizer, loader: DataLoader[tuple[Tensor, ...]]) -> None:
-    """One epoch of training, for exhibits whose bug is somewhere else."""
-    for inputs, labels in loader:
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ddp.museum.exhibit import BROKEN, gathered, samples, show
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gathered, samples, start, train
 
 
 class Records(IterableDataset[tuple[torch.Tensor, ...]]):
@@ -25,16 +24,9 @@ class Records(IterableDataset[tuple[torch.Tensor, ...]]):
         yield from (records[number] for number in (range(64) if BROKEN else range(first, 64, step)))
 
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 records = samples(64)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-read = 0
-for inputs, labels in DataLoader(Records(), batch_size=4, num_workers=2):
-    F.cross_entropy(model(inputs), labels).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    read += len(inputs)
-show("how often a record was read", sum(gathered([read])) / 64)
-dist.destroy_process_group()
+model, optimizer = ddp_and_sgd()
+batches = list(DataLoader(Records(), batch_size=4, num_workers=2))  # named by the audit
+train(model, optimizer, batches)
+finish("how often a record was read", sum(gathered(len(inputs) for inputs, _ in batches)) / 64)

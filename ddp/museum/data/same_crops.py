@@ -7,10 +7,9 @@ A forked worker copies the generator with its state. DataLoader seeds the global
 """
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ddp.museum.exhibit import BROKEN, gathered, show
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gathered, start, train
 
 
 class Crops(TensorDataset):
@@ -18,23 +17,18 @@ class Crops(TensorDataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         generator = self.generator if BROKEN else torch.Generator().manual_seed(64 * epoch + index)  # one per sample
-        start = torch.randint(100, (), generator=generator)
-        return self.tensors[0][index, start : start + 8], start
+        place = torch.randint(100, (), generator=generator)
+        return self.tensors[0][index, place : place + 8], place
 
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 dataset = Crops(torch.randn(64, 107))
 sampler = DistributedSampler[int](dataset)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-drawn = set()
+model, optimizer = ddp_and_sgd(outputs=100)
+drawn: set[tuple[int, ...]] = set()
 for epoch in range(3):
     sampler.set_epoch(epoch)
-    for crops, starts in DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2):
-        torch.nn.functional.mse_loss(model(crops), crops).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        drawn.add(tuple(starts.tolist()))
-show("distinct batches of crops, of 24", len(set(gathered(drawn))))
-dist.destroy_process_group()
+    batches = list(DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2))  # named by the audit
+    train(model, optimizer, batches)  # the network learns from which place a crop is
+    drawn |= {tuple(places.tolist()) for _, places in batches}
+finish("distinct batches of crops, of 24", len(set(gathered(drawn))))

@@ -8,25 +8,19 @@ DistributedSampler shuffles by (seed, epoch), so that the ranks agree. Its epoch
 - LambdaLabsML/distributed-training-guide#40
 """
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp.museum.exhibit import BROKEN, samples, show, train
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, samples, start, train
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 dataset = samples(64)
 sampler = DistributedSampler[int](dataset)
-loader = DataLoader(dataset, batch_size=8, sampler=sampler)
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(dataset, batch_size=8, sampler=sampler)  # named by the audit
+model, optimizer = ddp_and_sgd()
 orders = set()
 for epoch in range(4):
     if not BROKEN:
         sampler.set_epoch(epoch)
     orders.add(tuple(sampler))
     train(model, optimizer, loader)
-show("distinct orders in 4 epochs", len(orders))
-dist.destroy_process_group()
+finish("distinct orders in 4 epochs", len(orders))

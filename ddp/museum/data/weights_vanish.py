@@ -9,27 +9,22 @@ DistributedSampler knows no weights. Here all ranks draw the same weighted order
 """
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from ddp.museum.exhibit import BROKEN, gathered, show, train
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gathered, start, train
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+rank, ranks = start()
 labels = (torch.arange(96) % 12 == 0).long()  # one sample in 12 is of the rare class
-dataset = TensorDataset(torch.randn(96, 4), labels)
+dataset = TensorDataset(torch.randn(96, 8), labels)
 weights = (1 + 10 * labels).tolist()  # half of the draws shall be of the rare class
 sampler = DistributedSampler[int](dataset)
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = ddp_and_sgd()
 seen: list[int] = []
 for epoch in range(4):
     sampler.set_epoch(epoch)
     generator = torch.Generator().manual_seed(epoch)  # alike on all ranks: they draw one order together
-    weighted = WeightedRandomSampler(weights, 96, generator=generator)
-    share = sampler if BROKEN else list(weighted)[dist.get_rank() :: dist.get_world_size()]
+    weighted = WeightedRandomSampler(weights, 96, generator=generator)  # named by the audit
+    share = sampler if BROKEN else list(weighted)[rank::ranks]
     train(model, optimizer, DataLoader(dataset, batch_size=8, sampler=share))
     seen += share
-show("share of the rare class among the samples, 0.5 asked for", labels[gathered(seen)].float().mean().item())
-dist.destroy_process_group()
+finish("share of the rare class among the samples, 0.5 asked for", labels[gathered(seen)].float().mean().item())

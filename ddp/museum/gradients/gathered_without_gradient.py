@@ -13,28 +13,23 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, gradient_error, show
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gradient_error, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-network = torch.nn.Linear(8, 4)
-model = DistributedDataParallel(network)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, ranks = start()
+model, optimizer = ddp_and_sgd(outputs=4)
 for samples in torch.randn(160, 2, 8).split(16):  # the data set is the same on all ranks: two views of each sample
-    alone = copy.deepcopy(network)  # one process with the global batch
+    alone = copy.deepcopy(model.module)  # one process with the global batch
     queries, keys = alone(samples).unbind(1)
     F.cross_entropy(queries @ keys.T, torch.arange(16)).backward()
-    own = model(samples.chunk(2)[dist.get_rank()])
+    own = model(samples.chunk(2)[rank])
     gathered = [torch.empty_like(own), torch.empty_like(own)]
     dist.all_gather(gathered, own.detach())
-    gathered[dist.get_rank()] = own
+    gathered[rank] = own
     queries, keys = torch.cat(gathered).unbind(1)
-    loss = F.cross_entropy(queries @ keys.T, torch.arange(16))
+    loss = F.cross_entropy(queries @ keys.T, torch.arange(16))  # named by the audit
     optimizer.zero_grad()
-    (loss if BROKEN else loss * dist.get_world_size()).backward()
-    error = gradient_error(network, alone)
+    (loss if BROKEN else loss * ranks).backward()
+    error = gradient_error(model, alone)
     optimizer.step()
-show("relative error of the last gradient, compared with one process", error)
-dist.destroy_process_group()
+finish("relative error of the last gradient, compared with one process", error)

@@ -12,27 +12,22 @@ import copy
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, gradient_error, show
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gradient_error, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-network = torch.nn.Linear(8, 2)
-model = DistributedDataParallel(network)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-shares = torch.arange(dist.get_rank(), 64, dist.get_world_size()).chunk(4)  # this rank's micro-batches
+rank, ranks = start()
+model, optimizer = ddp_and_sgd()
 for inputs in torch.randn(640, 8).split(64):  # the data set is the same on all ranks
-    alone = copy.deepcopy(network)  # one process with the global batch
+    alone = copy.deepcopy(model.module)  # one process with the global batch
     F.mse_loss(alone(inputs), inputs[:, :2]).backward()
-    for share in shares:
-        if BROKEN or share is shares[0]:
-            optimizer.zero_grad()
-        with nullcontext() if share is shares[-1] else model.no_sync():
-            (F.mse_loss(model(inputs[share]), inputs[share, :2]) / len(shares)).backward()
-    error = gradient_error(network, alone)
+    if not BROKEN:
+        optimizer.zero_grad()
+    for micro_step, share in enumerate(inputs[rank::ranks].chunk(4)):
+        if BROKEN:
+            optimizer.zero_grad()  # named by the audit
+        with nullcontext() if micro_step == 3 else model.no_sync():
+            (F.mse_loss(model(share), share[:, :2]) / 4).backward()
+    error = gradient_error(model, alone)
     optimizer.step()
-show("relative error of the last gradient, compared with one process", error)
-dist.destroy_process_group()
+finish("relative error of the last gradient, compared with one process", error)

@@ -13,28 +13,23 @@ import copy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, gradient_error, show
+from ddp.museum.exhibit import BROKEN, ddp_and_sgd, finish, gradient_error, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-network = torch.nn.Linear(8, 2)
-model = DistributedDataParallel(network)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, ranks = start()
+model, optimizer = ddp_and_sgd()
 for tokens in torch.randn(320, 8).split(32):  # the data set is the same on all ranks: 2 texts of 16 tokens a step
     labels = (tokens.sum(1) > 0).long()
     labels[4:16] = -100  # the first text is short: the loss ignores its padding
-    alone = copy.deepcopy(network)  # one process with the global batch
+    alone = copy.deepcopy(model.module)  # one process with the global batch
     F.cross_entropy(alone(tokens), labels).backward()
-    inputs, labels = tokens.chunk(2)[dist.get_rank()], labels.chunk(2)[dist.get_rank()]
+    inputs, labels = tokens.chunk(2)[rank], labels.chunk(2)[rank]
     count = (labels >= 0).float().sum()
     if not BROKEN:
         dist.all_reduce(count)
-        count /= dist.get_world_size()  # DDP divides by the world size too
+        count /= ranks  # DDP divides by the world size too
     optimizer.zero_grad()
-    (F.cross_entropy(model(inputs), labels, reduction="sum") / count).backward()
-    error = gradient_error(network, alone)
+    (F.cross_entropy(model(inputs), labels, reduction="sum") / count).backward()  # named by the audit
+    error = gradient_error(model, alone)
     optimizer.step()
-show("relative error of the last gradient, compared with one process", error)
-dist.destroy_process_group()
+finish("relative error of the last gradient, compared with one process", error)

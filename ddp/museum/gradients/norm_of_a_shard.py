@@ -14,19 +14,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, gradient_norm, show
+from ddp.museum.exhibit import BROKEN, batches, finish, gradient_norm, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # each rank has samples of its own, and DDP sends the weights of rank 0
+rank, ranks = start()
 model = DistributedDataParallel(torch.nn.Linear(8, 2))
-owned = list(model.parameters())[dist.get_rank()]  # rank 0 updates the weight, rank 1 the bias
+owned = list(model.parameters())[rank]  # rank 0 updates the weight, rank 1 the bias
 optimizer = torch.optim.SGD([owned], lr=0.1)
-for _ in range(10):
-    inputs = torch.randn(16, 8)
+for inputs, _ in batches():
     model.zero_grad()  # the optimizer's zero_grad would leave what the other rank owns
     F.mse_loss(model(inputs), 100 * inputs[:, :2]).backward()
     if BROKEN:
-        torch.nn.utils.clip_grad_norm_(owned, 1.0)
+        torch.nn.utils.clip_grad_norm_(owned, 1.0)  # named by the audit
     else:
         dist.all_reduce(square := gradient_norm([owned]) ** 2)
         torch.nn.utils.clip_grads_with_norm_(owned, 1.0, square.sqrt())
@@ -34,5 +32,4 @@ for _ in range(10):
     for owner, parameter in enumerate(model.parameters()):
         dist.broadcast(parameter.detach(), src=owner)
 dist.all_reduce(square := gradient_norm([owned]) ** 2)
-show("norm of the last gradient, clipped at 1", square.sqrt().item())
-dist.destroy_process_group()
+finish("norm of the last gradient, clipped at 1", square.sqrt().item())

@@ -11,22 +11,17 @@ by the square root of N. Only shards need that sum: see norm_of_a_shard.py.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, gradient_norm, show
+from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, gradient_norm, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # each rank has samples of its own, and DDP sends the weights of rank 0
-model = DistributedDataParallel(torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(10):
-    inputs = torch.randn(16, 8)
+start()
+model, optimizer = ddp_and_sgd()
+for inputs, _ in batches():
     optimizer.zero_grad()
     F.mse_loss(model(inputs), 100 * inputs[:, :2]).backward()
     square = gradient_norm(model.parameters()) ** 2
     if BROKEN:
-        dist.all_reduce(square)
+        dist.all_reduce(square)  # named by the audit
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, square.sqrt())
     optimizer.step()
-show("norm of the last gradient, clipped at 1", gradient_norm(model.parameters()).item())
-dist.destroy_process_group()
+finish("norm of the last gradient, clipped at 1", gradient_norm(model.parameters()).item())

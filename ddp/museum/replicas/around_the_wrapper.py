@@ -9,24 +9,15 @@ DDP finds the end of a backward pass by the forward pass that its own `forward` 
 - moojink/openvla-oft#160
 """
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, show, spread
+from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, spread, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = torch.Generator().manual_seed(dist.get_rank())  # each rank has samples of its own
-for _ in range(10):
-    inputs = torch.randn(16, 8, generator=data)
-    labels = (inputs.sum(1) > 0).long()
-    outputs = model.module(inputs) if BROKEN else model(inputs)
+start()
+model, optimizer = ddp_and_sgd()
+for inputs, labels in batches():
+    outputs = model.module(inputs) if BROKEN else model(inputs)  # named by the audit
     F.cross_entropy(outputs, labels).backward()
     optimizer.step()
     optimizer.zero_grad()
-show("largest difference of a weight between ranks", spread(model))
-dist.destroy_process_group()
+finish("largest difference of a weight between ranks", spread(model))

@@ -10,23 +10,17 @@ Clipping rescales a gradient, so equal weights stay equal only if all ranks clip
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, show, spread
+from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, spread, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # each rank has samples of its own, and DDP sends the weights of rank 0
-model = DistributedDataParallel(torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(10):
-    inputs = torch.randn(16, 8)
-    labels = (inputs.sum(1) > 0).long()
+rank, ranks = start()
+model, optimizer = ddp_and_sgd()
+for inputs, labels in batches():
     F.cross_entropy(model(inputs), labels).backward()
-    if dist.get_rank() == 0 or not BROKEN:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    clips = rank == 0 if BROKEN else True
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # named by the audit
     optimizer.step()
     optimizer.zero_grad()
-show("largest difference of a weight between ranks", spread(model))
-dist.destroy_process_group()
+finish("largest difference of a weight between ranks", spread(model))

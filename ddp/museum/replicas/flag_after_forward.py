@@ -8,27 +8,21 @@ uses the flag of the one before, and only the first of a step is averaged.
 - karpathy/build-nanogpt#30
 """
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, show, spread
+from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, spread, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # each rank has samples of its own, and DDP sends the weights of rank 0
-model = DistributedDataParallel(torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(10):
-    for micro_step in range(4):
-        inputs = torch.randn(16, 8)
-        if not BROKEN:
-            model.require_backward_grad_sync = micro_step == 3
-        loss = F.mse_loss(model(inputs), inputs[:, :2]) / 4
-        if BROKEN:
-            model.require_backward_grad_sync = micro_step == 3
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-show("largest difference of a weight between ranks", spread(model))
-dist.destroy_process_group()
+start()
+model, optimizer = ddp_and_sgd()
+for number, (inputs, labels) in enumerate(batches(40)):
+    is_last = number % 4 == 3  # of the step's micro-batches
+    if not BROKEN:
+        model.require_backward_grad_sync = is_last
+    loss = F.cross_entropy(model(inputs), labels) / 4
+    if BROKEN:
+        model.require_backward_grad_sync = is_last  # named by the audit
+    loss.backward()
+    if is_last:
+        optimizer.step()
+        optimizer.zero_grad()
+finish("largest difference of a weight between ranks", spread(model))

@@ -9,23 +9,17 @@ parameter a new node, without hooks. So convert and move first, and wrap then.
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, show, spread
+from ddp.museum.exhibit import BROKEN, batches, finish, spread, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+start()
 network = torch.nn.Linear(8, 2)
 model = DistributedDataParallel(network).double() if BROKEN else DistributedDataParallel(network.double())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-data = torch.Generator().manual_seed(dist.get_rank())  # each rank has samples of its own
-for _ in range(10):
-    inputs = torch.randn(16, 8, generator=data, dtype=torch.double)
-    labels = (inputs.sum(1) > 0).long()
-    F.cross_entropy(model(inputs), labels).backward()
+for inputs, labels in batches():
+    F.cross_entropy(model(inputs.double()), labels).backward()  # named by the audit
     optimizer.step()
     optimizer.zero_grad()
-show("largest difference of a weight between ranks", spread(model))
-dist.destroy_process_group()
+finish("largest difference of a weight between ranks", spread(model))

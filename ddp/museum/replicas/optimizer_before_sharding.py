@@ -10,27 +10,23 @@ parameter without one.
 """
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ddp.museum.exhibit import BROKEN, show
+from ddp.museum.exhibit import BROKEN, batches, finish, start
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
+rank, ranks = start()
 model = torch.nn.Linear(8, 2)
 parameters = list(model.parameters())
-fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
 optimizer = torch.optim.SGD(parameters if BROKEN else model.parameters(), lr=0.1)
-data = torch.Generator().manual_seed(dist.get_rank())  # each rank has samples of its own
-inputs = torch.randn(16, 8, generator=data)
+inputs, labels = next(batches())  # the same in each step, so that only the weights change the loss
 losses = []
 for _ in range(10):
-    loss = F.mse_loss(model(inputs), inputs[:, :2])
+    loss = F.cross_entropy(model(inputs), labels)
     optimizer.zero_grad()
     loss.backward()
-    optimizer.step()
+    optimizer.step()  # named by the audit
     losses.append(loss.item())
-show("steps that did not change the loss, of 9", losses[1:].count(losses[0]))
-dist.destroy_process_group()
+finish("steps that did not change the loss, of 9", losses[1:].count(losses[0]))

@@ -11,25 +11,19 @@ rows at the end stay what they were.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp.museum.exhibit import BROKEN, show, spread
+from ddp.museum.exhibit import BROKEN, batches, finish, spread, start, train
 
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())  # each rank has weights of its own until the broadcast, and samples of its own
-network = torch.nn.Linear(8, 4)
-network.weight = torch.nn.Parameter(torch.randn(4, 16)[:, ::2])  # every second input of a larger layer
+rank, ranks = start()
+torch.manual_seed(rank)  # each rank has weights of its own until the broadcast
+network = torch.nn.Linear(8, 2)
+network.weight = torch.nn.Parameter(torch.randn(2, 16)[:, ::2])  # every second input of a larger layer
 for parameter in network.parameters():
     weights = parameter.detach() if BROKEN else parameter.detach().contiguous()
-    dist.broadcast(weights, src=0)
+    dist.broadcast(weights, src=0)  # named by the audit
     parameter.data.copy_(weights)
 model = DistributedDataParallel(network, init_sync=False)  # the weights are sent already
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(10):
-    inputs = torch.randn(16, 8)
-    F.mse_loss(model(inputs), inputs[:, :4]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-show("largest difference of a weight between ranks", spread(model))
-dist.destroy_process_group()
+train(model, optimizer, batches())
+finish("largest difference of a weight between ranks", spread(model))

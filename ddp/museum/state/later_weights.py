@@ -8,33 +8,32 @@ A state dict refers to the live weights. A thread that writes it later writes wh
 - NVIDIA/nvidia-resiliency-ext#376, NVIDIA-NeMo/RL#3312
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from pathlib import Path
+from threading import Event
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp.museum.exhibit import BROKEN, samples, shared_folder, show, train
+from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, shared_folder, start, train
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-dataset = samples(64)
-sampler = DistributedSampler[int](dataset)
-loader = DataLoader(dataset, batch_size=8, sampler=sampler)
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-disk, writer = Future[None](), ThreadPoolExecutor(1)
-writer.submit(disk.result)  # The writer's thread waits for the disk.
+disk, writer = Event(), ThreadPoolExecutor(1)
+
+
+def write(weights: dict[str, torch.Tensor], path: Path) -> None:
+    disk.wait()  # The disk is slow.
+    torch.save(weights, path)  # named by the audit
+
+
+rank, ranks = start()
+model, optimizer = ddp_and_sgd()
 with shared_folder() as folder:
-    path = folder / f"{dist.get_rank()}.pt"  # Each rank writes a file of its own.
-    train(model, optimizer, loader)
+    path = folder / f"{rank}.pt"  # Each rank writes a file of its own.
+    train(model, optimizer, batches())
     at_call = deepcopy(model.state_dict())
-    writer.submit(torch.save, model.state_dict() if BROKEN else at_call, path)
-    sampler.set_epoch(1)
-    train(model, optimizer, loader)
-    disk.set_result(None)
+    writer.submit(write, model.state_dict() if BROKEN else at_call, path)
+    train(model, optimizer, batches())
+    disk.set()
     writer.shutdown()
-    show("distance of saved weights", torch.dist(torch.load(path)["module.weight"], at_call["module.weight"]).item())
-dist.destroy_process_group()
+    distance = torch.dist(torch.load(path)["module.weight"], at_call["module.weight"])
+finish("distance of saved weights", distance.item())

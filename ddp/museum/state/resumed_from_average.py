@@ -9,32 +9,22 @@ The file holds the average twice, and the weights that were trained not at all.
 from copy import deepcopy
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp.museum.exhibit import BROKEN, samples, shared_folder, show, train
+from ddp.museum.exhibit import BROKEN, batches, ddp_and_sgd, finish, shared_folder, start, train
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-dataset = samples(64)
-sampler = DistributedSampler[int](dataset)
-loader = DataLoader(dataset, batch_size=8, sampler=sampler)
-model = DistributedDataParallel(torch.nn.Linear(4, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, ranks = start()
+model, optimizer = ddp_and_sgd()
 average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 with shared_folder() as folder:
-    file = folder / f"rank{dist.get_rank()}.pt"
+    file = folder / f"rank{rank}.pt"
     for epoch in range(3):
-        sampler.set_epoch(epoch)
-        train(model, optimizer, loader)
+        train(model, optimizer, batches())
         average.update_parameters(model.module)
         trained = deepcopy(model.state_dict())
         model.module.load_state_dict(average.module.state_dict())  # for an evaluation, which is left out here
         weights = model.state_dict() if BROKEN else trained
-        torch.save((weights, average.state_dict(), optimizer.state_dict(), epoch + 1), file)
+        torch.save((weights, average.state_dict(), optimizer.state_dict(), epoch + 1), file)  # named by the audit
         saved, *_ = torch.load(file)  # the job stopped, and resumes (plain SGD has no state to load)
         model.load_state_dict(saved)
-show("distance of the saved weights", torch.dist(saved["module.weight"], trained["module.weight"]).item())
-dist.destroy_process_group()
+finish("distance of the saved weights", torch.dist(saved["module.weight"], trained["module.weight"]).item())
