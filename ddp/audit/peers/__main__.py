@@ -26,7 +26,8 @@ from common.errors import UsageError
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parent.parent.parent / "examples"
 VARIATIONS = ("run again", "on 1 rank", "on 3 ranks", "with twice as many micro-steps", "killed and started again")
-SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--batch-size", "48")
+ALL = ("--vary", "repeat,ranks,micro-steps,resume")
+FLAGS = ("{run}", "--batch-size", "12", "--micro-steps", "2", "--dropout", "0")
 
 
 class Job(NamedTuple):
@@ -41,34 +42,30 @@ class Job(NamedTuple):
     audit: tuple[str, ...]
 
 
-PEER = ("--vary", "repeat,ranks,micro-steps,resume", "--batch-flag", "batch-size", "--accumulation-flag", "micro-steps")
-FLAGS = ("{run}", "--batch-size", "12", "--micro-steps", "2", "--dropout", "0")
-TRAINER = (
-    "--vary",
-    "repeat,ranks,micro-steps,resume",
-    "--accumulation-flag",
-    "grad-accumulation-steps",
-    "--resume-flag",
-    "resume",
-)
+def _peer(package: str, script: str) -> Job:
+    audit = (*ALL, "--batch-flag", "batch-size", "--accumulation-flag", "micro-steps")
+    return Job(package, (str(FOLDER / script), *FLAGS), audit)
+
+
+def _example(vary: str, script: str, *arguments: str) -> Job:
+    return Job("torch", (str(EXAMPLES / script), *arguments), ("--vary", vary))
+
+
+SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--batch-size", "48")
 OURS = ("--grad-accumulation-steps", "2", "--clip-norm", "1", "--precision", "bf16", "--model", "mlp", "--dropout", "0")
 JOBS = {
-    "torch_alone": Job("torch", (str(FOLDER / "torch_alone.py"), *FLAGS), PEER),
-    "accelerate": Job("accelerate", (str(FOLDER / "with_accelerate.py"), *FLAGS), PEER),
-    "lightning": Job("lightning", (str(FOLDER / "with_lightning.py"), *FLAGS), PEER),
-    "transformers": Job("transformers", (str(FOLDER / "with_transformers.py"), *FLAGS), PEER),
+    "torch_alone": _peer("torch", "torch_alone.py"),
+    "accelerate": _peer("accelerate", "with_accelerate.py"),
+    "lightning": _peer("lightning", "with_lightning.py"),
+    "transformers": _peer("transformers", "with_transformers.py"),
     "ddp.train": Job(
         "torch",
         ("-m", "ddp.train", "--device", "cpu", *SMALL, *OURS, "--checkpoint-every", "2", "--run-dir", "{run}/run"),
-        TRAINER,
+        (*ALL, "--accumulation-flag", "grad-accumulation-steps", "--resume-flag", "resume"),
     ),
-    "own_loop_by_hand": Job("torch", (str(EXAMPLES / "own_loop_by_hand.py"),), ("--vary", "repeat")),
-    "own_loop_checkpoints": Job(
-        "torch", (str(EXAMPLES / "own_loop_checkpoints.py"), "30", "{run}/c"), ("--vary", "repeat,resume")
-    ),
-    "own_loop_sharded": Job(
-        "torch", (str(EXAMPLES / "own_loop_sharded.py"), "30", "{run}/c"), ("--vary", "repeat,ranks,resume")
-    ),
+    "own_loop_by_hand": _example("repeat", "own_loop_by_hand.py"),
+    "own_loop_checkpoints": _example("repeat,resume", "own_loop_checkpoints.py", "30", "{run}/c"),
+    "own_loop_sharded": _example("repeat,ranks,resume", "own_loop_sharded.py", "30", "{run}/c"),
 }
 
 
@@ -80,8 +77,8 @@ def main() -> None:
         return
     if unknown := [name for name in names if name not in JOBS]:
         raise UsageError(f"{unknown[0]}: there is no such job; there are {', '.join(JOBS)}")
-    columns = ("wrong on two ranks", *VARIATIONS)
-    print(f"| {datetime.date.today()} | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    columns = (str(datetime.date.today()), "wrong on two ranks", *VARIATIONS)
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in names:
         job = JOBS[name]
         if importlib.util.find_spec(job.package) is None:
@@ -96,15 +93,15 @@ def _row(title: str, job: Job) -> str:
         audit = [sys.executable, "-m", "ddp.audit", "--json", os.fspath(found), *job.audit, "--", *job.script]
         done = subprocess.run(audit, capture_output=True, text=True, check=False)
         result: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"findings": [], "variations": []}
-    cells = ["-"] * len(VARIATIONS)
+    cells = dict.fromkeys(VARIATIONS, "-")
     for one in result["variations"]:
-        at = next(i for i, what in enumerate(VARIATIONS) if one["what"].startswith(what))
-        cells[at] = one["text"].partition(" (")[0].replace("the same samples and the same bits", "the same bits")
-    varied = tuple(VARIATIONS)
-    texts = [one["text"] for one in result["findings"] if not one["is_hint"] and not one["text"].startswith(varied)]
+        (way,) = (way for way in VARIATIONS if one["what"].startswith(way))
+        cells[way] = one["text"].partition(" (")[0].replace("the same samples and the same bits", "the same bits")
+    findings = (one for one in result["findings"] if not one["is_hint"])
+    texts = [one["text"] for one in findings if not one["text"].startswith(VARIATIONS)]
     if done.returncode > 1:
         texts = [f"not judged: {done.stderr.splitlines()[-1].removeprefix('error: ')}"]
-    return f"| {title} | {'; '.join(texts) or 'nothing'} | {' | '.join(cells)} |"
+    return f"| {title} | {'; '.join(texts) or 'nothing'} | {' | '.join(cells.values())} |"
 
 
 if __name__ == "__main__":

@@ -3,30 +3,22 @@
 torchrun --nproc_per_node=2 with_accelerate.py FOLDER --batch-size 12 --micro-steps 2
 """
 
-import argparse
 import os
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder")
-parser.add_argument("--batch-size", type=int, default=12)  # of a rank and micro-step
-parser.add_argument("--micro-steps", type=int, default=2)
-parser.add_argument("--dropout", type=float, default=0.1)
-args = parser.parse_args()
+from ddp.audit.peers.job import arguments, data_sets, network
 
+args = arguments()
 accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=args.micro_steps)
 set_seed(0)
-inputs = torch.randn(176, 8)
-labels = (inputs.sum(1) > 0).long()
-loader = DataLoader(TensorDataset(inputs[:144], labels[:144]), args.batch_size, shuffle=True)
-test_loader = DataLoader(TensorDataset(inputs[144:], labels[144:]), args.batch_size)
-model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(32, 2))
+train, test = data_sets()
+loader, test_loader = DataLoader(train, args.batch_size, shuffle=True), DataLoader(test, args.batch_size)
+model = network(args.dropout)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 model, optimizer, loader, test_loader, scheduler = accelerator.prepare(model, optimizer, loader, test_loader, scheduler)

@@ -3,28 +3,24 @@
 torchrun --nproc_per_node=2 with_lightning.py FOLDER --batch-size 12 --micro-steps 2
 """
 
-import argparse
 import os
 
 import torch
 import torch.nn.functional as F
 from lightning import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder")
-parser.add_argument("--batch-size", type=int, default=12)  # of a rank and micro-step
-parser.add_argument("--micro-steps", type=int, default=2)
-parser.add_argument("--dropout", type=float, default=0.1)
-args = parser.parse_args()
+from ddp.audit.peers.job import arguments, data_sets, network
+
+args = arguments()
 
 
 class Classifier(LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(32, 2))
+        self.network = network(args.dropout)
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         return F.cross_entropy(self.network(batch[0]), batch[1])
@@ -39,10 +35,8 @@ class Classifier(LightningModule):  # type: ignore[misc]
 
 
 seed_everything(0)
-inputs = torch.randn(176, 8)
-labels = (inputs.sum(1) > 0).long()
-loader = DataLoader(TensorDataset(inputs[:144], labels[:144]), args.batch_size, shuffle=True)
-test_loader = DataLoader(TensorDataset(inputs[144:], labels[144:]), args.batch_size)
+train, test = data_sets()
+loader, test_loader = DataLoader(train, args.batch_size, shuffle=True), DataLoader(test, args.batch_size)
 trainer = Trainer(
     accelerator="cpu",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),

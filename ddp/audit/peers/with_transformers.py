@@ -3,43 +3,31 @@
 torchrun --nproc_per_node=2 with_transformers.py FOLDER --batch-size 12 --micro-steps 2
 """
 
-import argparse
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder")
-parser.add_argument("--batch-size", type=int, default=12)  # of a rank and micro-step
-parser.add_argument("--micro-steps", type=int, default=2)
-parser.add_argument("--dropout", type=float, default=0.1)
-args = parser.parse_args()
+from ddp.audit.peers.job import arguments, data_sets, network
+
+args = arguments()
 
 
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(32, 2))
+        self.network = network(args.dropout)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.network(inputs)
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-class Samples(Dataset[dict[str, Tensor]]):
-    def __init__(self, inputs: Tensor) -> None:
-        self.inputs, self.labels = inputs, (inputs.sum(1) > 0).long()
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"inputs": self.inputs[index], "labels": self.labels[index]}
+def rows(samples: TensorDataset) -> list[dict[str, Tensor]]:
+    return [{"inputs": inputs, "labels": label} for inputs, label in zip(*samples.tensors, strict=True)]
 
 
 def metrics(prediction: EvalPrediction) -> dict[str, Any]:
@@ -47,7 +35,7 @@ def metrics(prediction: EvalPrediction) -> dict[str, Any]:
 
 
 set_seed(0)
-inputs = torch.randn(176, 8)
+train, test = data_sets()
 settings = TrainingArguments(
     args.folder,
     use_cpu=True,
@@ -64,7 +52,5 @@ settings = TrainingArguments(
     seed=0,
 )
 model = Classifier()
-trainer = Trainer(
-    model, settings, train_dataset=Samples(inputs[:144]), eval_dataset=Samples(inputs[144:]), compute_metrics=metrics
-)
+trainer = Trainer(model, settings, train_dataset=rows(train), eval_dataset=rows(test), compute_metrics=metrics)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(args.folder))
