@@ -12,6 +12,7 @@ The exit status is 1 if something is wrong, 0 if nothing is, and 2 if the run co
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -19,14 +20,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from common.cli import command, option, parse
 from common.errors import UsageError
 from ddp.audit import launch
 from ddp.audit.detectors import find
 from ddp.audit.trace import Trace, read
-from ddp.audit.vary import KINDS, RUN, Flags, plan, vary
+from ddp.audit.vary import KINDS, RUN, plan, vary
 
 OUTPUT_LINES = 20  # of a variation that fails
 
@@ -52,29 +52,33 @@ class AuditConfig:
 
 @command
 def main() -> None:
-    arguments = sys.argv[1:]
-    own, script = (arguments, []) if "--" not in arguments else _split(arguments)
+    arguments = [*sys.argv[1:], "--"]
+    at = arguments.index("--")
+    own, script = arguments[:at], arguments[at + 1 : -1]
     if not {"-h", "--help"} & set(own):
         _require_script(script)
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
-    names = (config.batch_flag, config.accumulation_flag, config.resume_flag)
-    plans = plan(config.vary, Flags(*(name and name.lstrip("-") for name in names)), script, config.ranks)
-    with tempfile.TemporaryDirectory(prefix="ddp-audit-") as directory:
-        runs = Runs(Path(directory), config)
-        trace, outcome = runs.run(script, config.ranks)
-        findings = find(trace) if trace.ranks else []
-        unjudged = _why_unjudged(trace, outcome)
-        print(_summary(trace, outcome))
-        for finding in findings:
-            print(finding)
-        variations = []
-        for variation in vary([] if unjudged else plans, trace, runs.run_again):
-            print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
-            variations.append(variation)
+    flags = (config.batch_flag, config.accumulation_flag, config.resume_flag)
+    plans = plan(config.vary, script, config.ranks, *(flag and flag.lstrip("-") for flag in flags))
+    with tempfile.TemporaryDirectory() as folder:
+        trace, outcome = _run(config, Path(folder), script, config.ranks)
+    findings = find(trace) if trace.ranks else []
+    unjudged = _why_unjudged(trace, outcome)
+    print(_summary(trace, outcome))
+    for finding in findings:
+        print(finding)
+    variations = []
+    for variation in vary([] if unjudged else plans, trace, functools.partial(_run_again, config)):
+        print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
+        variations.append(variation)
     findings += [variation.finding for variation in variations if variation.finding]
     if config.json:
-        content = {"script": script, "seconds": outcome.seconds, "findings": [one.as_json() for one in findings]}
-        content["variations"] = [variation.as_json() for variation in variations]
+        content = {
+            "script": script,
+            "seconds": outcome.seconds,
+            "findings": [finding.as_json() for finding in findings],
+            "variations": [variation.as_json() for variation in variations],
+        }
         config.json.write_text(json.dumps(content, indent=1) + "\n")
     if unjudged:
         raise UsageError(unjudged)
@@ -85,38 +89,31 @@ def main() -> None:
     print("nothing wrong was found")
 
 
-class Runs:
-    """Runs of the script, each in a folder of its own unless it goes on in that of another."""
-
-    def __init__(self, directory: Path, config: AuditConfig) -> None:
-        self._directory, self._config = directory, config
-
-    def run(
-        self, script: Sequence[str], ranks: int, name: str | None = None, **how: Any
-    ) -> tuple[Trace, launch.Outcome]:
-        events = Path(tempfile.mkdtemp(dir=self._directory))
-        folder = self._directory / name if name else events / "run"
-        folder.mkdir(exist_ok=True)
-        arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
-        outcome = launch.run(arguments, ranks, events, self._config.timeout, self._config.quick, **how)
+def _run(
+    config: AuditConfig,
+    folder: Path,
+    script: Sequence[str],
+    ranks: int,
+    kill_at: int | None = None,
+    output: Path | None = None,
+) -> tuple[Trace, launch.Outcome]:
+    """Run the script with this folder of the run, and read what its ranks have written down."""
+    arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
+    with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
+        events = Path(name)
+        outcome = launch.run(arguments, ranks, events, config.timeout, config.quick, kill_at, output)
         return read(events), outcome
 
-    def run_again(self, script: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
-        """:raises UsageError: if the script fails, which it did not before"""
-        output = self._directory / "output"
-        trace, outcome = self.run(script, ranks, name, kill_at=kill_at, output=output)
+
+def _run_again(config: AuditConfig, folder: Path, script: Sequence[str], ranks: int, kill_at: int | None) -> Trace:
+    """:raises UsageError: if the script fails, which it did not before"""
+    with tempfile.NamedTemporaryFile("r") as output:
+        trace, outcome = _run(config, folder, script, ranks, kill_at, Path(output.name))
         if outcome.status != 0 and not kill_at:
-            own, *_ = output.read_text().partition("torch/distributed/elastic")  # torchrun's report follows
+            own, *_ = output.read().partition("torch/distributed/elastic")  # torchrun's report follows
             sys.stderr.write("".join(own.splitlines(keepends=True)[-OUTPUT_LINES:-1]))
-            how = "hangs" if outcome.status is None else "fails"
-            how += f" on {ranks} rank{'s' * (ranks > 1)}{', when it is started again' * bool(name)}"
-            raise UsageError(f"{' '.join(script)} {how}")
+            raise UsageError(f"{' '.join(script)} {'hangs' if outcome.status is None else 'fails'}")
         return trace
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
 
 
 def _require_script(script: list[str]) -> None:

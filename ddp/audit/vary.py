@@ -9,15 +9,16 @@ to step, so later steps are compared less closely, and not at all under autocast
 from __future__ import annotations
 
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UsageError
 from ddp.audit.detectors.averages import unscaled
 from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Event, RankTrace, Step, Trace, epochs
+from ddp.audit.trace import RankTrace, Step, Trace, epochs
 
 KINDS = ("repeat", "ranks", "micro-steps", "resume")
 SAFETY = 16.0
@@ -28,21 +29,7 @@ WEIGHTS = (
 )
 RUN = "{run}"  # in the script's arguments: a folder of the run
 
-Runner = Callable[[Sequence[str], int, int | None, str | None], Trace]
-
-
-@dataclass(frozen=True)
-class Flags:
-    """The script's own flags, without dashes; None where it has none.
-
-    :ivar batch: samples of a rank and micro-step
-    :ivar accumulation: micro-steps of an optimizer step
-    :ivar resume: a switch with which the script is started again
-    """
-
-    batch: str | None = None
-    accumulation: str | None = None
-    resume: str | None = None
+Runner = Callable[[Path, Sequence[str], int, int | None], Trace]
 
 
 class Variation(NamedTuple):
@@ -60,23 +47,45 @@ class Variation(NamedTuple):
         return {"what": self.what, "text": self.text, "is_right": self.is_judged and self.finding is None}
 
 
+class Verdict(NamedTuple):
+    """What a comparison of two runs comes to.
+
+    :ivar cure: of what is wrong
+    :ivar step: the one that is wrong, if any
+    """
+
+    text: str
+    cure: str = ""
+    step: Step | None = None
+
+
 class Plan(NamedTuple):
     """A run of the script that is compared with the first one.
 
     :ivar compare: gets both traces
-    :ivar killed: what is run before it in the same folder, and killed, if anything
+    :ivar killed: what is run before it in the same folder, and killed after two thirds of the steps, if anything
     """
 
     what: str
     script: Sequence[str]
     ranks: int
-    compare: Callable[[str, Trace, Trace], Variation]
+    compare: Callable[[Trace, Trace], Verdict]
     killed: Sequence[str] | None = None
 
 
-def plan(kinds: Sequence[str], flags: Flags, script: Sequence[str], ranks: int) -> list[Plan]:
-    """What to run.
+def plan(
+    kinds: Sequence[str],
+    script: Sequence[str],
+    ranks: int,
+    batch_flag: str | None,
+    accumulation_flag: str | None,
+    resume_flag: str | None,
+) -> list[Plan]:
+    """What to run. The flags are those of the script, without dashes, and None where it has none.
 
+    :param batch_flag: samples of a rank and micro-step
+    :param accumulation_flag: micro-steps of an optimizer step
+    :param resume_flag: a switch with which the script is started again
     :raises UsageError: if something cannot be varied with this script's arguments
     """
     plans = []
@@ -84,21 +93,21 @@ def plan(kinds: Sequence[str], flags: Flags, script: Sequence[str], ranks: int) 
         plans.append(Plan("run again", script, ranks, _same_bits))
     if "ranks" in kinds:
         for other in (ranks - 1, ranks + 1):
-            changed = _changed(script, flags.batch, ranks, other)
+            changed = _changed(script, batch_flag, ranks, other)
             plans.append(Plan(f"on {other} rank{'s' * (other > 1)}", changed, other, _same_numbers))
     if "micro-steps" in kinds:
-        if not flags.accumulation:
+        if not accumulation_flag:
             raise UsageError(
                 "--vary micro-steps needs --accumulation-flag: the name of the script's flag for its micro-steps"
             )
-        changed = _changed(_changed(script, flags.accumulation, 2, 1), flags.batch, 1, 2)
+        changed = _changed(_changed(script, accumulation_flag, 2, 1), batch_flag, 1, 2)
         plans.append(Plan("with twice as many micro-steps", changed, ranks, _same_numbers))
     if "resume" in kinds:
         if not any(RUN in argument for argument in script):
             raise UsageError(
                 f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
             )
-        again = [*script, f"--{flags.resume}"] if flags.resume else script
+        again = [*script, f"--{resume_flag}"] if resume_flag else script
         plans.append(Plan("killed and started again", again, ranks, _same_rest, killed=script))
     return plans
 
@@ -128,48 +137,60 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
     """Run the script again, each time in another way.
 
     :param base: the script as it is
-    :param run: runs arguments on ranks, up to an optimizer step at which it is killed, in the folder of an earlier run of this name
+    :param run: runs, with a folder for ``{run}``, arguments on ranks, up to an optimizer step at which they are killed
     """
     for what, script, ranks, compare, killed in plans:
-        name = what if killed else None
-        try:
-            if killed:
-                run(killed, ranks, _middle(base), name)
-            other = run(script, ranks, None, name)
-            if other.world_size != ranks:
-                raise UsageError(f"the script made a group of {other.world_size} ranks")
-            yield compare(what, base, other)
-        except UsageError as error:
-            yield Variation(what, f"not compared: {error}", is_judged=False)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            try:
+                if killed:
+                    kill_at = max(1, 2 * len(base.ranks[0].steps) // 3)
+                    what += f", after {kill_at} steps"
+                    run(folder, killed, ranks, kill_at)
+                other = run(folder, script, ranks, None)
+                if other.world_size != ranks:
+                    raise UsageError(f"the script made a group of {other.world_size} ranks")
+                text, cure, step = compare(base, other)
+                event = step.last("before_step") if step else {}
+                finding = Finding(f"{what}: {text}", cure, event, "ddp/audit/README.md")
+                yield Variation(what, text, finding if step else None)
+            except UsageError as error:
+                yield Variation(what, f"not compared: {error}", is_judged=False)
 
 
-def _middle(base: Trace) -> int:
-    """After how many steps to kill a run: two thirds."""
-    return max(1, 2 * len(base.ranks[0].steps) // 3)
-
-
-def _same_rest(what: str, base: Trace, resumed: Trace) -> Variation:
+def _same_rest(base: Trace, resumed: Trace) -> Verdict:
     """Compare a run that was started again with what was left of the first one."""
-    what += f", after {_middle(base)} steps"
     steps, again = base.ranks[0].steps, resumed.ranks[0].steps
     if not again:
-        return Variation(what, "nothing was left to do")
+        return Verdict("nothing was left to do")
     start = next((i for i, step in enumerate(steps) if _weights(step) == _weights(again[0])), None)
     if start is None:
-        return _wrong(what, "it goes on with weights that the undisturbed run never has before a step", LOAD, again[0])
+        return Verdict("it goes on with weights that the undisturbed run never has before a step", LOAD, again[0])
     if start == 0:
-        return _wrong(what, "it begins anew, with the initial weights", LOAD, again[0])
-    return _same_bits(f"{what}: from step {start} on", base, resumed, start)
+        return Verdict("it begins anew, with the initial weights", LOAD, again[0])
+    return _same_bits(base, resumed, start)
+
+
+def _weights(step: Step) -> object:
+    return step.last("before_step").get("parameters")
 
 
 LOAD = "Save the weights after a step, before the run is killed, and load them at the start"
 SEED = "Seed what is drawn: weights, orders, augmentation, dropout"
 POSITION = "Save the number of the epoch, and the position in it, and set the sampler to them after a resume"
 DIVIDE = "Let the ranks divide each global batch, without padding; --batch-flag is for a batch size of one rank"
+RATES = "With the same global batches, the rate must not depend on the number of ranks"
 AVERAGE = "Weigh each sample by 1 / the global batch, whatever the number of ranks and micro-steps"
+# What has the same bits in each optimizer step: the event and its field, what is said of another value, and its cure after a resume.
+BITS = (
+    ("before_step", "parameters", "begins with other weights", LOAD),
+    ("before_step", "rates", "uses another learning rate", "Save and load the schedule's state, and the optimizer's"),
+    ("before_step", "gradients", "has other gradients", "Restore the generators, and BatchNorm's statistics"),
+    ("step", "parameters", "ends with other weights", "Save and load the optimizer's state"),
+)
 
 
-def _same_bits(what: str, base: Trace, other: Trace, start: int = 0) -> Variation:
+def _same_bits(base: Trace, other: Trace, start: int = 0) -> Verdict:
     """Compare a run with the steps of the first from one on."""
     for rank, repeated in zip(base.ranks, other.ranks, strict=False):
         for step, again in zip(rank.steps[start:], repeated.steps, strict=False):
@@ -177,60 +198,50 @@ def _same_bits(what: str, base: Trace, other: Trace, start: int = 0) -> Variatio
             rows = _rows(repeated, again)
             if _rows(rank, step) != rows:
                 same = [f"the samples of step {one.number}" for one in rank.steps if _rows(rank, one) == rows]
-                return _wrong(what, f"{at} takes {[*same, 'other samples'][0]}", POSITION if start else SEED, step)
-            for name, value, cure in (
-                ("begins with other weights", _weights, LOAD),
-                ("uses another learning rate", _rates, "Save and load the schedule's state, and the optimizer's"),
-                ("has other gradients", _gradients, "Restore the generators, and BatchNorm's statistics"),
-                ("ends with other weights", _results, "Save and load the optimizer's state"),
-            ):
-                if value(step) != value(again):
-                    return _wrong(what, f"{at} {name}", cure if start else SEED, step)
+                return Verdict(f"{at} takes {[*same, 'other samples'][0]}", POSITION if start else SEED, step)
+            for kind, field, text, cure in BITS:
+                if step.last(kind).get(field) != again.last(kind).get(field):
+                    return Verdict(f"{at} {text}", cure if start else SEED, step)
     expected, got = len(base.ranks[0].steps) - start, len(other.ranks[0].steps)
     if expected != got:
-        return _wrong(what, f"it takes {got} steps where {expected} are left", POSITION, base.ranks[0].steps[-1])
-    return Variation(what, f"the same samples and the same bits in {got} steps")
+        return Verdict(f"it takes {got} steps where {expected} are left", POSITION, base.ranks[0].steps[-1])
+    since = f" (from step {start} on)" if start else ""
+    return Verdict(f"the same samples and the same bits in {got} steps{since}")
 
 
-def _same_numbers(what: str, base: Trace, other: Trace) -> Variation:
+def _same_numbers(base: Trace, other: Trace) -> Verdict:
     """Compare runs that divide the global batches differently."""
     ours, theirs = list(base.steps()), list(other.steps())
-    for mine, yours in zip(ours, theirs, strict=False):
-        samples, others = (
-            Counter(row for rank, step in zip(trace.ranks, steps, strict=True) for row in _rows(rank, step))
-            for trace, steps in ((base, mine), (other, yours))
-        )
-        if samples != others:
-            count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
-            return _wrong(what, f"step {mine[0].number} takes other samples: {count}", DIVIDE, mine[0])
-        if _rates(mine[0]) != _rates(yours[0]):
-            rates = f"{_rates(yours[0])} instead of {_rates(mine[0])}"
-            cure = "With the same global batches, the rate must not depend on the number of ranks"
-            return _wrong(what, f"step {mine[0].number} uses other learning rates: {rates}", cure, mine[0])
-    if len(ours) != len(theirs):
-        return _wrong(what, f"it takes {len(theirs)} optimizer steps and not {len(ours)}", DIVIDE, ours[-1][0])
-    layers = [event["layer"] for event in ours[0][0].all("forward") if event["layer"]]
-    if layers:
-        return Variation(what, f"the same samples; numbers are not compared, since {layers[0]} differs by design")
-    autocast = max((event["eps"] for event in base.ranks[0].all("autocast")), default=0.0)
+    unknown = next((f"{event['layer']} differs by design" for event in ours[0][0].all("forward") if event["layer"]), "")
+    autocast = max((float(event["eps"]) for event in base.ranks[0].all("autocast")), default=0.0)
     terms = sum(event["terms"] for step in ours[0] for event in step.all("loss"))
-    first = SAFETY * (float(autocast) + EPS * math.sqrt(terms or 1))
+    first = SAFETY * (autocast + EPS * math.sqrt(terms or 1))
     largest = 0.0
     for number, (mine, yours) in enumerate(zip(ours, theirs, strict=False)):
-        if number and autocast:
-            break
+        at = f"step {mine[0].number}"
+        samples, others = _samples(base, mine), _samples(other, yours)
+        if samples != others:
+            count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
+            return Verdict(f"{at} takes other samples: {count}", DIVIDE, mine[0])
+        expected, rates = (steps[0].last("before_step")["rates"] for steps in (mine, yours))
+        if rates != expected:
+            return Verdict(f"{at} uses other learning rates: {rates} instead of {expected}", RATES, mine[0])
+        if unknown or (number and autocast):
+            continue
         difference, text = _distance(mine, yours, base)
         if not text:
-            return Variation(
-                what, "the same samples; numbers are not compared, since each rank has a part of the gradients"
-            )
-        if difference > (LATER if number else first):
-            return _wrong(what, f"step {mine[0].number} has other gradients: {text}", AVERAGE, mine[0])
+            unknown = "each rank has a part of the gradients"
+        elif difference > (LATER if number else first):
+            return Verdict(f"{at} has other gradients: {text}", AVERAGE, mine[0])
         largest = max(largest, difference)
-    allowed = f"{first:.2g} are allowed in the first step, " + (
-        "the others are not compared" if autocast else f"{LATER} later"
+    if len(ours) != len(theirs):
+        return Verdict(f"it takes {len(theirs)} optimizer steps and not {len(ours)}", DIVIDE, ours[-1][0])
+    if unknown:
+        return Verdict(f"the same samples; numbers are not compared, since {unknown}")
+    later = "the others are not compared" if autocast else f"{LATER} later"
+    return Verdict(
+        f"the same samples, and gradients within {largest:.2g} ({first:.2g} are allowed in the first step, {later})"
     )
-    return Variation(what, f"the same samples, and gradients within {largest:.2g} ({allowed})")
 
 
 def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple[float, str]:
@@ -246,20 +257,9 @@ def _distance(mine: Sequence[Step], yours: Sequence[Step], base: Trace) -> tuple
     return max(found)
 
 
-def _weights(step: Step) -> object:
-    return step.last("before_step").get("parameters")
-
-
-def _gradients(step: Step) -> object:
-    return step.last("before_step").get("gradients")
-
-
-def _rates(step: Step) -> object:
-    return step.last("before_step")["rates"]
-
-
-def _results(step: Step) -> object:
-    return step.last("step")["parameters"]
+def _samples(trace: Trace, steps: Sequence[Step]) -> Counter[int]:
+    """How often each sample is in the global batch of a step."""
+    return Counter(row for rank, step in zip(trace.ranks, steps, strict=True) for row in _rows(rank, step))
 
 
 def _rows(trace: RankTrace, step: Step) -> list[int]:
@@ -280,8 +280,3 @@ def _rows(trace: RankTrace, step: Step) -> list[int]:
         return rows
     training = {epoch.begin["iterator"] for epoch in epochs(trace) if epoch.trains}
     return [row for batch in step.all("batch") if batch["iterator"] in training for row in batch["rows"]]
-
-
-def _wrong(what: str, text: str, cure: str, step: Step) -> Variation:
-    event: Event = step.last("before_step")
-    return Variation(what, text, Finding(f"{what}: {text}", cure, event, "ddp/audit/README.md"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,38 +18,38 @@ from ddp.audit.detectors import find
 from ddp.audit.detectors.finding import Finding
 from ddp.audit.launch import INJECT
 from ddp.audit.trace import Trace, read
+from ddp.audit.vary import RUN
 from tests.support.launch import run_ranks
 
 
 def judge(folder: Path, *arguments: object) -> list[Finding]:
     """What is wrong with ``python ARGUMENTS`` on two ranks, hints left out.
 
-    :param folder: a temporary one
+    :param folder: a temporary one, for which ``{run}`` stands in the arguments
     :raises AssertionError: if the script failed, or the audit itself
     """
-    trace = watch(folder, map(str, arguments))
+    trace = watch(folder, list(map(str, arguments)))
     findings = find(trace)
     assert trace.errors == []
     return [finding for finding in findings if not finding.is_hint]
 
 
 def watch(
-    folder: Path, arguments: Iterable[str], ranks: int = 2, kill_at: int | None = None, timeout_s: float = 120.0
+    folder: Path, arguments: Sequence[str], ranks: int = 2, kill_at: int | None = None, timeout_s: float = 120.0
 ) -> Trace:
-    """What the ranks of ``python ARGUMENTS`` do.
+    """What the ranks of ``python ARGUMENTS`` do. This runs a script for ``ddp.audit.vary``, too.
 
+    :param folder: for which ``{run}`` stands in the arguments
     :param kill_at: after so many steps each rank kills itself
     """
     directory = Path(tempfile.mkdtemp(dir=folder))
-    try:
-        run_ranks(_run_watched, ranks, tuple(arguments), directory, kill_at, timeout_s=timeout_s, fresh=True)
-    except AssertionError:
-        if not kill_at:
-            raise
+    own = [argument.replace(RUN, str(folder)) for argument in arguments]
+    with contextlib.suppress(AssertionError) if kill_at else contextlib.nullcontext():
+        run_ranks(_run_watched, ranks, own, directory, kill_at, timeout_s=timeout_s, fresh=True)
     return read(directory)
 
 
-def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | None) -> None:
+def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None) -> None:
     """Run a script on this rank."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "ddp")]:
         del sys.modules[name]  # they are imported anew, once torch is watched
@@ -56,15 +57,13 @@ def _run_watched(arguments: tuple[str, ...], directory: Path, kill_at: int | Non
     os.environ["DDP_AUDIT_DIRECTORY"] = os.fspath(directory)
     os.environ["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
     runpy.run_path(str(INJECT / "sitecustomize.py"))["_load_watch"]().install()
-    script, *sys.argv[1:] = arguments if arguments[0] != "-m" else arguments[1:]
-    sys.argv[0] = script
+    is_module = arguments[0] == "-m"
+    sys.argv = list(arguments[is_module:])
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    start = functools.partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            if arguments[0] == "-m":
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, os.path.dirname(script))
-                runpy.run_path(script, run_name="__main__")
+            start(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise AssertionError(f"{arguments} ended with {end.code}") from None

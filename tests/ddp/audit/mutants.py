@@ -41,6 +41,7 @@ def _changes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 LATER = "one line later"
+ALONE = {"dist.get_rank()": 0, "rank": 0, "dist.get_world_size()": 1, "ranks": 1}  # as a sole rank has them
 
 
 def _of_statement(body: list[ast.stmt], i: int) -> Iterator[tuple[str, list[ast.stmt]]]:
@@ -54,23 +55,16 @@ def _of_statement(body: list[ast.stmt], i: int) -> Iterator[tuple[str, list[ast.
     if isinstance(one, (ast.If, ast.With)):
         yield f"{name}, always", one.body
     if isinstance(one, ast.For) and len(one.body) > 1:
-        yield (
-            f"{name}, without its last line, which comes after it",
-            [
-                ast.For(one.target, one.iter, one.body[:-1], [], lineno=one.lineno),
-                one.body[-1],
-            ],
-        )
+        shorter = ast.For(one.target, one.iter, one.body[:-1], [], lineno=one.lineno)
+        yield f"{name}, without its last line, which comes after it", [shorter, one.body[-1]]
 
 
 def _of_expression(value: ast.expr) -> Iterator[ast.expr]:
     text = "" if isinstance(getattr(value, "ctx", None), ast.Store) else ast.unparse(value)
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Div, ast.Mult, ast.Add, ast.Mod)):
         yield value.left
-    if text in ("dist.get_rank()", "rank"):
-        yield ast.Constant(0)
-    if text in ("dist.get_world_size()", "ranks"):
-        yield ast.Constant(1)
+    if text in ALONE:
+        yield ast.Constant(ALONE[text])
     if isinstance(value, ast.Call) and "seed" in ast.unparse(value.func):
         yield ast.Call(value.func, [*value.args[:-1], ast.Constant(7)], value.keywords)
     if isinstance(value, ast.Constant) and isinstance(value.value, bool):

@@ -63,9 +63,8 @@ def outcome(folder: Path, path: Path, source: str) -> tuple[str | None, bool]:
     """What a script comes to, and whether the audit finds anything; None if the script fails."""
     folder.mkdir()
     (folder / path.name).write_text(source)
-    arguments = [str(folder / path.name), *(one.replace("{run}", str(folder)) for one in SCRIPTS[path])]
     try:
-        trace = watch(folder, arguments, timeout_s=HANGS_S)
+        trace = watch(folder, [str(folder / path.name), *SCRIPTS[path]], timeout_s=HANGS_S)
     except AssertionError:
         return None, True
     took_steps = any(rank.steps for rank in trace.ranks)

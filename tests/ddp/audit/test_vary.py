@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from ddp.audit.peers.__main__ import FLAGS, FOLDER
-from ddp.audit.trace import Trace
-from ddp.audit.vary import KINDS, RUN, Flags, Variation, plan, vary
+from ddp.audit.trace import RankTrace, Trace
+from ddp.audit.vary import KINDS, Variation, plan, vary
 from tests.ddp.audit.forked import watch
 from tests.support.launch import run_command
 
@@ -18,29 +17,18 @@ SCRIPT = FOLDER / "torch_alone.py"
 
 
 def varied(
-    folder: Path,
-    source: str,
-    kinds: Sequence[str],
-    always: int | None = None,
-    arguments: Sequence[str] = FLAGS,
-    resume: str | None = None,
+    folder: Path, source: str, kinds: Sequence[str], arguments: Sequence[str] = FLAGS, resume: str | None = None
 ) -> list[Variation]:
     """The variations of a script.
 
-    :param always: ranks that the script starts itself, whatever it is told
     :param arguments: of the script; of the table's job if none are given
     :param resume: the script's switch
     """
-    (folder / "job.py").write_text(source)
-
-    def run(script: Sequence[str], ranks: int, kill_at: int | None, name: str | None) -> Trace:
-        place = folder / name if name else Path(tempfile.mkdtemp(dir=folder))
-        place.mkdir(exist_ok=True)
-        return watch(folder, [argument.replace(RUN, str(place)) for argument in script], always or ranks, kill_at)
-
-    script = [str(folder / "job.py"), *arguments]
-    plans = plan(kinds, Flags("batch-size", "micro-steps", resume), script, 2)
-    return list(vary(plans, run(script, 2, None, None), run))
+    path = folder / "job.py"
+    path.write_text(source)
+    script = [str(path), *arguments]
+    plans = plan(kinds, script, 2, "batch-size", "micro-steps", resume)
+    return list(vary(plans, watch(folder, script), watch))
 
 
 @pytest.mark.examples
@@ -48,8 +36,8 @@ def test_a_right_script_comes_to_the_same_result(tmp_path: Path) -> None:
     found = varied(tmp_path, SCRIPT.read_text(), KINDS)
     assert [variation.finding for variation in found] == [None] * 5
     assert found[0][:2] == ("run again", "the same samples and the same bits in 9 steps")
-    killed = "killed and started again, after 6 steps: from step 3 on"
-    assert found[4][:2] == (killed, "the same samples and the same bits in 6 steps")
+    resumed = "the same samples and the same bits in 6 steps (from step 3 on)"
+    assert found[4][:2] == ("killed and started again, after 6 steps", resumed)
 
 
 @pytest.mark.examples
@@ -74,12 +62,10 @@ def test_what_differs_is_said(tmp_path: Path, kind: str, was: str, becomes: str,
     assert all(said in text for text in texts)
 
 
-@pytest.mark.examples
-def test_a_script_that_starts_its_own_ranks_is_not_compared(tmp_path: Path) -> None:
-    found = varied(tmp_path, SCRIPT.read_text(), ["ranks"], always=2)
-    assert [(one.text, one.is_judged) for one in found] == [
-        ("not compared: the script made a group of 2 ranks", False)
-    ] * 2
+def test_a_script_that_starts_its_own_ranks_is_not_compared() -> None:
+    two_ranks = Trace([RankTrace(rank, [], []) for rank in range(2)], [], {})
+    (found,) = vary([plan(["ranks"], ["x.py"], 2, None, None, None)[0]], two_ranks, lambda *_: two_ranks)
+    assert (found.text, found.is_judged) == ("not compared: the script made a group of 2 ranks", False)
 
 
 def test_flags_that_the_script_lacks() -> None:
