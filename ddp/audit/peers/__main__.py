@@ -17,8 +17,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.cli import command
 from common.errors import UsageError
@@ -26,46 +27,21 @@ from common.errors import UsageError
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parent.parent.parent / "examples"
 VARIATIONS = ("run again", "on 1 rank", "on 3 ranks", "with twice as many micro-steps", "killed and started again")
-ALL = ("--vary", "repeat,ranks,micro-steps,resume")
+LIBRARIES = ("accelerate", "lightning", "transformers")
+ALL = "--vary=repeat,ranks,micro-steps,resume"
+PEER = (ALL, "--batch-flag", "batch-size", "--accumulation-flag", "micro-steps", "--")
 FLAGS = ("{run}", "--batch-size", "12", "--micro-steps", "2", "--dropout", "0")
-
-
-class Job(NamedTuple):
-    """A row of the table.
-
-    :ivar package: that must be installed
-    :ivar audit: flags of the audit
-    """
-
-    package: str
-    script: tuple[str, ...]
-    audit: tuple[str, ...]
-
-
-def _peer(package: str, script: str) -> Job:
-    audit = (*ALL, "--batch-flag", "batch-size", "--accumulation-flag", "micro-steps")
-    return Job(package, (str(FOLDER / script), *FLAGS), audit)
-
-
-def _example(vary: str, script: str, *arguments: str) -> Job:
-    return Job("torch", (str(EXAMPLES / script), *arguments), ("--vary", vary))
-
-
-SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--batch-size", "48")
+TRAINER = (ALL, "--accumulation-flag", "grad-accumulation-steps", "--resume-flag", "resume", "--", "-m", "ddp.train")
+SMALL = ("--train-samples", "288", "--test-samples", "100", "--epochs", "2", "--batch-size", "48", "--device", "cpu")
 OURS = ("--grad-accumulation-steps", "2", "--clip-norm", "1", "--precision", "bf16", "--model", "mlp", "--dropout", "0")
+# The arguments of the audit for each row.
 JOBS = {
-    "torch_alone": _peer("torch", "torch_alone.py"),
-    "accelerate": _peer("accelerate", "with_accelerate.py"),
-    "lightning": _peer("lightning", "with_lightning.py"),
-    "transformers": _peer("transformers", "with_transformers.py"),
-    "ddp.train": Job(
-        "torch",
-        ("-m", "ddp.train", "--device", "cpu", *SMALL, *OURS, "--checkpoint-every", "2", "--run-dir", "{run}/run"),
-        (*ALL, "--accumulation-flag", "grad-accumulation-steps", "--resume-flag", "resume"),
-    ),
-    "own_loop_by_hand": _example("repeat", "own_loop_by_hand.py"),
-    "own_loop_checkpoints": _example("repeat,resume", "own_loop_checkpoints.py", "30", "{run}/c"),
-    "own_loop_sharded": _example("repeat,ranks,resume", "own_loop_sharded.py", "30", "{run}/c"),
+    "torch_alone": (*PEER, str(FOLDER / "torch_alone.py"), *FLAGS),
+    **{name: (*PEER, str(FOLDER / f"with_{name}.py"), *FLAGS) for name in LIBRARIES},
+    "ddp.train": (*TRAINER, *SMALL, *OURS, "--checkpoint-every", "2", "--run-dir", "{run}/run"),
+    "own_loop_by_hand": ("--vary=repeat", "--", str(EXAMPLES / "own_loop_by_hand.py")),
+    "own_loop_checkpoints": ("--vary=repeat,resume", "--", str(EXAMPLES / "own_loop_checkpoints.py"), "30", "{run}/c"),
+    "own_loop_sharded": ("--vary=repeat,ranks,resume", "--", str(EXAMPLES / "own_loop_sharded.py"), "30", "{run}/c"),
 }
 
 
@@ -80,17 +56,17 @@ def main() -> None:
     columns = (str(datetime.date.today()), "wrong on two ranks", *VARIATIONS)
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in names:
-        job = JOBS[name]
-        if importlib.util.find_spec(job.package) is None:
-            print(f"| {name} | not judged: {job.package} is not installed |{' |' * len(VARIATIONS)}")
+        package = name if name in LIBRARIES else "torch"
+        if importlib.util.find_spec(package) is None:
+            print(f"| {name} | not judged: {package} is not installed |{' |' * len(VARIATIONS)}")
         else:
-            print(_row(f"{name} ({job.package} {importlib.metadata.version(job.package)})", job), flush=True)
+            print(_row(f"{name} ({package} {importlib.metadata.version(package)})", JOBS[name]), flush=True)
 
 
-def _row(title: str, job: Job) -> str:
+def _row(title: str, arguments: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "audit.json"
-        audit = [sys.executable, "-m", "ddp.audit", "--json", os.fspath(found), *job.audit, "--", *job.script]
+        audit = [sys.executable, "-m", "ddp.audit", "--json", os.fspath(found), *arguments]
         done = subprocess.run(audit, capture_output=True, text=True, check=False)
         result: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"findings": [], "variations": []}
     cells = dict.fromkeys(VARIATIONS, "-")

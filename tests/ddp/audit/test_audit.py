@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from tests.ddp.audit import scripts
 from tests.ddp.audit.forked import judge
 from tests.ddp.audit.test_mutants import SCRIPTS
+from tests.ddp.audit.test_vary import SCRIPT
 from tests.support.launch import run_command
 
 
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_found(tmp_path: Path, name: str) -> None:
     ("name", "flags", "said"),
     [
         ("RAISES", (), "the script failed with exit status 1"),
-        ("HANGS", ("--timeout", "15"), "rank 0 is at"),
+        ("HANGS", ("--timeout", "15"), 'rank 0 is at File "{script}", line '),
         ("WITHOUT_GROUP", (), "the script never made a process group"),
         ("WITHOUT_STEP", (), "the script took no optimizer step of torch.optim (0 backward passes were seen)"),
         ("WITHOUT_STEP", ("--ranks", "1"), "the script ran on one rank"),
@@ -81,13 +81,10 @@ def test_what_is_wrong_is_found(tmp_path: Path, name: str) -> None:
 def test_what_cannot_be_judged_is_said_in_a_line(tmp_path: Path, name: str, flags: tuple[str, ...], said: str) -> None:
     script = write(tmp_path, name)
     done = audit(*flags, "--", script)
-    last = done.stderr.splitlines()[-1]
+    *_, last = done.stderr.splitlines()
     assert done.returncode == 2, done.stdout + done.stderr
     assert last.startswith("error: ")
-    assert said in last
-    if name == "HANGS":
-        assert f'File "{script}"' in last
-        assert "line" in last
+    assert said.format(script=script) in last
 
 
 @pytest.mark.examples
@@ -103,14 +100,22 @@ def test_the_table_of_others() -> None:
 
 
 def test_user_errors() -> None:
-    for arguments, env, said in (
-        ((), None, "error: which script? python -m ddp.audit -- train.py ARGUMENTS"),
-        (("--", "nowhere.py"), None, "error: nowhere.py: there is no such script"),
-        (("--", "x.py"), {"RANK": "0"}, "error: this runs under torchrun already (RANK is set)"),
+    job = ("--", SCRIPT, "--dropout=0.1", "--batch-size=7")
+    for arguments, said in (
+        ((), "which script? python -m ddp.audit -- train.py ARGUMENTS"),
+        (("--", "nowhere.py"), "nowhere.py: there is no such script"),
+        (("--vary", "resume", *job), "--vary resume needs {run} among the script's arguments"),
+        (("--vary", "micro-steps", *job), "--vary micro-steps needs --accumulation-flag"),
+        (("--vary", "ranks", "--batch-flag", "bs", *job), "--vary needs a --bs with a whole number among the script's"),
+        (("--vary", "ranks", "--batch-flag=--dropout", *job), "--vary needs a --dropout with a whole number"),
+        (("--vary=ranks", "--batch-flag=batch-size", *job), "--batch-size 7 cannot be varied: 14 is no multiple of 3"),
+        (("--vary", "everything", *job), "--vary"),
     ):
-        done = audit(*arguments, env=env and {**os.environ, **env})
+        done = audit(*arguments)
         assert done.returncode == 2
-        assert done.stderr.splitlines()[-1].startswith(said)
+        assert done.stderr.splitlines()[-1].startswith(f"error: {said}")
+    within = audit(*job, env={"RANK": "0"})
+    assert within.stderr.startswith("error: this runs under torchrun already (RANK is set)")
 
 
 @pytest.mark.examples

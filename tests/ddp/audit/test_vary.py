@@ -11,7 +11,6 @@ from ddp.audit.peers.__main__ import FLAGS, FOLDER
 from ddp.audit.trace import RankTrace, Trace
 from ddp.audit.vary import KINDS, Variation, plan, vary
 from tests.ddp.audit.forked import watch
-from tests.support.launch import run_command
 
 SCRIPT = FOLDER / "torch_alone.py"
 
@@ -66,20 +65,3 @@ def test_a_script_that_starts_its_own_ranks_is_not_compared() -> None:
     two_ranks = Trace([RankTrace(rank, [], []) for rank in range(2)], [], {})
     (found,) = vary([plan(["ranks"], ["x.py"], 2, None, None, None)[0]], two_ranks, lambda *_: two_ranks)
     assert (found.text, found.is_judged) == ("not compared: the script made a group of 2 ranks", False)
-
-
-def test_flags_that_the_script_lacks() -> None:
-    for flags, said in (
-        (("--vary", "resume"), "--vary resume needs {run} among the script's arguments"),
-        (("--vary", "micro-steps"), "--vary micro-steps needs --accumulation-flag"),
-        (
-            ("--vary", "ranks", "--batch-flag", "bs"),
-            "--vary needs a --bs with a whole number among the script's arguments",
-        ),
-        (("--vary", "ranks", "--batch-flag=--dropout"), "--vary needs a --dropout with a whole number"),
-        (("--vary", "ranks", "--batch-flag", "batch-size"), "--batch-size 7 cannot be varied: 14 is no multiple of 3"),
-        (("--vary", "everything"), "--vary"),
-    ):
-        done = run_command("ddp.audit", *flags, "--", str(SCRIPT), "--dropout=0.1", "--batch-size=7")
-        assert done.returncode == 2
-        assert said in done.stderr.splitlines()[-1]
