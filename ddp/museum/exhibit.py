@@ -104,7 +104,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 def gathered(values: Iterable[T]) -> list[T]:
     """The values of all ranks in one list, rank after rank. A collective."""
-    parts: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    parts: list[list[T]] = [[]] * dist.get_world_size()
     dist.all_gather_object(parts, list(values))
     return [value for part in parts for value in part]
 

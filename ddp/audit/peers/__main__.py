@@ -68,14 +68,14 @@ def _row(title: str, arguments: Sequence[str]) -> str:
         found = Path(folder) / "audit.json"
         audit = [sys.executable, "-m", "ddp.audit", "--json", os.fspath(found), *arguments]
         done = subprocess.run(audit, capture_output=True, text=True, check=False)
-        result: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {"findings": [], "variations": []}
+        result: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
     cells = dict.fromkeys(VARIATIONS, "-")
-    for one in result["variations"]:
+    for one in result.get("variations", ()):
         (way,) = (way for way in VARIATIONS if one["what"].startswith(way))
         cells[way] = one["text"].partition(" (")[0].replace("the same samples and the same bits", "the same bits")
-    findings = (one for one in result["findings"] if not one["is_hint"])
+    findings = (one for one in result.get("findings", ()) if not one["is_hint"])
     texts = [one["text"] for one in findings if not one["text"].startswith(VARIATIONS)]
-    if done.returncode > 1:
+    if done.returncode > 1 or not result:
         texts = [f"not judged: {done.stderr.splitlines()[-1].removeprefix('error: ')}"]
     return f"| {title} | {'; '.join(texts) or 'nothing'} | {' | '.join(cells.values())} |"
 
