@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,24 @@ class Step:
     def all(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event["kind"] in kinds]
 
-    def last(self, kind: str) -> Event:
-        """The last event of a kind; without any, an empty one."""
-        return next((event for event in reversed(self.events) if event["kind"] == kind), {})
+    def last(self, *kinds: str) -> Event:
+        """The last event of these kinds; without any, an empty one."""
+        return next((event for event in reversed(self.events) if event["kind"] in kinds), {})
+
+    @property
+    def before(self) -> Event:
+        """What the optimizer's step begins with."""
+        return self.last("before_step")
+
+    @property
+    def computed(self) -> list[Probes]:
+        """For each backward pass the gradients that the rank computed by itself; empty where they were not looked at."""
+        return [one.get("computed", {}) for one in self.all("backward")]
+
+    @property
+    def scale(self) -> float:
+        """What the scaler has multiplied the loss with."""
+        return float(self.last("scale").get("scale", 1.0))
 
     @property
     def number(self) -> int:
@@ -41,7 +56,7 @@ class Step:
     @property
     def own(self) -> list[str]:
         """The numbers of the optimizer's parameters."""
-        return list(map(str, self.last("before_step").get("own", [])))
+        return list(map(str, self.before["own"]))
 
 
 @dataclass
@@ -89,10 +104,10 @@ class Epoch:
     after: list[Event] = field(default_factory=list)
 
     @property
-    def samples(self) -> list[int] | None:
-        """The numbers of all samples, in order; None if they are not known."""
-        if not self.batches or any(batch["indices"] is None for batch in self.batches):
-            return None
+    def samples(self) -> list[int]:
+        """The numbers of all samples, in order; empty if they are not known."""
+        if any(batch["indices"] is None for batch in self.batches):
+            return []
         return [sample for batch in self.batches for sample in batch["indices"]]
 
     @property
@@ -151,6 +166,21 @@ class Trace:
             for steps in zip(*(rank.steps for rank in self.ranks), strict=False):
                 if not any(step.has_closure for step in steps):
                     yield list(steps)
+
+    def epochs(self, train: bool) -> Iterator[tuple[Epoch, ...]]:
+        """Each iteration over a loader, as all ranks made it: those of training, or those of evaluations."""
+        chosen = [
+            [one for one in epochs(rank) if one.trains == train and one.begin["evaluates"]] for rank in self.ranks
+        ]
+        return zip(*chosen, strict=False)
+
+
+def together(parts: Iterable[RankTrace | Step], *kinds: str) -> Iterator[tuple[Event, ...]]:
+    """The first event of these kinds of each rank, then the second of each, and so on.
+
+    :param parts: of each rank, its whole trace or a step
+    """
+    return zip(*(part.all(*kinds) for part in parts), strict=False)
 
 
 def read(directory: Path) -> Trace:

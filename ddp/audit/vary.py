@@ -152,7 +152,7 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                     raise UsageError(f"the script made a group of {other.world_size} ranks")
                 text, cure, step = compare(base, other)
                 event = step.last("before_step") if step else {}
-                finding = Finding(f"{what}: {text}", cure, event, "ddp/audit/README.md")
+                finding = Finding(f"{what}: {text}", cure, event, chapter="ddp/audit/README.md")
                 yield Variation(what, text, finding if step else None)
             except UsageError as error:
                 yield Variation(what, f"not compared: {error}", is_judged=False)

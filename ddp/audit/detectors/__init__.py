@@ -1,4 +1,7 @@
-"""The detectors: each file is about one kind of bug, and its ``detect`` is a function from a trace to findings."""
+"""The detectors: each file is about one kind of bug, and its ``detect`` is a function from a trace to findings.
+
+Its ``CHAPTER`` is the page that explains them, unless a finding names another one.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ def find(trace: Trace) -> list[Finding]:
             trace.errors.append({"what": detector.__name__, "text": traceback.format_exc(limit=-3)})
             continue
         for finding in found:
+            finding.chapter = finding.chapter or detector.CHAPTER
             explained = any(other.diverges for other in findings.values())
             if not (finding.is_effect and explained):
                 findings.setdefault((detector.__name__, finding.where), finding)

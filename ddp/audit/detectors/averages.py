@@ -8,65 +8,77 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
 
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Event, Probes, Step, Trace
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.detectors.replicas import differing
+from ddp.audit.trace import Step, Trace
 
 CHAPTER = "ddp/README.md, chapter 4"
 TOLERANCE = 5e-3  # gradients may have been sent in two bytes
-Value = list[float]
+NO_GRADIENT = [0.0, 0.0, 0.0]  # the probe of a parameter that a backward pass does not reach
+
+# What may be wrong.
+LOCAL = "each rank steps with its own gradients: nothing was averaged"
+SUM = "the gradients are summed over the ranks and not averaged"
+TWICE = "the gradients are divided by the number of ranks twice"
+LAST = "the gradients of all micro-batches but the last are thrown away"
+PARTLY = "some of the micro-batches' gradients are averaged and others are not, so the ranks step with different ones"
+DIFFERENT = "the ranks step with different gradients"
+# The cure of each, and the kind of the event that is to blame.
+CURES = {
+    LOCAL: ("Wrap the model by DDP, or all-reduce and divide each gradient after backward", "backward"),
+    SUM: ("Divide by the number of ranks", "collective"),
+    TWICE: ("DDP averages: do not divide again", "before_step"),
+    LAST: ("Move zero_grad behind the optimizer step", "zero_grad"),
+    PARTLY: ("Average all micro-batches' gradients, or the sum of them", "backward"),
+    DIFFERENT: ("Average the gradients on all ranks, in the same order", "before_step"),
+}
 
 
-def detect(trace: Trace) -> Iterator[Finding]:
+def detect(trace: Trace) -> Findings:
     if trace.world_size < 2:
         return
-    thrown_away = 0
-    for steps in trace.steps():
-        if finding := _of_step(trace, steps):
-            thrown_away += LAST in finding.text  # once is right: a warm-up pass before the first step
-            if LAST not in finding.text or thrown_away > 1:
-                if finding.text.startswith(LOCAL) and _meet_again(trace):
-                    finding.text, finding.is_hint = f"{LOCAL}. Later the weights are: this is local SGD", True
-                yield finding
-                return
+    findings = (finding for steps in trace.steps() for finding in _of_step(trace, steps))
+    finding = next(findings, None)
+    if finding and LAST in finding.text:
+        finding = next(findings, None)  # once is right: a warm-up pass before the first step
+    if finding:
+        if finding.text.startswith(LOCAL) and _meet_again(trace):
+            finding.text, finding.is_hint = f"{LOCAL}. Later the weights are: this is local SGD", True
+        yield finding
 
 
 def _meet_again(trace: Trace) -> bool:
     """Whether the ranks' weights differ after an optimizer step and are equal before the next one."""
-    for before, after in itertools.pairwise(trace.steps()):
-        left = [step.last("step")["parameters"] or {} for step in before]
-        found = [step.last("before_step").get("parameters") or {} for step in after]
-        different = [len(set(map(str, sums))) for sums in (left, found)]
-        if left[0].keys() == found[0].keys() and different[0] > 1 == different[1]:
-            return True
-    return False
+    return any(
+        "parameters" in after[0].before
+        and before[0].own == after[0].own
+        and differing(before, "step")
+        and not differing(after, "before_step")
+        for before, after in itertools.pairwise(trace.steps())
+    )
 
 
-def _of_step(trace: Trace, steps: Sequence[Step]) -> Finding | None:
-    passes = [step.all("backward") for step in steps]
-    counts = {len(own) for own in passes}
-    if len(counts) > 1 or counts == {0} or any("computed" not in one for own in passes for one in own):
-        return None
+def _of_step(trace: Trace, steps: list[Step]) -> Findings:
     orders = [[event["kind"] for event in step.all("backward", "clip")] for step in steps]
-    if changes_weights(steps[0]) or any(order != sorted(order) for order in orders):
-        return None  # clipping between two passes is told by clipping.py
-    if any(step.last("step").get("sharded") or "gradients" not in step.last("before_step") for step in steps):
-        return None
-    shared = [n for n in steps[0].own if all(n in step.own for step in steps)]
-    numbers = [n for n in shared if all(n in step.last("before_step")["gradients"] for step in steps)]
-    numbers = [n for n in numbers if any(n in one["computed"] for own in passes for one in own)]
-    explanations = {n: _explain(n, steps, passes) for n in numbers}
-    known = [text for text in explanations.values() if text]
-    if not known:
-        return None
-    text = max(set(known), key=known.count)
-    of_terms = [loss["weight"] * loss["terms"] / _scale(step) for step in steps for loss in step.all("loss")]
-    # The script may divide the loss and not the gradients, or the other way round: together they are right.
-    if text in (SUM, TWICE) and math.isclose(sum(of_terms) / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
-        return None
-    number = next(n for n in numbers if explanations[n] == text)
-    return _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(known) - 1} more")
+    if any(order != sorted(order) for order in orders) or changes_weights(steps[0]):
+        return  # clipping between two passes is told by clipping.py
+    passes = {order.count("backward") for order in orders}
+    if len(passes) > 1 or 0 in passes or any(step.last("step")["sharded"] for step in steps):
+        return
+    shared = set.intersection(*(step.before.get("gradients", {}).keys() & set(step.own) for step in steps))
+    wrong = {number: text for number in steps[0].own if number in shared and (text := _explain(number, steps))}
+    for text, _ in Counter(wrong.values()).most_common(1):
+        of_terms = sum(loss["weight"] * loss["terms"] / step.scale for step in steps for loss in step.all("loss"))
+        # The script may divide the loss and not the gradients, or the other way round: together they are right.
+        if text in (SUM, TWICE) and math.isclose(of_terms / len(steps) * factor_of(steps), 1, rel_tol=TOLERANCE):
+            return
+        number = next(number for number in wrong if wrong[number] == text)
+        yield _finding(text, trace, steps[0], f"{trace.names.get(number, number)} and {len(wrong) - 1} more")
 
 
 def changes_weights(step: Step) -> bool:
@@ -75,66 +87,46 @@ def changes_weights(step: Step) -> bool:
     return len(weights) > len(dict(weights))
 
 
-def factor_of(steps: Sequence[Step]) -> float:
+def factor_of(steps: list[Step]) -> float:
     """How many times the average of what the ranks computed the optimizer gets, if that is the same for all parameters; else 1."""
     factors = []
     for number in steps[0].own:
-        computed = [_value(one.get("computed", {}), number) for step in steps for one in step.all("backward")]
-        average, got = _scaled(_sum(computed), 1 / len(steps))[0] if computed else 0.0, unscaled(number, steps[0])
-        if average and got and math.isfinite(average) and math.isfinite(got[0]):
+        computed = [probes.get(number, NO_GRADIENT)[0] for step in steps for probes in step.computed]
+        average, got = sum(computed) / len(steps), unscaled(number, steps[0])
+        if average and got and math.isfinite(got[0] / average):
             factors.append(got[0] / average)
-    same = factors and max(factors) - min(factors) <= TOLERANCE * abs(factors[0])
-    return factors[0] if same else 1.0
+    return factors[0] if factors and np.allclose(factors, factors[0], rtol=TOLERANCE) else 1.0
 
 
-def _scale(step: Step) -> float:
-    return float(step.last("scale").get("scale", 1.0))
-
-
-def _explain(number: str, steps: Sequence[Step], passes: Sequence[Sequence[Event]]) -> str | None:
-    """What is wrong with a parameter's gradient: None if nothing is, an empty text if it is not known."""
-    ranks = range(len(steps))
-    computed = [[_value(one["computed"], number) for one in own] for own in passes]
-    totals = [_sum(own) for own in computed]
-    average = _scaled(_sum(totals), 1 / len(steps))
-    left = [_value(own[0]["before"], number) for own in passes]
-    got = [unscaled(number, step) for step in steps]
-    size = max(_norm(one["computed"], number) for own in passes for one in own) * len(passes[0])
-    if any(value is None for value in got) or not size or not all(map(math.isfinite, (size, *average))):
+def _explain(number: str, steps: list[Step]) -> str | None:
+    """What is wrong with a parameter's gradient; None if nothing is, or if that cannot be told."""
+    ranks = len(steps)
+    got = [value for step in steps if (value := unscaled(number, step))]
+    probes = np.array([[one.get(number, NO_GRADIENT) for one in step.computed] for step in steps])
+    computed, norms = probes[..., :-1], probes[..., -1]  # for each rank and pass
+    if len(got) < ranks or not np.isfinite(probes).all() or not norms.any():
         return None
-    final = [value for value in got if value is not None]
+    left = np.array([step.all("backward")[0]["before"].get(number, NO_GRADIENT)[:-1] for step in steps])
+    totals = computed.sum(axis=1)
+    average = totals.mean(axis=0)
+    passes = computed.shape[1]
 
-    def equal(one: Value, other: Value) -> bool:
-        return all(abs(a - b) <= TOLERANCE * size for a, b in zip(one, other, strict=True))
+    def equal(one: ArrayLike, other: ArrayLike) -> bool:
+        return np.allclose(one, other, rtol=0.0, atol=TOLERANCE * passes * norms.max())
 
-    def all_are(*values: Value) -> bool:
-        return all(equal(final[r], values[r % len(values)]) for r in ranks)
-
-    if all_are(average):
+    if equal(got, average):
         return None
-    if all_are(*(_sum([totals[r], left[r]]) for r in ranks)) and not equal(totals[0], totals[-1]):
+    if equal(got, totals) or (equal(got, totals + left) and not equal(totals[0], totals[-1])):
         return LOCAL
-    if all_are(*totals):
-        return LOCAL
-    if all_are(_scaled(average, len(steps))):
+    if equal(got, average * ranks):
         return SUM
-    if all_are(_scaled(average, 1 / len(steps))):
+    if equal(got, average / ranks):
         return TWICE
-    if len(passes[0]) > 1:
-        last = _scaled(_sum([own[-1] for own in computed]), 1 / len(steps))
-        if all_are(last):
-            return LAST
-        if not any(equal(final[r], final[0]) for r in ranks[1:]):
-            return PARTLY
-    return "" if all(equal(value, final[0]) for value in final) else DIFFERENT
-
-
-LOCAL = "each rank steps with its own gradients: nothing was averaged"
-SUM = "the gradients are summed over the ranks and not averaged"
-TWICE = "the gradients are divided by the number of ranks twice"
-LAST = "the gradients of all micro-batches but the last are thrown away"
-PARTLY = "some of the micro-batches' gradients are averaged and others are not, so the ranks step with different ones"
-DIFFERENT = "the ranks step with different gradients"
+    if equal(got, computed[:, -1].mean(axis=0)):
+        return LAST
+    if passes > 1 and not any(equal(got[0], other) for other in got[1:]):
+        return PARTLY
+    return None if equal(got, got[0]) else DIFFERENT
 
 
 def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
@@ -142,7 +134,7 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
     flags, forwards = first.all("flag", "forward", "backward"), first.all("forward")
     causes = (  # of gradients that are not averaged: the events that tell, what they tell, and the cure
         (
-            [event for rank in trace.ranks for event in rank.all("around")],
+            trace.ranks[0].all("around"),
             "the forward pass goes around the DDP wrapper",
             "Call the wrapper, not its .module",
         ),
@@ -169,42 +161,19 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
     )
     for events, cause, cure in causes:
         if events and text in (LOCAL, PARTLY):
-            return Finding(f"{cause}, so {text}", cure, events[0], CHAPTER, diverges=True)
-    step = first.last("before_step")
-    cure, event = {
-        LOCAL: ("Wrap the model by DDP, or all-reduce and divide each gradient after backward", first.last("backward")),
-        PARTLY: ("Average all micro-batches' gradients, or the sum of them", first.last("backward")),
-        LAST: ("Move zero_grad behind the optimizer step", first.last("zero_grad") or step),
-        SUM: ("Divide by the number of ranks", first.last("collective") or step),
-        TWICE: ("DDP averages: do not divide again", step),
-        DIFFERENT: ("Average the gradients on all ranks, in the same order", step),
-    }[text]
-    return Finding(f"{text}: {which}", cure, event, CHAPTER, diverges=text in (LOCAL, PARTLY, DIFFERENT))
+            return Finding(f"{cause}, so {text}", cure, events[0], diverges=True)
+    cure, kind = CURES[text]
+    diverges = text in (LOCAL, PARTLY, DIFFERENT)
+    return Finding(f"{text}: {which}", cure, first.last(kind) or first.before, diverges=diverges)
 
 
-def unscaled(number: str, step: Step) -> Value | None:
+def unscaled(number: str, step: Step) -> list[float] | None:
     """``.grad`` before the optimizer step, as it was before it was unscaled and clipped; None if that cannot be told."""
     factor = 1.0
-    scale = step.last("scale").get("scale", 1.0) if step.all("unscale") else 1.0
     for clip in step.all("clip"):
         if clip["norm"] is None or not math.isfinite(clip["norm"]):
             return None
         factor *= min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
-    value = _value(step.last("before_step").get("gradients", {}), number)
-    return _scaled(value, scale / factor) if factor else None
-
-
-def _value(probes: Probes, number: str) -> Value:
-    return probes[number][:-1] if number in probes else [0.0, 0.0]
-
-
-def _norm(probes: Probes, number: str) -> float:
-    return probes[number][-1] if number in probes else 0.0
-
-
-def _sum(values: Sequence[Value]) -> Value:
-    return [sum(parts) for parts in zip(*values, strict=True)]
-
-
-def _scaled(value: Value, factor: float) -> Value:
-    return [factor * part for part in value]
+    scale = step.scale if step.all("unscale") else 1.0
+    probe = step.before.get("gradients", {}).get(number, NO_GRADIENT)
+    return [part * scale / factor for part in probe[:-1]] if factor else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddp.audit.trace import Event
@@ -15,8 +16,8 @@ class Finding:
     :param text: what is wrong, with the numbers that prove it
     :param cure: what to do
     :param event: at the line that is to blame, in the optimizer step in which it was seen first
-    :param chapter: the page that explains it
     :param rank: the rank on which it was seen; None for all
+    :param chapter: the page that explains it, if that is not the detector's ``CHAPTER``
     :param diverges: whether it makes the ranks' weights differ
     :param is_effect: whether ranks that diverge for another reason would show it, too
     :param is_hint: whether nothing is wrong, and the run could be faster or more varied
@@ -25,8 +26,8 @@ class Finding:
     text: str
     cure: str
     event: Event
-    chapter: str
     rank: int | None = None
+    chapter: str = ""
     diverges: bool = False
     is_hint: bool = False
     is_effect: bool = False
@@ -46,3 +47,6 @@ class Finding:
         rank = "" if self.rank is None else f"rank {self.rank}, "
         place = self.where.removeprefix(os.getcwd() + os.sep)
         return f"{place}: {'hint: ' * self.is_hint}{self.text} ({rank}step {self.event['step']}). {self.cure}. See {self.chapter}"
+
+
+Findings = Iterator[Finding]  # what a detector yields

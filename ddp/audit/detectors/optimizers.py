@@ -2,85 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import RankTrace, Step, Trace
+from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.trace import Step, Trace
 
 CHAPTER = "ddp/README.md, chapter 4"
 
 
-def detect(trace: Trace) -> Iterator[Finding]:
-    for rank in trace.ranks[:1]:
-        yield from _of_rank(rank, trace)
+def detect(trace: Trace) -> Findings:
+    by_line: dict[str, list[Step]] = {}
+    for step in trace.ranks[0].steps:
+        if "parameters" in step.before and not step.has_closure:
+            by_line.setdefault(step.before["where"], []).append(step)
+    for steps in by_line.values():
+        yield from _of_line(steps)
     yield from _owned_by_none(trace)
 
 
-def _of_rank(rank: RankTrace, trace: Trace) -> Iterator[Finding]:
-    closed = [step for step in rank.steps if not step.has_closure]
-    looked_at = [step for step in closed if step.last("before_step").get("parameters") is not None]
-    for line in dict.fromkeys(step.last("before_step")["where"] for step in looked_at):
-        steps = [step for step in looked_at if step.last("before_step")["where"] == line]
-        missing = [set(step.last("before_step")["without_gradient"]) for step in steps]
-        always = set.intersection(*missing)
-        own = steps[0].last("before_step")["own"]
-        trained = any(step.all("backward") for step in steps)
-        events = [event for event in steps[0].events if event["kind"] in ("backward", "zero_grad")]
-        if len(always) == len(own) and events and events[-1]["kind"] == "zero_grad" and trained:
-            yield Finding(
-                "zero_grad comes between the backward pass and the optimizer step, which has no gradients then",
-                "Call it after the step, or before the backward pass",
-                events[-1],
-                CHAPTER,
-            )
-        elif always and trained and len(always) == len(own):
-            yield Finding(
-                f"none of the optimizer's {len(own)} parameters ever has a gradient: it owns others than the model that is trained",
-                "Build the optimizer after the model is wrapped, sharded, moved and converted, from that model's parameters()",
-                steps[0].last("before_step"),
-                CHAPTER,
-            )
-        elif rest := next((step for step in steps[1:] if _starts_with_a_rest(step)), None):
-            yield Finding(
-                "the gradients of the step before are still in .grad, and are added to this step's",
-                "Call zero_grad once per optimizer step, after it",
-                rest.last("before_step"),
-                CHAPTER,
-            )
-        elif len(steps) > 1 and all(map(_is_unchanged, steps)):
-            yield Finding(
-                "no optimizer step changes any weight, though the learning rate is not 0",
-                "Look for a zero_grad between backward and step, or an optimizer of other parameters",
-                steps[0].last("before_step"),
-                CHAPTER,
-            )
+def _of_line(steps: list[Step]) -> Findings:
+    first = steps[0].before
+    always_without = set.intersection(*(set(step.before["without_gradient"]) for step in steps))
+    none_has = len(always_without) == len(first["own"]) > 0 and any(step.computed for step in steps)
+    last = steps[0].last("backward", "zero_grad")
+    if none_has and last.get("kind") == "zero_grad":
+        yield Finding(
+            "zero_grad comes between the backward pass and the optimizer step, which has no gradients then",
+            "Call it after the step, or before the backward pass",
+            last,
+        )
+    elif none_has:
+        yield Finding(
+            f"none of the optimizer's {len(first['own'])} parameters ever has a gradient: it owns others than the model that is trained",
+            "Build the optimizer after the model is wrapped, sharded, moved and converted, from that model's parameters()",
+            first,
+        )
+    elif rest := [step.before for step in steps[1:] if _starts_with_a_rest(step)]:
+        yield Finding(
+            "the gradients of the step before are still in .grad, and are added to this step's",
+            "Call zero_grad once per optimizer step, after it",
+            rest[0],
+        )
+    elif len(steps) > 1 and all(
+        any(step.before["rates"]) and step.before["parameters"] == step.last("step")["parameters"] for step in steps
+    ):
+        yield Finding(
+            "no optimizer step changes any weight, though the learning rate is not 0",
+            "Look for a zero_grad between backward and step, or an optimizer of other parameters",
+            first,
+        )
 
 
 def _starts_with_a_rest(step: Step) -> bool:
     """Whether the optimizer's gradients are there before the first backward pass that computes them: all that are not zero."""
-    passes = [one for one in step.all("backward") if one.get("computed", {}).keys() & set(step.own)]
-    first = (passes or step.all("backward") or [{}])[0].get("before") or {}  # of shards, the gradients are others
-    used = [number for number in step.own if any(step.last("before_step").get("gradients", {}).get(number, ()))]
-    return bool(used) and all(any(first.get(number, ())) for number in used)
+    passes, gradients = step.all("backward"), step.before["gradients"]
+    # No pass computes the gradients of shards.
+    own = [one for one in passes if one["computed"].keys() & set(step.own)] or passes
+    used = [number for number in step.own if any(gradients.get(number, ()))]
+    return bool(own and used) and all(any(own[0]["before"].get(number, ())) for number in used)
 
 
-def _owned_by_none(trace: Trace) -> Iterator[Finding]:
+def _owned_by_none(trace: Trace) -> Findings:
     """Parameters whose gradients DDP averages in each step, and that no rank's optimizer has."""
     steps = [step for rank in trace.ranks for step in rank.steps]
-    if any(step.last("step").get("sharded") for step in steps) or not any(step.all("forward") for step in steps):
+    if any(step.last("step")["sharded"] for step in steps) or not any(step.all("forward") for step in steps):
         return
     own = {number for step in steps for number in step.own}
-    passes = [one.get("computed", {}) for step in steps for one in step.all("backward")]
-    lost = sorted({number for one in passes for number, probe in one.items() if any(probe)} - own, key=int)
+    lost = sorted({n for step in steps for one in step.computed for n in one if any(one[n])} - own, key=int)
     if lost:
         yield Finding(
             f"{len(lost)} parameters have gradients and are in no optimizer: {trace.names.get(lost[0], lost[0])}",
             "Give the optimizer all parameters, or set requires_grad to False before the model is wrapped",
-            steps[0].last("before_step"),
-            CHAPTER,
+            steps[0].before,
         )
-
-
-def _is_unchanged(step: Step) -> bool:
-    before = step.last("before_step")
-    return any(before["rates"]) and before["parameters"] == step.last("step")["parameters"]

@@ -2,66 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Event, Trace
+from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.trace import Event, Trace, together
 
 CHAPTER = "ddp/README.md, chapter 3"
 
 
-def detect(trace: Trace) -> Iterator[Finding]:
+def detect(trace: Trace) -> Findings:
     yield from _draws(trace)
     yield from _forward_passes(trace)
     yield from _workers(trace)
 
 
-def _draws(trace: Trace) -> Iterator[Finding]:
+def _draws(trace: Trace) -> Findings:
     """Numbers that the script draws for the samples of a step: as many as a rank has samples, and equal on all ranks."""
-    equal: dict[str, dict[int, bool]] = {}
-    drawn: dict[str, set[int]] = {}
-    shown: dict[str, Event] = {}
+    by_line: dict[str, list[Event]] = {}  # rank 0's draws, each with whether all ranks draw the same for their samples
     for steps in trace.steps():
         samples = {loss["samples"] for step in steps for loss in step.all("loss")}
-        draws = [step.all("draw") for step in steps]
-        if len(set(map(len, draws))) > 1 or len(steps) < 2:
+        if len(steps) < 2 or len({len(step.all("draw")) for step in steps}) > 1:
             continue
-        for of_ranks in zip(*draws, strict=True):
-            one = of_ranks[0]
-            if one["shape"][0] % max(samples, default=1) == 0 and one["shape"][0] > 1:
-                is_same = all(other["checksum"] == one["checksum"] for other in of_ranks)
-                equal.setdefault(one["where"], {})[one["step"]] = is_same and one["shape"][0] in samples
-                shown.setdefault(one["where"], one)
-                drawn.setdefault(one["where"], set()).add(one["checksum"])
-    for line, same in equal.items():
-        if len(drawn[line]) == 1 < len(same):
+        for draws in together(steps, "draw"):
+            rows = draws[0]["shape"][0]
+            if rows > 1 and rows % max(samples, default=1) == 0:
+                is_same = rows in samples and len({draw["checksum"] for draw in draws}) == 1
+                by_line.setdefault(draws[0]["where"], []).append(draws[0] | {"is_same": is_same})
+    for of_line in by_line.values():
+        first, count = of_line[0], len({draw["step"] for draw in of_line})
+        what = f"torch.{first['function']} of shape {first['shape']}"
+        if count < 2:
+            continue  # what is drawn once may be meant for all ranks
+        if len({draw["checksum"] for draw in of_line}) == 1:
             yield Finding(
-                f"each step draws the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']}",
+                f"each step draws the same numbers here: {what}",
                 "Do not seed with the same number in each step",
-                shown[line],
-                CHAPTER,
+                first,
             )
-            continue
-        if len(same) > 1 and all(same.values()):  # what is drawn once may be meant for all ranks
+        elif all(draw["is_same"] for draw in of_line):
             yield Finding(
-                f"all ranks draw the same numbers here: torch.{shown[line]['function']} of shape {shown[line]['shape']} in "
-                f"each of {len(same)} steps",
+                f"all ranks draw the same numbers here: {what} in each of {count} steps",
                 "Seed with seed + rank once the model is built, or use a generator of the rank",
-                shown[line],
-                CHAPTER,
+                first,
             )
 
 
-def _forward_passes(trace: Trace) -> Iterator[Finding]:
+def _forward_passes(trace: Trace) -> Findings:
     """Numbers that dropout and the like draw in forward passes: from another state on each rank, and in each step."""
-    steps = [[step.all("forward") for step in of_ranks] for of_ranks in trace.steps()]
-    passes = [one for of_ranks in steps for one in zip(*of_ranks, strict=False) if one[0]["drawn_from"] is not None]
+    passes = [one for steps in trace.steps() for one in together(steps, "forward") if one[0]["drawn_from"] is not None]
     if len(passes) > 1 and trace.world_size > 1 and all(len({e["drawn_from"] for e in one}) == 1 for one in passes):
         yield Finding(
             f"all ranks draw the same random numbers in all of {len(passes)} forward passes, so dropout drops the same units",
             "Seed with seed + rank once the model is built",
             passes[0][0],
-            CHAPTER,
             is_hint=True,
         )
     drawn: dict[int, Event] = {}
@@ -72,33 +63,31 @@ def _forward_passes(trace: Trace) -> Iterator[Finding]:
                 f"this forward pass draws the random numbers of step {before['step']} again",
                 "Do not seed with the same number again: seed once, or with the number of the step",
                 event,
-                CHAPTER,
             )
             return
 
 
-def _workers(trace: Trace) -> Iterator[Finding]:
+def _workers(trace: Trace) -> Findings:
     """Generators that a data set holds are copied into each worker. Those of a worker itself have the seed that it is given."""
-    groups = [(rank.rank, worker) for rank in trace.ranks for worker in rank.workers]
     iterated = [event for rank in trace.ranks for event in rank.all("epoch") if event["workers"]]
     for held, why in (
         ("generators", "the data set holds a generator, which each worker gets a copy of"),
         ("worker", "they are seeded alike"),
     ):
-        starts: dict[int, list[int]] = {}
-        for rank, worker in groups:
-            begin = next(event for event in worker if event["kind"] == "worker")
-            end = next((event for event in reversed(worker) if event["kind"] == "worker_end"), begin)
-            for before, after in zip(begin[held], end[held], strict=False):
-                if before != after:
-                    starts.setdefault(before, []).append(rank)
+        starts: dict[int, list[int]] = {}  # for each state from which a worker draws, the ranks
+        for rank in trace.ranks:
+            for worker in rank.workers:
+                states = [event[held] for event in worker if event["kind"] in ("worker", "worker_end")]
+                for before, after in zip(states[0], states[-1], strict=False):
+                    if before != after:
+                        starts.setdefault(before, []).append(rank.rank)
         same = max(starts.values(), key=len, default=[])
         if len(same) > 1:
             yield Finding(
                 f"{len(same)} loader workers draw the same numbers: {why}",
                 "Make the generator in __getitem__ from (seed, epoch, index), or let worker_init_fn use torch.initial_seed()",
                 iterated[0],
-                "dataloading/README.md, chapter 7",
+                chapter="dataloading/README.md, chapter 7",
                 is_hint=held == "worker" and len(set(same)) == len(same),  # those of other ranks: on other samples
             )
             return

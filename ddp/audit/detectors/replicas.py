@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import Trace
+from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.trace import Step, Trace
 
 CHAPTER = "ddp/README.md, chapter 4"
 
 
-def detect(trace: Trace) -> Iterator[Finding]:
+def detect(trace: Trace) -> Findings:
     for steps in trace.steps():
+        if any(step.last("step")["sharded"] for step in steps):
+            return  # each rank has another part
+        computed = [set[str]().union(*step.computed) for step in steps]  # other parameters may be shards
         for kind, when in (("before_step", "before"), ("step", "after")):
-            sums = [step.last(kind).get("parameters") or {} for step in steps]
-            if any(step.last("step").get("sharded") for step in steps):
-                return  # each rank has another part
-            computed = [{n for one in step.all("backward") for n in one.get("computed", ())} for step in steps]
-            for number in sorted(set.intersection(*map(set, sums), *computed), key=int):  # others may be shards
-                if len({own[number] for own in sums}) > 1:
-                    name = trace.names.get(number, number)
-                    yield Finding(
-                        f"the ranks' weights differ {when} this optimizer step, {name} among them",
-                        "Start from the same weights (DDP sends rank 0's), average the gradients, and let all ranks step alike",
-                        steps[0].last("before_step"),
-                        CHAPTER,
-                        is_effect=True,
-                    )
-                    return
+            for number in sorted(differing(steps, kind).intersection(*computed), key=int):
+                yield Finding(
+                    f"the ranks' weights differ {when} this optimizer step, {trace.names.get(number, number)} among them",
+                    "Start from the same weights (DDP sends rank 0's), average the gradients, and let all ranks step alike",
+                    steps[0].before,
+                    is_effect=True,
+                )
+                return
     counts = [len(rank.steps) for rank in trace.ranks]
-    if len(set(counts)) > 1 and not any(rank.all("join") for rank in trace.ranks):
-        fewest = counts.index(min(counts))
+    fewest, most = counts.index(min(counts)), counts.index(max(counts))
+    if fewest != most and not any(rank.all("join") for rank in trace.ranks):
         yield Finding(
-            f"rank {fewest} took {min(counts)} optimizer steps and rank {counts.index(max(counts))} took {max(counts)}",
+            f"rank {fewest} took {min(counts)} optimizer steps and rank {most} took {max(counts)}",
             "Give all ranks the same number of batches, or use DDP's join"
             if min(counts)
             else "Let every rank step its optimizer",
-            trace.ranks[counts.index(max(counts))].steps[-1].last("before_step"),
-            CHAPTER,
-            rank=fewest,
+            trace.ranks[most].steps[-1].before,
+            fewest,
             diverges=True,
             is_effect=True,
         )
+
+
+def differing(steps: list[Step], kind: str) -> set[str]:
+    """The parameters whose weights differ between ranks.
+
+    :param kind: of the event: before_step or step
+    """
+    sums = [step.last(kind).get("parameters") or {} for step in steps]
+    shared = set[str].intersection(*map(set, sums))
+    return {number for number in shared if any(own[number] != sums[0][number] for own in sums)}

@@ -3,64 +3,57 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
-from ddp.audit.detectors.finding import Finding
-from ddp.audit.trace import RankTrace, Trace, epochs
+from ddp.audit.detectors.finding import Finding, Findings
+from ddp.audit.trace import Trace, epochs, together
 
 CHAPTER = "ddp/README.md, chapter 6"
 LONG = 10  # optimizer steps of a script without loaders
 
 
-def _is_long(rank: RankTrace) -> bool:
-    """Whether a schedule would have been stepped by now."""
-    return sum(epoch.trains for epoch in epochs(rank)) > 1 or (not rank.all("epoch") and len(rank.steps) >= LONG)
-
-
-def detect(trace: Trace) -> Iterator[Finding]:
-    first = trace.ranks[0]
+def detect(trace: Trace) -> Findings:
+    first, ranks = trace.ranks[0], trace.world_size
     for step in first.steps[1:]:
         counts = Counter((event["where"], event["id"]) for event in step.all("schedule"))
-        often = [event for event in step.all("schedule") if counts[event["where"], event["id"]] == trace.world_size > 1]
+        often = [event for event in step.all("schedule") if counts[event["where"], event["id"]] == ranks > 1]
         if often:
             yield Finding(
-                f"the schedule takes {trace.world_size} steps for one optimizer step, so it runs {trace.world_size} times too fast",
+                f"the schedule takes {ranks} steps for one optimizer step, so it runs {ranks} times too fast",
                 "Step it once per optimizer step, on each rank alike: the number of ranks does not matter",
                 often[0],
-                CHAPTER,
             )
             break
+    loaders = first.all("epoch")
+    # A schedule would have been stepped by now.
+    is_long = sum(epoch.trains for epoch in epochs(first)) > 1 or (not loaders and len(first.steps) >= LONG)
     stepped = {event["optimizer"] for event in first.all("schedule", "average")}
     for event in first.all("schedule_made", "average_made"):
-        if event["optimizer"] not in stepped and _is_long(first):
+        if is_long and event["optimizer"] not in stepped:
             yield Finding(
                 f"neither this {event['schedule']} nor another of its optimizer is ever stepped or updated",
                 "Call its step(), or update_parameters(), once per epoch or optimizer step, as it is meant",
                 event,
-                CHAPTER,
                 # It may be meant for later than this run ends.
-                is_hint=event["kind"] == "average_made" or not first.all("epoch"),
+                is_hint=event["kind"] == "average_made" or not loaders,
             )
-    for events in zip(*(rank.all("schedule") for rank in trace.ranks), strict=False):
-        metrics = [event.get("metric") for event in events]
+    for events in together(trace.ranks, "schedule"):
+        metrics = [event["metric"] for event in events]
         if len(set(metrics)) > 1:
             yield Finding(
                 f"{events[0]['schedule']} decides on each rank by the rank's own value: {metrics[0]:.4g} on rank 0, {metrics[1]:.4g} on "
                 "rank 1",
                 "All-reduce what a decision depends on, so that all ranks decide alike",
                 events[0],
-                CHAPTER,
                 diverges=True,
             )
             return
     for steps in trace.steps():
-        rates = [step.last("before_step")["rates"] for step in steps]
+        rates = [step.before["rates"] for step in steps]
         if any(own != rates[0] for own in rates):
             yield Finding(
                 f"the ranks use different learning rates: {rates}",
                 "Let the rate depend on nothing but the step",
-                steps[0].last("before_step"),
-                CHAPTER,
+                steps[0].before,
                 diverges=True,
             )
             return
