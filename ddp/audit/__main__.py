@@ -138,7 +138,7 @@ def _summary(trace: Trace, outcome: launch.Outcome) -> str:
 def _why_unjudged(trace: Trace, outcome: launch.Outcome) -> str | None:
     """Why a run cannot be judged, if it cannot."""
     if trace.errors:
-        return f"the audit itself failed ({trace.errors[0]['what']}): {trace.errors[0]['text']}"
+        return f"the audit itself failed: {trace.errors[0]}"
     if outcome.status is None:
         return f"the script did not end within {outcome.seconds:.0f} s: {'; '.join(map(_innermost, outcome.stacks))}"
     if outcome.status:

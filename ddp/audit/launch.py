@@ -57,32 +57,31 @@ def run(
     :param kill_at: each rank is killed after so many optimizer steps
     :param output: file for what the script prints; without one, that goes to stderr
     """
-    env = {**os.environ, "DDP_AUDIT_DIRECTORY": os.fspath(directory), "DDP_AUDIT_QUICK": "1" if quick else ""}
-    env["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.fspath(INJECT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, *arguments]
-    if not starts_itself(arguments):
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        command = [sys.executable, *torchrun, *arguments]
-    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, which then does not warn of it
-    if _gpus() < ranks:
+    env = {
+        "OMP_NUM_THREADS": "1",  # as torchrun sets it, which then does not warn of it
+        **os.environ,
+        "DDP_AUDIT_DIRECTORY": os.fspath(directory),
+        "DDP_AUDIT_QUICK": "1" * quick,
+        "DDP_AUDIT_KILL_AT": str(kill_at or 0),
+        "PYTHONPATH": os.pathsep.join(filter(None, (os.fspath(INJECT), os.environ.get("PYTHONPATH")))),
+    }
+    gpus = list(Path("/dev").glob("nvidia[0-9]*"))  # without torch, whose import takes as long as a small script
+    if len(gpus) < ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *([] if starts_itself(arguments) else torchrun), *arguments]
     adopt_orphans()
     before, began, status = descendants(), time.monotonic(), None
     try:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(output, "w")) if output else sys.stderr
+        with (
+            contextlib.suppress(subprocess.TimeoutExpired),
+            open(output, "w") if output else contextlib.nullcontext(sys.stderr) as file,
+        ):
             process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
-            stack.enter_context(contextlib.suppress(subprocess.TimeoutExpired))
             status = process.wait(timeout)
         return Outcome(status, time.monotonic() - began, [] if status is not None else _stacks(directory))
     finally:
         end_all_but(before, patiently=status is not None)
-
-
-def _gpus() -> int:
-    """Asked without torch, whose import takes as long as a small script."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _stacks(directory: Path) -> list[str]:
@@ -91,4 +90,4 @@ def _stacks(directory: Path) -> list[str]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(path.stem), signal.SIGUSR2)
     time.sleep(STACKS_S)
-    return [path.read_text() for path in sorted(directory.glob("*.stack"), key=lambda path: int(path.stem))]
+    return sorted(path.read_text() for path in directory.glob("*.stack"))

@@ -13,13 +13,10 @@ Probes = dict[str, list[float]]
 
 
 @dataclass
-class Step:
-    """What led to one optimizer step, in its order, and the step itself.
+class Events:
+    """Events of a process, in their order."""
 
-    :ivar events: all events of the rank since the step before
-    """
-
-    events: list[Event] = field(default_factory=list)
+    events: list[Event]
 
     def all(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event["kind"] in kinds]
@@ -43,6 +40,10 @@ class Step:
         """What the scaler has multiplied the loss with."""
         return float(self.last("scale").get("scale", 1.0))
 
+
+class Step(Events):
+    """What led to one optimizer step, and the step itself: all events of the rank since the step before."""
+
     @property
     def number(self) -> int:
         return int(self.events[-1]["step"])
@@ -60,30 +61,26 @@ class Step:
 
 
 @dataclass
-class RankTrace:
+class RankTrace(Events):
     """The events of a rank.
 
+    :ivar workers: those of each of its loader workers
     :ivar steps: those that were completed
-    :ivar workers: for each of its loader workers, the events
     """
 
     rank: int
-    events: list[Event]
-    workers: list[list[Event]]
+    workers: list[Events]
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        step = Step()
+        step = Step([])
         for event in self.events:
             step.events.append(event)
             if event["kind"] == "step" and step.last("before_step"):  # of nested optimizers, the outer one ends later
                 self.steps.append(step)
-                step = Step()
+                step = Step([])
             elif event["kind"] == "skipped":  # the scaler left a step with inf out
-                step = Step()
-
-    def all(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event["kind"] in kinds]
+                step = Step([])
 
 
 @dataclass
@@ -153,7 +150,7 @@ class Trace:
     """
 
     ranks: list[RankTrace]
-    errors: list[Event]
+    errors: list[str]
     names: dict[str, str]
 
     @property
@@ -185,26 +182,18 @@ def together(parts: Iterable[RankTrace | Step], *kinds: str) -> Iterator[tuple[E
 
 def read(directory: Path) -> Trace:
     """The trace that the processes have written into a folder."""
-    processes = {int(path.stem): _events(path) for path in directory.glob("*.jsonl")}
-    ranks, errors, names = {}, [], dict[str, str]()
-    for events in processes.values():
-        errors += [event for event in events if event["kind"] == "watch_error"]
-        group = next((event for event in events if event["kind"] == "group"), None)
-        if group is None or group["rank"] in ranks:
-            continue
-        workers = [
-            other
-            for other in processes.values()
-            if other[0]["parent"] == events[0]["pid"] and "worker" in _kinds(other)
-        ]
-        ranks[group["rank"]] = RankTrace(group["rank"], events, workers)
-        for event in events:
-            names |= event["names"] if event["kind"] == "names" else {}
+    processes = [Events(_events(path)) for path in directory.glob("*.jsonl")]
+    errors = [event["text"] for process in processes for event in process.all("watch_error")]
+    ranks, names = dict[int, RankTrace](), dict[str, str]()
+    for process in processes:
+        group, pid = process.last("group"), process.last("process").get("pid")
+        if group and group["rank"] not in ranks:
+            children = [other for other in processes if other.last("process").get("parent") == pid]
+            workers = [child for child in children if child.all("worker")]
+            ranks[group["rank"]] = RankTrace(process.events, group["rank"], workers)
+            for event in process.all("names"):
+                names |= event["names"]
     return Trace([ranks[rank] for rank in sorted(ranks)], errors, names)
-
-
-def _kinds(events: list[Event]) -> set[str]:
-    return {event["kind"] for event in events}
 
 
 def _events(path: Path) -> list[Event]:

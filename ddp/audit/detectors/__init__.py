@@ -53,7 +53,7 @@ def find(trace: Trace) -> list[Finding]:
         try:
             found = list(detector.detect(trace))
         except Exception:
-            trace.errors.append({"what": detector.__name__, "text": traceback.format_exc(limit=-3)})
+            trace.errors.append(traceback.format_exc(limit=-3))
             continue
         for finding in found:
             finding.chapter = finding.chapter or detector.CHAPTER

@@ -154,7 +154,7 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
             "Convert, move and unfreeze the model before it is wrapped",
         ),
         (
-            [event for event in first.all("collective") if event["in_backward"] and event["parameter"] is not None],
+            [event for event in first.all("collective") if event["sends_parameter"]],
             "a hook sends the parameter and not its gradient",
             "Send parameter.grad: the argument of register_post_accumulate_grad_hook is the parameter",
         ),

@@ -44,21 +44,23 @@ def _writers(trace: Trace) -> Findings:
 def _saved(rank: RankTrace, written: list[Event]) -> Findings:
     """A file with the optimizer's state is meant for a resume, so it and the files beside it must have the rest too."""
     for event in rank.all("save"):
-        if event["alias"] and (event["thread"] or event["torn"]):
+        if event["live"]:
             yield Finding(
                 "a thread writes the tensors that are being trained: the file holds weights of whatever step they are at by then",
                 "Copy the state before the next step, and let the thread write the copy",
                 event,
                 rank.rank,
             )
-        if not (event["path"] and event["optimizer"] and event["model"]):
+        if not (event["path"] and {"optimizer", "model"} <= set(event["states"])):
             continue  # without a path, it is a stream of the script's own, such as a part of a larger file
         folder = os.path.dirname(event["path"])
         beside = [one for one in written if os.path.dirname(one["path"]) == folder and one["path"] != event["path"]]
         if any(one["kind"] == "write" for one in beside):
             continue  # such as a JSON with the number of the step
         lacking = [
-            state for state, used, name in STATES if rank.all(used) and not any(one[name] for one in (event, *beside))
+            state
+            for state, used, name in STATES
+            if rank.all(used) and not any(name in one["states"] for one in (event, *beside))
         ]
         if lacking:
             yield Finding(
@@ -76,7 +78,7 @@ def _swapped(rank: RankTrace) -> Findings:
     for event in rank.events:
         if event["kind"] == "step":
             latest = event["parameters"]
-        elif event["kind"] == "save" and latest and event["path"] and event["optimizer"]:
+        elif event["kind"] == "save" and latest and event["path"] and "optimizer" in event["states"]:
             if not set(latest.values()) <= set(event["checksums"]):
                 averaged[event["path"]] = event
         elif event["kind"] == "load" and event["path"] in averaged and event["step"] < len(rank.steps):

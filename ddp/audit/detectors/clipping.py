@@ -87,12 +87,12 @@ def _by_hand(steps: list[Step]) -> Findings:
     """Norms that the script sums over the ranks itself, though the gradients are averaged and not sharded."""
     norm = steps[0].last("backward").get("norm") or 0.0
     for event in steps[0].all("collective"):
-        before, after = event["before"], event["after"]  # None, unless they are one number
-        for value, name in ((norm, "norm"), (norm**2, "squared norm")):
-            if before and all(math.isclose(one, value, rel_tol=SAME) for one in (before, after / len(steps))):
-                yield Finding(
-                    f"the {name} of the averaged gradients is summed over the ranks again: {before:.4g} becomes {after:.4g}",
-                    "After averaging, each rank's norm is the global norm already: do not all-reduce it",
-                    event,
-                )
-                return
+        for before, after in zip(event["before"], event["after"], strict=True):  # of tensors with one element
+            for value, name in ((norm, "norm"), (norm**2, "squared norm")):
+                if before and all(math.isclose(one, value, rel_tol=SAME) for one in (before, after / len(steps))):
+                    yield Finding(
+                        f"the {name} of the averaged gradients is summed over the ranks again: {before:.4g} becomes {after:.4g}",
+                        "After averaging, each rank's norm is the global norm already: do not all-reduce it",
+                        event,
+                    )
+                    return

@@ -77,8 +77,8 @@ def _workers(trace: Trace) -> Findings:
         starts: dict[int, list[int]] = {}  # for each state from which a worker draws, the ranks
         for rank in trace.ranks:
             for worker in rank.workers:
-                states = [event[held] for event in worker if event["kind"] in ("worker", "worker_end")]
-                for before, after in zip(states[0], states[-1], strict=False):
+                states = [event[held] for event in worker.all("worker")]
+                for before, after in zip(states[0], states[-1], strict=True):
                     if before != after:
                         starts.setdefault(before, []).append(rank.rank)
         same = max(starts.values(), key=len, default=[])

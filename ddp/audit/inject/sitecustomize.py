@@ -38,24 +38,20 @@ class WatchTorch:
 
 
 def _load_watch() -> Any:
-    folder = HERE.parent / "watch"
-    spec = importlib.util.spec_from_file_location(
-        NAME, folder / "__init__.py", submodule_search_locations=[os.fspath(folder)]
-    )
-    assert spec is not None and spec.loader is not None
-    sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
+    return _execute(importlib.util.spec_from_file_location(NAME, HERE.parent / "watch" / "__init__.py"))
+
+
+def _execute(spec: ModuleSpec | None) -> Any:
+    """The module of a spec; None if there is no such module."""
+    if spec is None or spec.loader is None:
+        return None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _run_the_usual_one() -> None:
-    """A sitecustomize of the machine's own, which this one hides."""
-    others = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
-    spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-_run_the_usual_one()
+_execute(  # a sitecustomize of the machine's own, which this one hides
+    PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry or ".").resolve() != HERE])
+)
 if "DDP_AUDIT_DIRECTORY" in os.environ:
     sys.meta_path.insert(0, WatchTorch())

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import tensors
-from .events import called_by_script, emit, quiet, watch, where
-from .tensors import find_tensors
+from .events import Call, Look, called_by_script, emit, watch, where
+from .tensors import are_parameters, find_tensors
 
 NAMES = (
     "all_reduce",
@@ -29,58 +28,31 @@ NAMES = (
 _gathered: list[tuple[Any, bool, str]] = []  # lists that an all_gather has filled with tensors that lead nowhere
 
 
-def install() -> None:
-    if not dist.is_available():
-        return
-    for name in NAMES:
-        _watch(name)
-
-    @watch(torch.Tensor, "backward")
-    def backward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        _before_backward()
-        return original(self, *args, **kwargs)
-
-
-def _watch(name: str) -> None:
-    @watch(dist, name)
-    def collective(original: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _scalar(args)
-        result = original(*args, **kwargs)
-        _called(name, args, before, _scalar(args))
-        return result
-
-
-def _scalar(args: Any) -> float | None:
+@watch(dist, *NAMES)
+def collective(call: Call) -> Look:
+    name, args = call.function.__name__, call.args
     scalars = [one for one in args[:1] if isinstance(one, Tensor) and one.numel() == 1 and one.device.type == "cpu"]
-    return float(scalars[0]) if scalars else None
-
-
-@quiet
-def _called(name: str, args: Any, before: float | None, after: float | None) -> None:
-    found = [tensor for tensor in find_tensors(list(args)) if tensor.numel()]
-    gaps = [list(tensor.stride()) for tensor in found if not torch.ops.aten.is_non_overlapping_and_dense(tensor)]
-    places = {parameter.data_ptr(): number for number, parameter in tensors.alive().items()}
-    parameter = next((places[tensor.data_ptr()] for tensor in found if tensor.data_ptr() in places), None)
-    own = args[1] if name == "all_gather" and len(args) > 1 else None
-    if isinstance(own, Tensor) and called_by_script():
-        _gathered.append((args[0], own.requires_grad, where()))
+    before = [scalar.item() for scalar in scalars]
+    yield
+    found = [tensor for tensor in find_tensors(args) if tensor.numel()]
+    if name == "all_gather" and called_by_script():
+        _gathered.append((call.get("tensor_list"), call.get("tensor").requires_grad, where()))
     emit(
         "collective",
         name=name,
         before=before,
-        after=after,
-        gaps=gaps[:1],
+        after=[scalar.item() for scalar in scalars],
+        gaps=[one.stride() for one in found if not torch.ops.aten.is_non_overlapping_and_dense(one)],
         requires_grad=any(tensor.requires_grad and not tensor.is_leaf for tensor in found),
-        parameter=parameter,
-        in_backward=torch._C._current_graph_task_id() != -1,
-        where=where(),
+        sends_parameter=torch._C._current_graph_task_id() != -1 and are_parameters(found),
     )
 
 
-@quiet
-def _before_backward() -> None:
+@watch(torch.autograd, "backward")
+def backward(call: Call) -> Look:
     for gathered, needed, line in _gathered:
         put_back = any(tensor.requires_grad for tensor in find_tensors(gathered))
         if needed or put_back:
             emit("put_back" if put_back else "without_gradient", where=line)
     _gathered.clear()
+    yield

@@ -1,16 +1,19 @@
-"""The events of one process, and where in the script they happen."""
+"""The events of one process, where in the script they happen, and the watchers that look at calls of torch's functions."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
+import operator
 import os
-import re
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,24 +24,27 @@ directory = Path(os.environ["DDP_AUDIT_DIRECTORY"])
 _QUICK = bool(os.environ.get("DDP_AUDIT_QUICK"))
 QUICK_STEPS, QUICK_INTERVAL = 8, 16
 # Code that is not the script's: the standard library, this folder, and torch and other packages.
-_LIBRARIES = tuple(
-    os.path.realpath(folder) + os.sep for folder in (sysconfig.get_path("stdlib"), os.path.dirname(__file__))
-)
-_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_LIBRARIES = [Path(folder).resolve() for folder in (sysconfig.get_path("stdlib"), os.path.dirname(__file__))]
+_PACKAGES = ("site-packages", "dist-packages")
 
-_file, _pid = -1, -1
+_file = -1
 steps = 0  # optimizer steps of this process
-_busy = threading.local()
 
 
 def emit(kind: str, **fields: Any) -> None:
-    """Write an event. Each is written at once: a process may be killed, and a forked one must not write it again."""
-    global _file, _pid
-    if _pid != os.getpid():
-        _pid = os.getpid()
-        _file = os.open(directory / f"{_pid}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-        emit("process", pid=_pid, parent=os.getppid())
-    os.write(_file, json.dumps({"kind": kind, "step": steps, **fields}).encode() + b"\n")
+    """Write an event at once, since a process may be killed.
+
+    :param fields: what JSON can hold, and tensors and numpy's numbers; ``where`` is the present line, if no other is given
+    """
+    event = {"kind": kind, "step": steps, "where": where(), **fields}
+    os.write(_file, json.dumps(event, default=operator.methodcaller("tolist")).encode() + b"\n")
+
+
+def _begin() -> None:
+    """Each process has a file of its own, a forked one too."""
+    global _file
+    _file = os.open(directory / f"{os.getpid()}.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    emit("process", pid=os.getpid(), parent=os.getppid())
 
 
 def detailed() -> bool:
@@ -54,9 +60,9 @@ def frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_below(module: str) -> bool:
-    """Whether a module of this name leads to the present call."""
-    return any(frame.f_globals.get("__name__") == module for frame in frames())
+def is_below(name: str) -> bool:
+    """Whether a function or a module of this name leads to the present call."""
+    return any(name in (frame.f_code.co_name, frame.f_globals.get("__name__")) for frame in frames())
 
 
 def where(with_instruction: bool = False) -> str:
@@ -76,54 +82,107 @@ def where(with_instruction: bool = False) -> str:
 
 def called_by_script() -> bool:
     """Whether the script itself has called the watched function, and not torch or another library."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and os.path.realpath(frame.f_code.co_filename).startswith(_LIBRARIES[-1]):
-        frame = frame.f_back
-    return frame is not None and not _is_library(frame.f_code.co_filename)
+    caller = next(frame for frame in frames() if frame.f_globals.get("__package__") != __package__)
+    return not _is_library(caller.f_code.co_filename)
 
 
+@functools.cache
 def _is_library(file: str) -> bool:
-    file = os.path.realpath(file)
-    return file.startswith(_LIBRARIES) or _PACKAGES.search(file) is not None
+    return any(folder in _LIBRARIES or folder.name in _PACKAGES for folder in Path(file).resolve().parents)
 
 
-def watch(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace ``owner.name`` by the decorated function, which gets the original as its first argument.
+@dataclass
+class Call:
+    """A call of a watched function.
 
-    Quiet functions get the original itself, and so does torch.compile.
+    :ivar result: what it has returned, once it has
     """
-    original = getattr(owner, name)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or getattr(_busy, "now", False):
-                return original(*args, **kwargs)
-            return function(original, *args, **kwargs)
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
 
-        setattr(owner, name, watched)
-        return function
+    def get(self, name: str, default: Any = None) -> Any:
+        """What was given for the parameter of this name."""
+        return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments.get(name, default)
+
+
+Look = Generator[None, None, None]
+Watcher = Callable[[Call], Look]
+
+
+class _Thread(threading.local):
+    """What a thread is doing.
+
+    :ivar quiet: whether the audit looks at something, which is not watched itself
+    :ivar gradients: whether the script had gradients enabled when the audit began to look
+    :ivar running: the watchers of the calls that are running, from the outermost
+    """
+
+    quiet = False
+    gradients = True
+
+    def __init__(self) -> None:
+        self.running: list[Watcher] = []
+
+
+thread = _Thread()
+
+
+def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
+    """Let the decorated generator look at each call of these functions of an owner.
+
+    It runs up to its ``yield`` before the call, and goes on after it. If the call raises, the generator is closed.
+    """
+
+    def decorate(watcher: Watcher) -> Watcher:
+        for name in names:
+            setattr(owner, name, _watched(getattr(owner, name), watcher))
+        return watcher
 
     return decorate
 
 
-def gradients_enabled() -> bool:
-    """Whether the script has gradients enabled, as seen from a quiet function."""
-    return bool(_busy.gradients)
-
-
-def quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that only looks: no gradients, nothing else is watched meanwhile, and its own errors do not reach the script."""
+def _watched(function: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
+    """Of quiet code and of torch.compile, the function gets the call itself."""
 
     @functools.wraps(function)
-    def looking(*args: Any, **kwargs: Any) -> Any:
-        before, _busy.now, _busy.gradients = getattr(_busy, "now", False), True, torch.is_grad_enabled()
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or thread.quiet:
+            return function(*args, **kwargs)
+        call = Call(function, args, kwargs)
+        look = watcher(call)
+        with quiet():
+            next(look, None)
+        thread.running.append(watcher)
         try:
-            with torch.no_grad():
-                return function(*args, **kwargs)
-        except Exception:
-            emit("watch_error", what=function.__qualname__, text=traceback.format_exc(limit=4))
+            call.result = function(*args, **kwargs)
+        except BaseException:
+            with quiet():
+                look.close()
+            raise
         finally:
-            _busy.now = before
+            thread.running.pop()
+        with quiet():
+            next(look, None)
+        return call.result
 
-    return looking
+    return watched
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """For code that only looks: no gradients, nothing is watched meanwhile, and its own errors do not reach the script."""
+    before, thread.quiet, thread.gradients = thread.quiet, True, torch.is_grad_enabled()
+    try:
+        with torch.no_grad():
+            yield
+    except Exception:
+        emit("watch_error", text=traceback.format_exc(limit=-4))
+    finally:
+        thread.quiet = before
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)

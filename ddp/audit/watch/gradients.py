@@ -9,27 +9,32 @@ import torch
 from torch import Tensor
 
 from . import tensors
-from .events import detailed, emit, quiet, watch, where
+from .events import Call, Look, detailed, emit, quiet, watch
 
-_computed: dict[int, Tensor] = {}  # by number of the parameter, in the running backward pass
+_computed: dict[int, Tensor] = {}  # the probes by number of the parameter, in the running backward pass
 _hooked: set[int] = set()
 
 
-def install() -> None:
-    @watch(torch.autograd, "backward")
-    def backward(original: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _begin()
-        result = original(*args, **kwargs)
-        _end(before, where())
-        return result
-
-    @watch(torch.nn.Module, "zero_grad")
-    def zero_grad(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        emit("zero_grad", where=where())
-        return original(self, *args, **kwargs)
+@watch(torch.optim.Optimizer, "zero_grad")
+@watch(torch.nn.Module, "zero_grad")
+def zero_grad(call: Call) -> Look:
+    emit("zero_grad")
+    yield
 
 
-@quiet
+@watch(torch.autograd, "backward")
+def backward(call: Call) -> Look:
+    watch_parameters()
+    _computed.clear()
+    before = gradient_probes() if detailed() else {}
+    yield
+    fields: dict[str, Any] = {}
+    if detailed():
+        fields = {"before": before, "computed": _computed, "norm": _norm()}
+        fields["weights"] = {n: tensors.checksum(p) for n, p in tensors.alive().items() if n in list(_computed)[:1]}
+    emit("backward", **fields)
+
+
 def watch_parameters() -> None:
     """Let each known parameter tell the gradient that this rank computes, before any wrapper averages it."""
     for number, parameter in tensors.alive().items():
@@ -38,32 +43,18 @@ def watch_parameters() -> None:
             _hooked.add(number)
 
 
-@quiet
+@quiet()
 def _remember(number: int, gradient: Tensor) -> None:
     if detailed():
-        own = tensors.probe(gradient)
-        _computed[number] = _computed[number] + own if number in _computed else own
+        _computed[number] = tensors.probe(gradient) + _computed.get(number, 0)
 
 
-@quiet
-def _begin() -> Any:
-    watch_parameters()
-    _computed.clear()
-    return tensors.gradient_probes() if detailed() else None
-
-
-@quiet
-def _end(before: Any, line: str) -> None:
-    if before is None:
-        emit("backward", where=line)
-        return
-    weights = {n: tensors.checksum(parameter) for n, parameter in tensors.alive().items() if n in list(_computed)[:1]}
-    computed = tensors.as_lists(_computed)
-    emit("backward", before=before, computed=computed, norm=_norm(), weights=weights, where=line)
+def gradient_probes() -> dict[int, Tensor]:
+    """Of all gradients that there are."""
+    return {n: tensors.probe(p.grad) for n, p in tensors.alive().items() if p.grad is not None}
 
 
 def _norm() -> float | None:
     """Of all gradients together; None if there are none."""
-    gradients = [tensors.local(p.grad).detach() for p in tensors.alive().values() if p.grad is not None]
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return torch.stack([g.norm().double().cpu() for g in dense]).norm().item() if dense else None
+    gradients = [tensors.dense(p.grad) for p in tensors.alive().values() if p.grad is not None]
+    return torch.stack([g.norm().double().cpu() for g in gradients]).norm().item() if gradients else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 import random
 import zlib
 from typing import Any
@@ -10,93 +12,40 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data
-from torch.utils.data import dataloader
+from torch.utils.data._utils import fetch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .events import emit, is_below, quiet, watch, where
+from .events import Call, Look, emit, is_below, watch, where
 from .tensors import find_tensors, rows
 
-INIT = 9  # the place of worker_init_fn among the arguments of a worker
-_iterators = 0
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_next_number = itertools.count()
 
 
-def install() -> None:
-    base = dataloader._BaseDataLoaderIter
-
-    @watch(data.DataLoader, "__init__")
-    def make(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        self._audit_made = where()
-        original(self, *args, **kwargs)
-
-    @watch(data.DataLoader, "__iter__")
-    def iterate(original: Any, self: Any) -> Any:
-        result = original(self)
-        _begin(self, result)
-        return result
-
-    @watch(base, "_next_index")
-    def next_index(original: Any, self: Any) -> Any:
-        indices = original(self)
-        self.__dict__.setdefault("_audit_indices", []).append(indices)
-        return indices
-
-    @watch(base, "__next__")
-    def next_batch(original: Any, self: Any) -> Any:
-        try:
-            batch = original(self)
-        except StopIteration:
-            emit("epoch_end", iterator=self.__dict__.get("_audit_number"))
-            raise
-        _arrived(self, batch)
-        return batch
-
-    for subclass in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter):
-        subclass.__next__ = base.__next__  # type: ignore[method-assign]
-    weighted = data.WeightedRandomSampler
-
-    @watch(weighted, "__init__")
-    def weigh(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        emit("weighted_sampler", sampler=id(self), where=where())
-
-    @watch(weighted, "__iter__")
-    def iterate_weighted(original: Any, self: Any) -> Any:
-        emit("weighted_order", sampler=id(self), where=where())
-        return original(self)
-
-    worker = torch.utils.data._utils.worker
-
-    @watch(worker, "_worker_loop")
-    def work(original: Any, *args: Any) -> None:
-        dataset, seeds = args[1], args[INIT]
-        if isinstance(dataset, list):
-            (dataset,) = dataset  # so in torch 2.14; the worker empties the list
-
-        def begin(number: int) -> None:
-            if seeds is not None:
-                seeds(number)
-            _emit_states("worker", dataset)
-
-        try:
-            original(*args[:INIT], begin, *args[INIT + 1 :])
-        finally:
-            _emit_states("worker_end", dataset)
+@watch(data.DataLoader, "__init__")
+def make(call: Call) -> Look:
+    call.args[0]._audit_made = where()
+    yield
 
 
-@quiet
-def _begin(loader: Any, iterator: Any) -> None:
-    global _iterators
-    _iterators += 1
-    iterator._audit_number = _iterators
-    iterator.__dict__["_audit_indices"] = iterator.__dict__.get("_audit_indices") or []
-    sampler = (
-        loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", loader.sampler)
-    )
-    dataset = loader.dataset
-    iterable = isinstance(dataset, data.IterableDataset)
+@watch(_BaseDataLoaderIter, "__init__")
+def make_iterator(call: Call) -> Look:
+    """A loader with workers asks for the first indices before its ``__iter__`` returns."""
+    call.args[0]._audit_number, call.args[0]._audit_indices = None, []
+    yield
+
+
+@watch(data.DataLoader, "__iter__")
+def iterate(call: Call) -> Look:
+    yield
+    loader, iterator = call.args[0], call.result
+    iterator._audit_number = next(_next_number)
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    iterable = isinstance(loader.dataset, data.IterableDataset)
     emit(
         "epoch",
-        iterator=_iterators,
-        length=None if iterable else _length(dataset),
+        iterator=iterator._audit_number,
+        length=len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else None,
         iterable=iterable,
         evaluates=not is_below("torch.optim.swa_utils"),
         sampler=type(sampler).__name__,
@@ -106,60 +55,70 @@ def _begin(loader: Any, iterator: Any) -> None:
     )
 
 
-def _length(dataset: Any) -> int | None:
+@watch(_BaseDataLoaderIter, "_next_index")
+def next_index(call: Call) -> Look:
+    yield
+    call.args[0]._audit_indices.append(call.result)
+
+
+@watch(_BaseDataLoaderIter, "__next__")
+def next_batch(call: Call) -> Look:
+    iterator = call.args[0]
     try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-@quiet
-def _arrived(iterator: Any, batch: Any) -> None:
-    queue = iterator.__dict__.get("_audit_indices") or []
-    indices = queue.pop(0) if queue else None
-    flat = _integers(indices)
-    labels = [
-        tensor for tensor in find_tensors(batch) if not tensor.is_floating_point()
-    ]  # no augmentation changes them
-    number = iterator.__dict__.get("_audit_number")
-    emit("batch", iterator=number, indices=flat, rows=rows(batch), targets=rows(labels))
+        yield
+    except GeneratorExit:  # there is no further batch
+        emit("epoch_end", iterator=iterator._audit_number)
+        return
+    indices = _integers(iterator._audit_indices.pop(0) if iterator._audit_indices else None)
+    labels = [one for one in find_tensors(call.result) if not one.is_floating_point()]  # no augmentation changes them
+    emit("batch", iterator=iterator._audit_number, indices=indices, rows=rows(call.result), targets=rows(labels))
 
 
 def _integers(indices: Any) -> list[int] | None:
     """The sample numbers of a batch; None if the sampler's keys are none."""
-    if isinstance(indices, int):
-        return [indices]
-    if isinstance(indices, Tensor):
-        return indices.reshape(-1).tolist()
     samples = getattr(indices, "samples", indices)
-    if isinstance(samples, np.ndarray):
+    if isinstance(samples, (Tensor, np.ndarray)):
         return samples.reshape(-1).tolist()
-    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], tuple):
-        samples = [one[0] for one in samples]
-    if isinstance(samples, (list, tuple)) and all(isinstance(one, (int, np.integer)) for one in samples):
-        return [int(one) for one in samples]
-    return None
+    if not isinstance(samples, (list, tuple)):
+        samples = [samples]
+    numbers = [one[0] if isinstance(one, tuple) else one for one in samples]
+    return list(map(int, numbers)) if all(isinstance(one, (int, np.integer)) for one in numbers) else None
+
+
+@watch(data.WeightedRandomSampler, "__init__")
+def weigh(call: Call) -> Look:
+    emit("weighted_sampler", sampler=id(call.args[0]))
+    yield
+
+
+@watch(data.WeightedRandomSampler, "__iter__")
+def iterate_weighted(call: Call) -> Look:
+    emit("weighted_order", sampler=id(call.args[0]))
+    yield
+
+
+@watch(fetch._BaseDatasetFetcher, "__init__")
+@watch(fetch._IterableDatasetFetcher, "fetch")
+@watch(fetch._MapDatasetFetcher, "fetch")
+def fetched(call: Call) -> Look:
+    """The states of a loader worker's generators, and of those that its data set holds, at its start and after each batch."""
+    yield
+    if data.get_worker_info():
+        own = [np.random.mtrand._rand, random._inst, torch.default_generator]
+        emit("worker", generators=_checksums(_generators(call.args[0].dataset)), worker=_checksums(own))
 
 
 def _generators(dataset: Any) -> list[Any]:
-    """The states of the generators that a data set holds, and of those below it."""
-    states: list[Any] = []
+    """Those that a data set holds, and those below it."""
+    held: list[Any] = []
     for _ in range(4):
-        for value in (*vars(type(dataset)).values(), *getattr(dataset, "__dict__", {}).values()):
-            if isinstance(value, np.random.Generator):
-                states.append(value.bit_generator.state)
-            elif isinstance(value, np.random.RandomState):
-                states.append(value.get_state())
-            elif isinstance(value, random.Random):
-                states.append(value.getstate())
-            elif isinstance(value, torch.Generator):
-                states.append(value.get_state().tolist())
+        values = (*vars(type(dataset)).values(), *getattr(dataset, "__dict__", {}).values())
+        held += [value for value in values if isinstance(value, GENERATORS)]
         dataset = getattr(dataset, "dataset", None)
-    return states
+    return held
 
 
-def _emit_states(kind: str, dataset: Any) -> None:
-    """Checksums of the generators that a worker's data set holds, and of the worker's own."""
-    own = [np.random.get_state(), random.getstate(), torch.get_rng_state().tolist()]
-    held, of_worker = ([zlib.crc32(repr(state).encode()) for state in states] for states in (_generators(dataset), own))
-    emit(kind, generators=held, worker=of_worker)
+def _checksums(generators: list[Any]) -> list[int]:
+    # How torch pickles a generator depends on addresses.
+    states = [one.get_state().numpy() if isinstance(one, torch.Generator) else one for one in generators]
+    return [zlib.crc32(pickle.dumps(state)) for state in states]

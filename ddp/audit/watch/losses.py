@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .events import emit, quiet, watch, where
+from .events import Call, Look, emit, quiet, watch, where
 from .tensors import probe
 
 CLASSES = ("cross_entropy", "nll_loss")
@@ -25,37 +25,24 @@ ELEMENTS = (
 )
 
 
-def install() -> None:
-    for name in (*CLASSES, *ELEMENTS):
-        _watch(name)
-
-
-def _watch(name: str) -> None:
-    @watch(F, name)
-    def loss(original: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _computed(name, result, args, kwargs)
-        return result
-
-
-@quiet
-def _computed(name: str, result: Any, args: Any, kwargs: Any) -> None:
-    if not isinstance(result, Tensor) or not result.requires_grad:
+@watch(F, *CLASSES, *ELEMENTS)
+def loss(call: Call) -> Look:
+    yield
+    if not call.result.requires_grad:
         return
-    target = args[1] if len(args) > 1 else kwargs["target"]
-    reduction = kwargs.get("reduction", "mean")
+    target = call.get("target")
     terms = target.numel()
-    if name in CLASSES:
-        if kwargs.get("weight") is not None or (len(args) > 2 and args[2] is not None):
+    if call.function.__name__ in CLASSES:
+        if call.get("weight") is not None:
             return  # terms of different weights by design
-        terms = len(target) if target.is_floating_point() else int((target != kwargs.get("ignore_index", -100)).sum())
+        terms = len(target) if target.is_floating_point() else int((target != call.get("ignore_index", -100)).sum())
     samples = len(target) if target.dim() else 1
-    of = {"samples": samples, "probes": [*probe(args[0]).tolist(), *probe(target).tolist()]}
+    of = {"samples": samples, "probes": [probe(call.get("input")), probe(target)]}
     of |= {"where": where(), "call": where(with_instruction=True)}
-    result.register_hook(functools.partial(_weighted, reduction, terms, of))
+    call.result.register_hook(functools.partial(_weighted, call.get("reduction", "mean"), terms, of))
 
 
-@quiet
+@quiet()
 def _weighted(reduction: str, terms: int, of: dict[str, Any], factor: Tensor) -> None:
     factors = factor.detach().double()
     factors = factors[factors != 0]  # a term that is masked has no weight

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
 
 import torch
-from torch import Tensor
 
 from . import events
-from .events import called_by_script, emit, quiet, watch, where
+from .events import Call, Look, called_by_script, emit, watch
 from .tensors import checksum
 
-DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
 MOST_DRAWS = 8  # that are written down for a step
-_step, _draws = -1, 0
+_draws = Counter[int]()  # by step
 
 
-def install() -> None:
-    for name in DRAWS:
-        _watch(name)
-
-
-def _watch(name: str) -> None:
-    @watch(torch, name)
-    def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if called_by_script():
-            _drawn(name, result)
-        return result
-
-
-@quiet
-def _drawn(name: str, result: Tensor) -> None:
-    global _step, _draws
-    _step, _draws = events.steps, _draws + 1 if _step == events.steps else 0
-    if _draws < MOST_DRAWS and result.dim():
-        emit("draw", function=name, shape=list(result.shape), checksum=checksum(result), where=where())
+@watch(torch, "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
+def draw(call: Call) -> Look:
+    yield
+    function, drawn = call.function, call.result
+    if called_by_script():
+        _draws[events.steps] += 1
+        if _draws[events.steps] <= MOST_DRAWS and drawn.dim():
+            emit("draw", function=function.__name__, shape=drawn.shape, checksum=checksum(drawn))

@@ -5,27 +5,53 @@ Parameters are known by their number: the order in which this process met them, 
 
 from __future__ import annotations
 
-import weakref
+import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .events import emit
 
 _ELEMENTS, _WEIGHTINGS = 256, 2
 MOST_ROWS = 4096  # of a batch
+DEPTH = 6  # of nested dicts, lists and tuples
 _weightings = torch.linspace(0.0, 40.0, _ELEMENTS * _WEIGHTINGS, dtype=torch.float64).view(_WEIGHTINGS, -1)
 _weightings = _weightings.sin() + 1.5  # no random numbers: those of the script must not change
 
-parameters: dict[int, weakref.ref[Tensor]] = {}  # by number
-_numbers: dict[int, int] = {}  # by id
+_numbers = WeakTensorKeyDictionary()  # of the parameters
+_next_number = itertools.count()
 _places: dict[torch.Size, tuple[Tensor, ...]] = {}  # of the elements that a probe takes from a tensor of this shape
 
 
-def local(tensor: Tensor) -> Tensor:
+def number_of(parameter: Tensor) -> int:
+    """A parameter's number, which it gets when it is met first."""
+    number = _numbers.get(parameter)
+    if number is None:
+        number = _numbers[parameter] = next(_next_number)
+        emit("names", names={number: f"parameter {number} of shape {tuple(parameter.shape)}"})
+    return int(number)
+
+
+def alive() -> dict[int, Tensor]:
+    """The parameters that there are, by number."""
+    return {number: parameter for parameter, number in _numbers.items()}
+
+
+def are_parameters(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them lies in the memory of a parameter."""
+    places = set(map(_place, alive().values()))
+    return any(_place(tensor) in places for tensor in tensors)
+
+
+def _place(tensor: Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
+def _local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -36,48 +62,20 @@ def is_shard(parameter: Tensor) -> bool:
     return hasattr(parameter, "_local_tensor") or whole.numel() != parameter.numel()
 
 
-def number_of(parameter: Tensor) -> int | None:
-    number = _numbers.get(id(parameter))
-    return number if number is not None and parameters[number]() is parameter else None
-
-
-def register(found: Iterable[tuple[str, Tensor]]) -> list[int]:
-    """Give new parameters their numbers.
-
-    :returns: the numbers of all
-    """
-    numbers, named = [], {}
-    for name, parameter in found:
-        number = number_of(parameter)
-        if number is None:
-            number = _numbers[id(parameter)] = len(parameters)
-            parameters[number] = weakref.ref(parameter)
-            named[number] = name or f"parameter {number} of shape {tuple(parameter.shape)}"
-        elif name:
-            named[number] = name
-        numbers.append(number)
-    if named:
-        emit("names", names=named)
-    return numbers
-
-
-def alive() -> dict[int, Tensor]:
-    return {number: parameter for number, ref in parameters.items() if (parameter := ref()) is not None}
+def dense(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, with all of its elements."""
+    tensor = _local(tensor.detach())
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def checksum(tensor: Tensor) -> int:
     """Of the elements' bytes, wherever the tensor lies and in whichever layout."""
-    tensor = local(tensor.detach())
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    return zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(dense(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def probe(tensor: Tensor) -> Tensor:
     """Float64 ``[3]``: two weighted sums of up to 256 elements, spread over the tensor, and these elements' norm."""
-    tensor = local(tensor.detach())
-    if tensor.is_sparse:
-        tensor = tensor.to_dense()
+    tensor = dense(tensor)
     if not tensor.numel():
         return torch.zeros(_WEIGHTINGS + 1, dtype=torch.float64)
     if tensor.shape not in _places:
@@ -88,26 +86,20 @@ def probe(tensor: Tensor) -> Tensor:
     return torch.cat([_weightings @ elements, elements.norm()[None]])
 
 
-def gradient_probes() -> dict[int, list[float]]:
-    """Of all gradients that there are."""
-    return as_lists({n: probe(p.grad) for n, p in alive().items() if p.grad is not None})
+def walk(value: Any, *path: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """A value and what is below it in nested dicts, lists and tuples, each with the keys that lead to it."""
+    yield path, value
+    if len(path) < DEPTH:
+        items = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+        )
+        for key, below in items:
+            yield from walk(below, *path, key)
 
 
-def as_lists(probes: dict[int, Tensor]) -> dict[int, list[float]]:
-    return dict(zip(probes, torch.stack(list(probes.values())).tolist(), strict=True)) if probes else {}
-
-
-def find_tensors(value: Any, depth: int = 6) -> list[Tensor]:
+def find_tensors(value: Any) -> list[Tensor]:
     """The tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth == 0:
-        return []
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for one in value for tensor in find_tensors(one, depth - 1)]
-    return []
+    return [below for _, below in walk(value) if isinstance(below, Tensor)]
 
 
 def rows(batch: Any) -> list[int]:

@@ -62,6 +62,6 @@ def test_what_differs_is_said(tmp_path: Path, kind: str, was: str, becomes: str,
 
 
 def test_a_script_that_starts_its_own_ranks_is_not_compared() -> None:
-    two_ranks = Trace([RankTrace(rank, [], []) for rank in range(2)], [], {})
+    two_ranks = Trace([RankTrace([], rank, []) for rank in range(2)], [], {})
     (found,) = vary([plan(["ranks"], ["x.py"], 2, None, None, None)[0]], two_ranks, lambda *_: two_ranks)
     assert (found.text, found.is_judged) == ("not compared: the script made a group of 2 ranks", False)
