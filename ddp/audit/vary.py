@@ -210,8 +210,13 @@ def _same_bits(base: Trace, other: Trace, start: int = 0) -> Verdict:
 
 
 def _same_numbers(base: Trace, other: Trace) -> Verdict:
-    """Compare runs that divide the global batches differently."""
+    """Compare runs that divide the global batches differently.
+
+    :raises UsageError: if one has no step that all ranks took
+    """
     ours, theirs = list(base.steps()), list(other.steps())
+    if not (ours and theirs):
+        raise UsageError("under join, and with an optimizer that calls a closure, there are no global steps to compare")
     unknown = next((f"{event['layer']} differs by design" for event in ours[0][0].all("forward") if event["layer"]), "")
     autocast = max((float(event["eps"]) for event in base.ranks[0].all("autocast")), default=0.0)
     terms = sum(event["terms"] for step in ours[0] for event in step.all("loss"))

@@ -65,3 +65,9 @@ def test_a_script_that_starts_its_own_ranks_is_not_compared() -> None:
     two_ranks = Trace([RankTrace([], rank, []) for rank in range(2)], [], {})
     (found,) = vary([plan(["ranks"], ["x.py"], 2, None, None, None)[0]], two_ranks, lambda *_: two_ranks)
     assert (found.text, found.is_judged) == ("not compared: the script made a group of 2 ranks", False)
+
+
+def test_steps_under_join_are_not_compared() -> None:
+    joined = Trace([RankTrace([{"kind": "join"}], rank, []) for rank in range(2)], [], {})
+    (found,) = vary(plan(["micro-steps"], ["x.py", "--steps", "2"], 2, None, "steps", None), joined, lambda *_: joined)
+    assert found.text.startswith("not compared: under join") and not found.is_judged
