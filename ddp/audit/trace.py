@@ -76,7 +76,7 @@ class RankTrace(Events):
         step = Step([])
         for event in self.events:
             step.events.append(event)
-            if event["kind"] == "step" and step.last("before_step"):  # of nested optimizers, the outer one ends later
+            if event["kind"] == "step" and step.before:  # of nested optimizers, the outer one ends later
                 self.steps.append(step)
                 step = Step([])
             elif event["kind"] == "skipped":  # the scaler left a step with inf out

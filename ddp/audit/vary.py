@@ -151,9 +151,9 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                 if other.world_size != ranks:
                     raise UsageError(f"the script made a group of {other.world_size} ranks")
                 text, cure, step = compare(base, other)
-                event = step.last("before_step") if step else {}
-                finding = Finding(f"{what}: {text}", cure, event, chapter="ddp/audit/README.md")
-                yield Variation(what, text, finding if step else None)
+                chapter = "ddp/audit/README.md"
+                finding = Finding(f"{what}: {text}", cure, step.before, chapter=chapter) if step else None
+                yield Variation(what, text, finding)
             except UsageError as error:
                 yield Variation(what, f"not compared: {error}", is_judged=False)
 
@@ -163,16 +163,13 @@ def _same_rest(base: Trace, resumed: Trace) -> Verdict:
     steps, again = base.ranks[0].steps, resumed.ranks[0].steps
     if not again:
         return Verdict("nothing was left to do")
-    start = next((i for i, step in enumerate(steps) if _weights(step) == _weights(again[0])), None)
+    first = again[0].before.get("parameters")
+    start = next((i for i, step in enumerate(steps) if step.before.get("parameters") == first), None)
     if start is None:
         return Verdict("it goes on with weights that the undisturbed run never has before a step", LOAD, again[0])
     if start == 0:
         return Verdict("it begins anew, with the initial weights", LOAD, again[0])
     return _same_bits(base, resumed, start)
-
-
-def _weights(step: Step) -> object:
-    return step.last("before_step").get("parameters")
 
 
 LOAD = "Save the weights after a step, before the run is killed, and load them at the start"
@@ -228,7 +225,7 @@ def _same_numbers(base: Trace, other: Trace) -> Verdict:
         if samples != others:
             count = f"{others.total()} instead of {samples.total()}, of which {(others & samples).total()} are the same"
             return Verdict(f"{at} takes other samples: {count}", DIVIDE, mine[0])
-        expected, rates = (steps[0].last("before_step")["rates"] for steps in (mine, yours))
+        expected, rates = (steps[0].before["rates"] for steps in (mine, yours))
         if rates != expected:
             return Verdict(f"{at} uses other learning rates: {rates} instead of {expected}", RATES, mine[0])
         if unknown or (number and autocast):

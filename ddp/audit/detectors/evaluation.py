@@ -57,7 +57,7 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
             "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",
             begin,
         )
-    if not part or begin["length"] in (None, part) or not first.ended:
+    if not part or begin["length"] in (0, part) or not first.ended:
         return
     if are_same and sent:
         yield Finding(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import pickle
 import random
 import zlib
@@ -45,7 +46,7 @@ def iterate(call: Call) -> Look:
     emit(
         "epoch",
         iterator=iterator._audit_number,
-        length=len(loader.dataset) if hasattr(loader.dataset, "__len__") and not iterable else None,
+        length=0 if iterable else operator.length_hint(loader.dataset),  # 0 if it is not known
         iterable=iterable,
         evaluates=not is_below("torch.optim.swa_utils"),
         sampler=type(sampler).__name__,

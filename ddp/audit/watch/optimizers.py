@@ -56,7 +56,7 @@ def _look(optimizer: Any) -> None:
         return
     own = _parameters(optimizer)
     fields: dict[str, Any] = {"own": list(own), "scaler": step in thread.running}
-    fields["rates"] = [group["lr"] for group in optimizer.param_groups]
+    fields["rates"] = [float(group["lr"]) for group in optimizer.param_groups]
     fields["without_gradient"] = [n for n, p in own.items() if p.requires_grad and p.grad is None]
     if detailed():
         fields |= {"gradients": gradient_probes(), "parameters": _checksums(own)}
@@ -84,12 +84,12 @@ def schedule(call: Call) -> Look:
     """A schedule, or an average of weights, is made, or takes a step."""
     yield
     if schedule not in thread.running:  # SequentialLR calls the steps of others, and each constructor takes a step
-        of, made = call.args[0], "_made" * (call.function.__name__ == "__init__")
+        of, made, metric = call.args[0], "_made" * (call.function.__name__ == "__init__"), call.get("metrics")
         emit(
             ("average" if isinstance(of, AveragedModel) else "schedule") + made,
             schedule=type(of).__name__,
             id=id(of),
-            metric=call.get("metrics"),
+            metric=None if metric is None else float(metric),
             optimizer=id(getattr(of, "optimizer", of)),
         )
 
@@ -105,7 +105,7 @@ def clip(call: Call) -> Look:
     limit, norm = call.get("max_norm"), call.get("total_norm", call.result)
     if limit is None or limit < float("inf"):
         known = not hasattr(norm, "_local_tensor")  # the norm of a DTensor would need a collective
-        emit("clip", norm=norm if known else None, limit=limit)
+        emit("clip", norm=norm if known else None, limit=limit and float(limit))
 
 
 @watch(torch.amp.autocast_mode.autocast, "__enter__")

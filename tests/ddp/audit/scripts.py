@@ -211,6 +211,10 @@ class Heads(torch.nn.Module):
     def forward(self, inputs):
         return [head(inputs) for head in self.heads], self.box(inputs)
 
+class Stream(TensorDataset):
+    def __len__(self):
+        raise TypeError("it has no length")
+
 def evaluate():
     model.eval()
     tested = DistributedSampler(test, shuffle=False)
@@ -244,11 +248,14 @@ for epoch in range(3):
             optimizer.zero_grad()
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(4):  # one backward pass for the sum of a head's losses, with a coefficient
-    heads, box = model(torch.randn(16, 8))
-    (F.cross_entropy(sum(heads), torch.randint(4, (16,))) + 2 * F.mse_loss(box, torch.rand(16, 2))).backward()
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+for inputs, labels, boxes in DataLoader(Stream(*data.tensors), 9, sampler=range(rank, 72, ranks)):
+    heads, box = model(inputs)  # one backward pass for the sum of a head's losses, with a coefficient
+    (F.cross_entropy(sum(heads), labels) + 2 * F.mse_loss(box, boxes)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), torch.ones(1))
     optimizer.step()
     optimizer.zero_grad()
+    plateau.step(torch.zeros(1))
 
 optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
 for parameter in network.parameters():
