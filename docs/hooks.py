@@ -1,9 +1,8 @@
 """The site is what README.md leads to; pages, pictures and recordings are read where they lie in the repository.
 
-Source files that a page links to, and folders without a README, become pages too: no link leaves the site.
+Source files that a page links to become pages too: no link leaves the site.
 """
 
-import ast
 import os
 import re
 from pathlib import Path
@@ -22,7 +21,7 @@ def page_of(link: str, page: Path) -> str:
     """The link to the page of a folder or source file, for the link to the folder or file itself."""
     path = page.parent / link
     if path.is_dir():
-        return f"{link.rstrip('/')}/README.md"
+        return f"{link}/README.md"
     return link if path.suffix in AS_THEY_ARE or not path.exists() else f"{link}.md"
 
 
@@ -32,18 +31,9 @@ def code(path: Path) -> str:
     return f"---\nsearch: {{exclude: true}}\nhide: [toc]\n---\n# {path.relative_to(ROOT)}\n\n{fence}"
 
 
-def listing(folder: Path) -> str:
-    lines = [f"# {folder.relative_to(ROOT)}/\n"]
-    for path in sorted(path for path in folder.iterdir() if path.name[0] not in "_."):
-        module = path if path.is_file() else path / "__init__.py"
-        about = ast.get_docstring(ast.parse(module.read_text())) if module.suffix == ".py" and module.exists() else None
-        lines.append(f"- [`{path.name}`]({path.name}) {(about or '').partition(chr(10))[0]}")
-    return "\n".join(lines)
-
-
 def prose(page: Path) -> str:
     """As GitHub reads it: lists nest by two spaces or three, and Markdown may be folded."""
-    parts = FENCED.split(page.read_text() if page.exists() else listing(page.parent))
+    parts = FENCED.split(page.read_text())
     parts[::2] = [NESTED.sub("    ", part).replace("<details>", "<details markdown>") for part in parts[::2]]
     return LINK.sub(lambda link: page_of(link[0], page), "".join(parts))
 
@@ -54,14 +44,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in found:  # it grows
         if path.with_suffix("").is_file():
             content = code(path.with_suffix(""))
-        elif path.suffix == ".md" and path.parent.is_dir() and (path.exists() or path.name == "README.md"):
+        elif not path.exists():
+            continue  # MkDocs names the page with the dead link
+        elif path.suffix == ".md":
             content = prose(path)
             linked = [Path(os.path.normpath(path.parent / link)) for link in LINK.findall(content)]
             found += [file for file in dict.fromkeys(linked) if file not in found]
-        elif path.exists():
-            content = path.read_bytes()
         else:
-            continue  # MkDocs names the page with the dead link
+            content = path.read_bytes()
         name = str(path.relative_to(ROOT))
         files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.INCLUDED))
     return files

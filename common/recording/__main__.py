@@ -13,136 +13,115 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.cli import command
 from common.errors import UsageError
-from common.recording.scenes import SCENES, Scene
+from common.recording.events import Recording, read
+from common.recording.page import write_page
+from common.recording.picture import draw
+from common.recording.scenes import REPOSITORY, SCENES, Scene
 
-REPOSITORY = Path(__file__).parents[2]
-OUTPUT = REPOSITORY / "docs" / "recordings"
+OUTPUT = REPOSITORY / "docs/recordings"
 TIMEOUT_S = (
-    400  # After a restart, agents of torchrun may wait for each other for five minutes, though their ranks are done.
+    400  # agents of torchrun may wait for each other for five minutes after a restart, though their ranks are done
 )
 
 
 @command
 def main() -> None:
     names = sys.argv[1:]
-    unknown = [name for name in names if name not in (*SCENES, "all", "-h", "--help")]
-    if unknown:
-        raise UsageError(f"{unknown[0]}: there is no such recording; python -m common.recording lists them")
     if "-h" in names or "--help" in names:
         print(__doc__)
-        return
-    if not names:
+    elif not names:
         old = stale()
         for name, scene in SCENES.items():
             print(f"{name:26} {scene.title}{'  (older than its code)' if name in old else ''}")
-        return
-    for name in SCENES if "all" in names else names:
-        print(f"{name}: {make(name)}", flush=True)
-    (OUTPUT / "README.md").write_text(index())
+    elif unknown := set(names) - {*SCENES, "all"}:
+        raise UsageError(f"{min(unknown)}: there is no such recording; python -m common.recording lists them")
+    else:
+        for name in SCENES if "all" in names else names:
+            print(f"{name}: {make(name)}", flush=True)
+        (OUTPUT / "README.md").write_text(index())
 
 
 def stale() -> list[str]:
     """The recordings that are missing, or that show other code than today's."""
-    pages = {name: OUTPUT / f"{name}.html" for name in SCENES}
     return [
-        name for name, page in pages.items() if not page.exists() or _checksum(SCENES[name]) not in page.read_text()
+        name
+        for name, scene in SCENES.items()
+        if not any(_checksum(scene) in page.read_text() for page in OUTPUT.glob(f"{name}.html"))
     ]
 
 
 def index() -> str:
     """The page that lists all recordings, with their stills."""
-    parts = [(OUTPUT / "README.md").read_text().partition("\n## ")[0]]
-    for name, scene in SCENES.items():
-        parts.append(f"## {scene.title}\n\n{scene.text}\n\n[![{scene.title}]({name}.svg)]({name}.html)\n")
-    return "\n".join(parts)
+    head = (OUTPUT / "README.md").read_text().partition("\n## ")[0]
+    parts = [
+        f"## {one.title}\n\n{one.text}\n\n[![{one.title}]({name}.svg)]({name}.html)\n" for name, one in SCENES.items()
+    ]
+    return "\n".join([head, *parts])
 
 
 def make(name: str) -> Path:
     """Record a scene, and write its page and its still."""
-    from common.recording.events import read
-    from common.recording.page import Run, write_page
-    from common.recording.picture import draw
-
     scene = SCENES[name]
     runs = []
-    for title, arguments in scene.variants.items():
+    for arguments in scene.variants.values():
         with tempfile.TemporaryDirectory() as folder:
-            _record(scene, arguments, Path(folder))
-            runs.append(Run(title, read(Path(folder), scene.window, scene.milestone), _sources(scene)))
+            runs.append(record(name, arguments, Path(folder)))
     page = OUTPUT / f"{name}.html"
-    write_page(page, scene.title, scene.text, f"python -m common.recording {name}", _checksum(scene), runs)
-    (OUTPUT / f"{name}.svg").write_text(draw(runs[0].recording, f"{scene.title}. {scene.text}") + "\n")
+    write_page(page, scene, runs, _checksum(scene))
+    page.with_suffix(".svg").write_text(draw(runs[0], f"{scene.title}. {scene.text}") + "\n")
     return page
 
 
-def _record(scene: Scene, arguments: tuple[str, ...], folder: Path) -> None:
+def record(name: str, arguments: Sequence[str], folder: Path) -> Recording:
     """Run the script on all ranks.
 
+    :param folder: of the events
     :raises RuntimeError: if it fails
     """
-    sources = ",".join(map(str, _sources(scene)))
-    rank = [
-        "-m",
-        "common.recording.record",
-        str(folder),
-        sources,
-        ",".join(scene.calls),
-        str(REPOSITORY / scene.script),
-        *arguments,
-    ]
-    settings = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RECORDED_FILES": f"{folder}/files"}
-    agent = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        str(scene.ranks),
-        "--max-restarts",
-        "3",
-        "--rdzv-backend",
-        "c10d",
-    ]
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
-    processes = []
-    for number in range(scene.ranks):
-        identity = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(scene.ranks)}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        started = [*agent, "--rdzv-endpoint", f"localhost:{port}", *rank] if scene.hosts else rank
-        with open(folder / f"{number}.stderr", "w") as errors:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *started],
-                    env=os.environ | settings | ({} if scene.hosts else identity | address),
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                )
+    scene = SCENES[name]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "RECORDED_FILES": f"{folder}/files",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(scene.ranks),
+    }
+    agent = f"-m torch.distributed.run --nnodes {scene.ranks} --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
+    command = [sys.executable, *(agent.split() if scene.hosts else ())]
+    command += ["-m", "common.recording.record", str(folder), name, *arguments]
+    with open(folder / "errors", "w") as errors:
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=env | {"RANK": rank},
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
             )
-    try:
-        for number, process in enumerate(processes):
-            if process.wait(TIMEOUT_S) > 0:  # a signal, whose number is negative, is part of a scene
-                said = (folder / f"{number}.stderr").read_text()
-                raise RuntimeError(f"{scene.script} {' '.join(arguments)} failed:\n{said}")
-    finally:
-        for process in processes:
-            process.terminate()  # an agent ends its rank
-            process.wait()
-
-
-def _sources(scene: Scene) -> list[Path]:
-    return [REPOSITORY / path for path in (scene.script, *scene.sources)]
+            for rank in map(str, range(scene.ranks))
+        ]
+        try:
+            statuses = [process.wait(TIMEOUT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.terminate()  # an agent ends its rank
+                process.wait()
+    if max(statuses) > 0:  # a signal, whose number is negative, is part of a scene
+        raise RuntimeError(f"{scene.script} {' '.join(arguments)} failed:\n{(folder / 'errors').read_text()}")
+    return read(folder, scene.window)
 
 
 def _checksum(scene: Scene) -> str:
     """Of the code that a recording shows and that made it, and of what the scene says."""
-    made_by = [
-        path for path in sorted(Path(__file__).parent.glob("*.*")) if path.name not in ("scenes.py", "__main__.py")
-    ]
-    content = b"".join(path.read_bytes() for path in (*_sources(scene), *made_by))
+    made_by = map(Path(__file__).with_name, ("events.py", "page.html", "page.py", "picture.py", "record.py"))
+    content = b"".join(path.read_bytes() for path in (*scene.files, *made_by))
     return hashlib.sha256(content + repr(scene).encode()).hexdigest()
 
 

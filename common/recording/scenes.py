@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
-EVERYTHING = ("", 1, "", 1)
+REPOSITORY = Path(__file__).parents[2]
 
 
 class Scene(NamedTuple):
@@ -14,9 +15,8 @@ class Scene(NamedTuple):
     :ivar script: run by each rank; relative to the repository
     :ivar variants: a title for each run, and its arguments
     :ivar sources: more files whose lines are followed
-    :ivar calls: more functions that are recorded, as ``module:name`` or ``module:class.name``
+    :ivar calls: more functions that are recorded, as ``module.name`` or ``module.class.name``
     :ivar window: see :func:`common.recording.events.read`
-    :ivar milestone: the spans at whose ends the variants are in step
     :ivar hosts: whether each rank has an agent of torchrun, as on a host of its own, which starts it again
     """
 
@@ -27,9 +27,13 @@ class Scene(NamedTuple):
     ranks: int = 2
     sources: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
-    window: tuple[str, int, str, int] = EVERYTHING
-    milestone: str = "optimizer step"
+    window: tuple[str, int, str, int] = ("", 1, "", 1)
     hosts: bool = False
+
+    @property
+    def files(self) -> list[Path]:
+        """The script, and the other files whose lines are followed."""
+        return [REPOSITORY / path for path in (self.script, *self.sources)]
 
 
 _ALL_REDUCES = {
@@ -52,14 +56,14 @@ def _all_reduce(name: str, text: str, *calls: str) -> Scene:
         {"": (name,)},
         ranks=4,
         sources=(f"ddp/all_reduce/{source}.py",),
-        calls=(f"ddp.all_reduce.{source}:{kind}.run", *calls),
+        calls=(f"ddp.all_reduce.{source}.{kind}.run", *calls),
         window=("all-reduce", 2, "all-reduce", 2),
     )
 
 
 _SHARED = (
-    "ddp.all_reduce.local_sockets:LocalSockets.meet",
-    "ddp.all_reduce.shared_memory:SharedMemory._sum_part",
+    "ddp.all_reduce.local_sockets.LocalSockets.meet",
+    "ddp.all_reduce.shared_memory.SharedMemory._sum_part",
 )
 _ZERO = {
     1: "Each rank has all weights, and the optimizer's state of half of them. Gradients are reduced, each rank steps with its half, and "
@@ -111,7 +115,6 @@ SCENES = {
         "examples/recordings/scaler.py",
         {"unscale, then clip": (), "clip, then unscale": ("--broken",)},
         window=("forward", 1, "scaler.update", 3),
-        milestone="scaler.update",
     ),
     **{f"all-reduce-{name}": _all_reduce(name, text) for name, text in _ALL_REDUCES.items()},
     "all-reduce-shared-memory": _all_reduce(
@@ -144,7 +147,7 @@ SCENES = {
         {"": ()},
         ranks=1,
         sources=("dataparallel/parallel.py",),
-        calls=tuple(f"dataparallel.parallel:{name}" for name in ("scatter", "replicate", "_call", "gather")),
+        calls=tuple(f"dataparallel.parallel.{name}" for name in ("scatter", "replicate", "_call", "gather")),
         window=("forward", 3, "optimizer step", 3),
     ),
     "loader": Scene(
@@ -154,8 +157,7 @@ SCENES = {
         "examples/recordings/loader.py",
         {"in order": (), "in_order=False": ("--any-order",)},
         ranks=1,
-        window=("next batch", 1, "next batch", 8),
-        milestone="",
+        window=("next batch", 1, "", 1),
     ),
     "checkpoint": Scene(
         "A checkpoint: complete or absent",
@@ -166,7 +168,6 @@ SCENES = {
         ranks=1,
         sources=("ddp/checkpoint/folder.py",),
         window=("forward", 1, "", 1),
-        milestone="",
     ),
     "restart": Scene(
         "Two hosts, a death, a restart",
