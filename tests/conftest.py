@@ -77,8 +77,15 @@ def _require_no_process(allowed: set[int]) -> None:
     assert not others, f"left running: {[process.cmdline() for process in others]}"
 
 
-# They start many commands or jobs of ranks; the longest first.
+# They start many commands or jobs of ranks; the longest of each tier first.
 LONG_FILES = (
+    "test_faults.py",
+    "ddp/resilience/test_elastic.py",
+    "test_soak.py",
+    "ddp/gpu_check/test_run.py",
+    "launchers/test_launchers.py",
+    "test_examples.py",
+    "examples/test_lifted.py",
     "ddp/test_train.py",
     "ddp/test_commands.py",
     "ddp/by_hand/test_conformance.py",
