@@ -112,10 +112,9 @@ class Epoch:
         """The checksums of all samples that arrived."""
         return [row for batch in self.batches for row in batch["rows"]]
 
-    @property
-    def labeled(self) -> set[tuple[int, int]]:
-        """The numbers of all samples, each with the checksum of its labels, where they are known."""
-        return {pair for batch in self.batches for pair in zip(batch["indices"] or (), batch["targets"], strict=False)}
+    def numbered(self, what: str) -> set[tuple[int, int]]:
+        """The numbers of all samples, each with the checksum of its ``rows`` or ``targets``, where they are known."""
+        return {pair for batch in self.batches for pair in zip(batch["indices"] or (), batch[what], strict=False)}
 
 
 def epochs(trace: RankTrace) -> list[Epoch]:

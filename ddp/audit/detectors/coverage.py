@@ -68,9 +68,9 @@ def _repeated(of_ranks: Sequence[Epoch], number: int) -> Findings:
                 begin,
             )
     elif ranks > 1 and begin["replicas"] is None and all(epoch.samples for epoch in of_ranks):
-        labeled = [epoch.labeled for epoch in of_ranks]
+        labeled = [epoch.numbered("targets") for epoch in of_ranks]
         if all(one == labeled[0] for one in labeled) and len({label for _, label in labeled[0]}) > 1:
-            shared = different = {sample for sample, _ in labeled[0]}
+            shared = different = set(dict(labeled[0]))
         if len(shared) > max(2 * ranks, len(different) // 10):
             yield Finding(
                 f"{len(shared)} of {len(different)} samples arrive on every rank in epoch {number}: the loader does not divide them",
@@ -95,7 +95,7 @@ def _left_out(of_ranks: Sequence[Epoch], number: int) -> Findings:
         return
     seen = set(itertools.chain(*samples))
     missing = length - len(seen)
-    if missing >= max(len(of_ranks[0].batches[0]["indices"]) * len(of_ranks), 2) and seen <= set(range(length)):
+    if missing >= max(len(of_ranks[0].batches[0]["indices"]) * len(of_ranks), 2) and max(seen) < length:
         yield Finding(
             f"{missing} of {length} samples are seen by no rank in epoch {number}",
             "Let the ranks' parts cover the data set: one sampler with the right number of ranks and rank",

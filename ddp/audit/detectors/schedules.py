@@ -49,7 +49,7 @@ def detect(trace: Trace) -> Findings:
             return
     for steps in trace.steps():
         rates = [step.before["rates"] for step in steps]
-        if any(own != rates[0] for own in rates):
+        if min(rates) != max(rates):
             yield Finding(
                 f"the ranks use different learning rates: {rates}",
                 "Let the rate depend on nothing but the step",

@@ -198,7 +198,7 @@ torch.manual_seed(1 + rank)
 )
 
 # What is right and common: coefficients of losses, losses summed over coordinates and over heads, micro-batches counted across
-# epochs, an evaluation within an epoch, padding that is cut after it was gathered, and local SGD.
+# epochs, an evaluation within an epoch, padding that is cut after it was gathered, ranks with data sets of their own, and local SGD.
 COMMON = (
     LOADERS
     + """
@@ -222,6 +222,11 @@ def evaluate():
         found = torch.cat([model(inputs)[0][0].argmax(1) for inputs, *_ in DataLoader(test, 4, sampler=tested)])
     parts = [torch.empty_like(found) for _ in range(ranks)]
     dist.all_gather(parts, found)
+    correct = torch.zeros(())
+    with torch.no_grad():
+        for inputs, labels, _ in DataLoader(torch.utils.data.Subset(test, range(rank, 27, ranks)), 4):
+            correct += (model(inputs)[0][0].argmax(1) == labels).sum()
+    dist.all_reduce(correct)
     model.train()
     return torch.stack(parts, 1).flatten()[: len(test)]
 
