@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,6 +121,7 @@ class Epoch:
 def epochs(trace: RankTrace) -> list[Epoch]:
     """All iterations over loaders, in order."""
     found: dict[int, Epoch] = {}
+    drawn, once = Counter[int](), set[int]()  # batches since the last backward pass; the loaders with one before that
     latest = None
     for event in trace.events:
         if event["kind"] == "epoch":
@@ -128,6 +130,7 @@ def epochs(trace: RankTrace) -> list[Epoch]:
             latest = found[event["iterator"]]
             latest.batches.append(event)
             latest.after.clear()
+            drawn[event["iterator"]] += 1
         elif event["kind"] == "epoch_end" and event["iterator"] in found:
             found[event["iterator"]].ended = True
         elif latest is not None:
@@ -136,6 +139,11 @@ def epochs(trace: RankTrace) -> list[Epoch]:
                 # An evaluation within an epoch has ended by then: the pass is that of the loader around it.
                 running = [epoch for epoch in found.values() if epoch.batches and not epoch.ended]
                 (running[-1] if latest.ended and running else latest).trains = True
+                # So do others that give a batch to each pass. An evaluation takes more, or ends, or comes now and then.
+                before, once = once, {number for number in drawn if drawn[number] == 1 and not found[number].ended}
+                for number in before & once:
+                    found[number].trains = True
+                drawn.clear()
     return [epoch for epoch in found.values() if epoch.batches]
 
 

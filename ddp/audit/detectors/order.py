@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Event, RankTrace, Trace, epochs
 
@@ -12,18 +14,16 @@ def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
     yield from _leftover(first)
     training = [epoch for epoch in epochs(first) if epoch.trains]
-    orders = [epoch.samples for epoch in training]
-    for number, samples in enumerate(orders):
-        before = orders.index(samples)
-        if before == number or samples == sorted(samples):
-            continue
-        yield Finding(
-            f"epoch {number} gives the {len(samples)} samples in the same order as epoch {before}",
-            "Call sampler.set_epoch(epoch) before each epoch; after a resume, with the number that was saved",
-            training[number].begin,
-            0,
-        )
-        return
+    for (before, one), (number, other) in itertools.combinations(enumerate(training), 2):
+        is_same_data = one.begin["dataset"] == other.begin["dataset"] or one.numbered("rows") == other.numbered("rows")
+        if one.samples == other.samples != sorted(one.samples) and is_same_data:
+            yield Finding(
+                f"epoch {number} gives the {len(one.samples)} samples in the same order as epoch {before}",
+                "Call sampler.set_epoch(epoch) before each epoch; after a resume, with the number that was saved",
+                other.begin,
+                0,
+            )
+            return
 
 
 def _leftover(first: RankTrace) -> Findings:

@@ -46,6 +46,7 @@ def iterate(call: Call) -> Look:
     emit(
         "epoch",
         iterator=iterator._audit_number,
+        dataset=id(loader.dataset),
         length=0 if iterable else operator.length_hint(loader.dataset),  # 0 if it is not known
         iterable=iterable,
         evaluates=not is_below("torch.optim.swa_utils"),

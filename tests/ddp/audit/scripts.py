@@ -198,7 +198,8 @@ torch.manual_seed(1 + rank)
 )
 
 # What is right and common: coefficients of losses, losses summed over coordinates and over heads, micro-batches counted across
-# epochs, an evaluation within an epoch, padding that is cut after it was gathered, ranks with data sets of their own, and local SGD.
+# epochs, an evaluation within an epoch, padding that is cut after it was gathered, ranks with data sets of their own,
+# two loaders in each step, and local SGD.
 COMMON = (
     LOADERS
     + """
@@ -261,6 +262,20 @@ for inputs, labels, boxes in DataLoader(Stream(*data.tensors), 9, sampler=range(
     optimizer.step()
     optimizer.zero_grad()
     plateau.step(torch.zeros(1))
+
+both = TensorDataset(*data[:36]), TensorDataset(*data[36:])
+orders = [DistributedSampler(each) for each in both]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for order in orders:
+        order.set_epoch(epoch)
+    loaders = [DataLoader(each, 6, sampler=order) for each, order in zip(both, orders)]
+    for batches_of_both in zip(*loaders):
+        inputs, labels, boxes = map(torch.cat, zip(*batches_of_both))
+        heads, box = model(inputs)
+        (F.cross_entropy(sum(heads), labels) + F.mse_loss(box, boxes)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
 for parameter in network.parameters():
