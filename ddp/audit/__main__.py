@@ -58,8 +58,8 @@ def main() -> None:
     if not {"-h", "--help"} & set(own):
         _require_script(script)
     config = parse(AuditConfig, "ddp.audit", __doc__, own)
-    flags = (config.batch_flag, config.accumulation_flag, config.resume_flag)
-    plans = plan(config.vary, script, config.ranks, *(flag and flag.lstrip("-") for flag in flags))
+    flags = (flag and flag.lstrip("-") for flag in (config.batch_flag, config.accumulation_flag, config.resume_flag))
+    plans = plan(config.vary, script, config.ranks, *flags)
     with tempfile.TemporaryDirectory() as folder:
         trace, outcome = _run(config, Path(folder), script, config.ranks)
     findings = find(trace) if trace.ranks else []
@@ -71,7 +71,8 @@ def main() -> None:
     for variation in vary([] if unjudged else plans, trace, functools.partial(_run_again, config)):
         print(variation.finding or f"{variation.what}: {variation.text}", flush=True)
         variations.append(variation)
-    findings += [variation.finding for variation in variations if variation.finding]
+        if variation.finding:
+            findings.append(variation.finding)
     if config.json:
         content = {
             "script": script,

@@ -65,8 +65,8 @@ def run(
         "DDP_AUDIT_KILL_AT": str(kill_at or 0),
         "PYTHONPATH": os.pathsep.join(filter(None, (os.fspath(INJECT), os.environ.get("PYTHONPATH")))),
     }
-    gpus = list(Path("/dev").glob("nvidia[0-9]*"))  # without torch, whose import takes as long as a small script
-    if len(gpus) < ranks:
+    # Without torch, whose import takes as long as a small script.
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) < ranks:
         env["CUDA_VISIBLE_DEVICES"] = ""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [sys.executable, *([] if starts_itself(arguments) else torchrun), *arguments]

@@ -136,13 +136,11 @@ def epochs(trace: RankTrace) -> list[Epoch]:
         elif latest is not None:
             latest.after.append(event)
             if event["kind"] == "backward":
-                # An evaluation within an epoch has ended by then: the pass is that of the loader around it.
-                running = [epoch for epoch in found.values() if epoch.batches and not epoch.ended]
-                (running[-1] if latest.ended and running else latest).trains = True
-                # So do others that give a batch to each pass. An evaluation takes more, or ends, or comes now and then.
+                # A loader trains if it gives one batch to each pass. An evaluation takes more, or ends, or comes now and then.
                 before, once = once, {number for number in drawn if drawn[number] == 1 and not found[number].ended}
                 for number in before & once:
                     found[number].trains = True
+                latest.trains |= not (latest.ended and once)
                 drawn.clear()
     return [epoch for epoch in found.values() if epoch.batches]
 

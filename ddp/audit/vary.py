@@ -107,8 +107,8 @@ def plan(
             raise UsageError(
                 f"--vary resume needs {RUN} among the script's arguments: it stands for a folder of the run, with its checkpoints"
             )
-        again = [*script, f"--{resume_flag}"] if resume_flag else script
-        plans.append(Plan("killed and started again", again, ranks, _same_rest, killed=script))
+        again = [f"--{resume_flag}"] if resume_flag else []
+        plans.append(Plan("killed and started again", [*script, *again], ranks, _same_rest, killed=script))
     return plans
 
 
@@ -151,8 +151,7 @@ def vary(plans: Sequence[Plan], base: Trace, run: Runner) -> Iterator[Variation]
                 if other.world_size != ranks:
                     raise UsageError(f"the script made a group of {other.world_size} ranks")
                 text, cure, step = compare(base, other)
-                chapter = "ddp/audit/README.md"
-                finding = Finding(f"{what}: {text}", cure, step.before, chapter=chapter) if step else None
+                finding = Finding(f"{what}: {text}", cure, step.before, chapter="ddp/audit/README.md") if step else None
                 yield Variation(what, text, finding)
             except UsageError as error:
                 yield Variation(what, f"not compared: {error}", is_judged=False)

@@ -39,8 +39,7 @@ def main() -> None:
         (FOLDER / "README.md").write_text(page())
     elif not names:
         for name, path in exhibits().items():
-            title, *_ = _docstring(path)
-            print(f"{path.parent.name:>9}  {name:28} {title}")
+            print(f"{path.parent.name:>9}  {name:28} {_docstring(path)[0]}")
     elif names[0] not in exhibits() or names[1:]:
         raise UsageError(f"{' '.join(names)}: there is no such exhibit; python -m ddp.museum lists them")
     else:
@@ -58,13 +57,11 @@ def _show(path: Path) -> None:
 
 def page() -> str:
     """The README of the museum: of each exhibit the story, and what fixes it."""
-    introduction, *_ = (FOLDER / "README.md").read_text().partition("\n## ")
-    parts = [introduction]
+    parts = [(FOLDER / "README.md").read_text().partition("\n## ")[0]]
     for name, path in exhibits().items():
         title, story = _docstring(path)
-        link = f"[{name}]({path.relative_to(FOLDER)})"
         linked = THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", story)
-        parts.append(f"## {title}\n\n{link}\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
+        parts.append(f"## {title}\n\n[{name}]({path.relative_to(FOLDER)})\n{linked}\n\n```diff\n{diff_of(path)}\n```\n")
     return "\n".join(parts)
 
 
@@ -76,8 +73,8 @@ def _docstring(path: Path) -> list[str]:
 def diff_of(path: Path) -> str:
     """The lines of an exhibit that differ when the bug is fixed, with ``BROKEN`` replaced by what it is."""
     broken, fixed = (_variant(path.read_text(), is_broken).splitlines() for is_broken in (True, False))
-    lines = difflib.unified_diff(broken, fixed, n=1, lineterm="")
-    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+    _, _, *lines = difflib.unified_diff(broken, fixed, n=1, lineterm="")  # behind the names of two files
+    return "\n".join(line for line in lines if not line.startswith("@@"))
 
 
 class _Choose(ast.NodeTransformer):
@@ -96,7 +93,7 @@ class _Choose(ast.NodeTransformer):
 
 def _variant(source: str, is_broken: bool) -> str:
     tree = ast.parse(source)
-    tree.body = tree.body[1:]  # the docstring
+    del tree.body[0]  # the docstring
     return ast.unparse(_Choose(is_broken).visit(tree))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 BROKEN = "--right" not in sys.argv  # the exhibit as it was found, or with the bug fixed
-
-T = TypeVar("T")
 
 
 def start() -> tuple[int, int]:
@@ -77,8 +75,7 @@ def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[Sequence[Ten
 
 def spread(model: nn.Module) -> float:
     """The largest difference of any weight between two ranks. A collective."""
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    return spread_of(weights)
+    return spread_of(nn.utils.parameters_to_vector(model.parameters()).detach())
 
 
 def spread_of(values: Tensor) -> float:
@@ -102,9 +99,9 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-def gathered(values: Iterable[T]) -> list[T]:
+def gathered(values: Iterable[Any]) -> list[Any]:
     """The values of all ranks in one list, rank after rank. A collective."""
-    parts: list[list[T]] = [[]] * dist.get_world_size()
+    parts: list[list[Any]] = [[]] * dist.get_world_size()
     dist.all_gather_object(parts, list(values))
     return [value for part in parts for value in part]
 

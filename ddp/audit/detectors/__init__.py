@@ -57,7 +57,6 @@ def find(trace: Trace) -> list[Finding]:
             continue
         for finding in found:
             finding.chapter = finding.chapter or detector.CHAPTER
-            explained = any(other.diverges for other in findings.values())
-            if not (finding.is_effect and explained):
+            if not (finding.is_effect and any(other.diverges for other in findings.values())):
                 findings.setdefault((detector.__name__, finding.where), finding)
     return list(findings.values())

@@ -40,8 +40,6 @@ CURES = {
 
 
 def detect(trace: Trace) -> Findings:
-    if trace.world_size < 2:
-        return
     findings = (finding for steps in trace.steps() for finding in _of_step(trace, steps))
     finding = next(findings, None)
     if finding and LAST in finding.text:
@@ -163,8 +161,8 @@ def _finding(text: str, trace: Trace, first: Step, which: str) -> Finding:
         if events and text in (LOCAL, PARTLY):
             return Finding(f"{cause}, so {text}", cure, events[0], diverges=True)
     cure, kind = CURES[text]
-    diverges = text in (LOCAL, PARTLY, DIFFERENT)
-    return Finding(f"{text}: {which}", cure, first.last(kind) or first.before, diverges=diverges)
+    blamed = first.last(kind) or first.before
+    return Finding(f"{text}: {which}", cure, blamed, diverges=text not in (SUM, TWICE, LAST))
 
 
 def unscaled(number: str, step: Step) -> list[float] | None:

@@ -29,8 +29,7 @@ def detect(trace: Trace) -> Findings:
 
 def _micro_steps(step: Step) -> Findings:
     forwards = step.all("forward")
-    averaging = Counter(event["where"] for event in forwards if event["synchronizes"])
-    most = max(averaging.values(), default=0)
+    most = max(Counter(event["where"] for event in forwards if event["synchronizes"]).values(), default=0)
     if len(step.computed) < 2 or changes_weights(step):
         return  # one pass for all outputs, or each must be averaged
     if most > 1:

@@ -30,8 +30,6 @@ def detect(trace: Trace) -> Findings:
                 0,
             )
             break
-    if trace.world_size < 2:
-        return
     for events in together(trace.ranks, "evaluation"):
         if any(event["buffers"] != events[0]["buffers"] for event in events):
             yield Finding(
@@ -53,8 +51,8 @@ def _samples(of_ranks: Sequence[Epoch]) -> Findings:
     total, covered = sum(map(len, samples)), len(set(itertools.chain(*samples)))
     are_same = min(samples) == max(samples)
     sent = {event["name"] for event in first.after if event["kind"] == "collective"} - {"barrier"}
-    sums = sent & {"all_reduce", "reduce"}  # what is gathered may be cut to the right length
-    if total > covered and sums and not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks):
+    is_counted = total > covered and sent & {"all_reduce", "reduce"}  # what is gathered may be cut to the right length
+    if is_counted and not are_same and all(epoch.samples and epoch.ended for epoch in of_ranks):
         yield Finding(
             f"the evaluation counts {total} samples, of which {covered} are different: {begin['sampler']} gives some to several ranks",
             "Evaluate range(rank, n, world_size) on each rank, and sum correct answers and counts over the ranks",

@@ -34,8 +34,7 @@ class Finding:
 
     def as_json(self) -> dict[str, object]:
         """What is printed, in parts."""
-        names = ("text", "cure", "chapter", "rank", "is_hint")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in ("text", "cure", "chapter", "rank", "is_hint")}
         return {"where": self.where, "step": self.event["step"], **own}
 
     @property

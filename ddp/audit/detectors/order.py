@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 from ddp.audit.detectors.finding import Finding, Findings
-from ddp.audit.trace import Epoch, Event, RankTrace, Trace, epochs
+from ddp.audit.trace import Event, RankTrace, Trace, epochs
 
 CHAPTER = "ddp/README.md, chapter 3"
 
@@ -13,21 +11,19 @@ CHAPTER = "ddp/README.md, chapter 3"
 def detect(trace: Trace) -> Findings:
     first = trace.ranks[0]
     yield from _leftover(first)
-    training = [(epoch, epoch.samples) for epoch in epochs(first) if epoch.trains]
-    for (before, (one, samples)), (number, (other, again)) in itertools.combinations(enumerate(training), 2):
-        if samples == again != sorted(samples) and _have_same_data(one, other):
-            yield Finding(
-                f"epoch {number} gives the {len(samples)} samples in the same order as epoch {before}",
-                "Call sampler.set_epoch(epoch) before each epoch; after a resume, with the number that was saved",
-                other.begin,
-                0,
-            )
-            return
-
-
-def _have_same_data(one: Epoch, other: Epoch) -> bool:
-    """Whether both read one data set, or two of the same contents."""
-    return one.begin["dataset"] == other.begin["dataset"] or one.numbered("rows") == other.numbered("rows")
+    training = [epoch for epoch in epochs(first) if epoch.trains]
+    orders = [(epoch.begin["dataset"], epoch.samples) for epoch in training]
+    for number, (data, samples) in enumerate(orders):
+        before = orders.index((data, samples))
+        if before == number or samples == sorted(samples):
+            continue
+        yield Finding(
+            f"epoch {number} gives the {len(samples)} samples in the same order as epoch {before}",
+            "Call sampler.set_epoch(epoch) before each epoch; after a resume, with the number that was saved",
+            training[number].begin,
+            0,
+        )
+        return
 
 
 def _leftover(first: RankTrace) -> Findings:

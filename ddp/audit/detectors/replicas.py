@@ -27,9 +27,7 @@ def detect(trace: Trace) -> Findings:
     if fewest != most and not any(rank.all("join") for rank in trace.ranks):
         yield Finding(
             f"rank {fewest} took {min(counts)} optimizer steps and rank {most} took {max(counts)}",
-            "Give all ranks the same number of batches, or use DDP's join"
-            if min(counts)
-            else "Let every rank step its optimizer",
+            "Let every rank take each step: give all the same number of batches, or use DDP's join",
             trace.ranks[most].steps[-1].before,
             fewest,
             diverges=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +27,16 @@ def backward(call: Call) -> Look:
     _computed.clear()
     before = gradient_probes() if detailed() else {}
     yield
-    fields: dict[str, Any] = {}
-    if detailed():
-        fields = {"before": before, "computed": _computed, "norm": _norm()}
-        fields["weights"] = {n: tensors.checksum(p) for n, p in tensors.alive().items() if n in list(_computed)[:1]}
-    emit("backward", **fields)
+    if not detailed():
+        emit("backward")
+        return
+    emit(
+        "backward",
+        before=before,
+        computed=_computed,
+        norm=_norm(),
+        weights={n: tensors.checksum(p) for n, p in tensors.alive().items() if n in list(_computed)[:1]},
+    )
 
 
 def watch_parameters() -> None:

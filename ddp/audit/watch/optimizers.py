@@ -68,8 +68,7 @@ def _after_step(optimizer: Any, *_: Any) -> None:
     if is_below(MAKES_STATE):
         return
     own = _parameters(optimizer)
-    sharded = any(map(is_shard, own.values()))
-    emit("step", parameters=_checksums(own) if detailed() else None, sharded=sharded)
+    emit("step", parameters=_checksums(own) if detailed() else None, sharded=any(map(is_shard, own.values())))
     events.steps += 1
     if events.steps == KILL_AT:
         os.kill(os.getpid(), signal.SIGKILL)
