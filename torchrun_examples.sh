@@ -68,8 +68,6 @@ example slow-storage 'files that answer after 20 ms, one at a time and 16 at a t
     'python -m dataloading.bench --workers 2, --fetch-threads 1,16 --latency-ms 20 --batches 30 OPTIONS'
 example ladder 'from the usual pipeline to the fast loader, one change at a time' - \
     'python -m dataloading.ladder OPTIONS'
-example timeline 'one run of the stock loader, all processes, with one late file' - \
-    'python -m dataloading.timeline OPTIONS'
 example dataparallel 'the same training in one process with many devices: the batch scattered in every step' - \
     'python -m dataparallel.train --run-dir runs/examples/dataparallel --overwrite OPTIONS'
 example when-it-pays 'nn.DataParallel, its four steps by hand and one process per device: what pays from which batch on' - \
@@ -88,10 +86,6 @@ example sharding 'ZeRO-1, 2 and 3 by hand against replicas and fully_shard, by t
     'python -m ddp.bench sharding OPTIONS'
 example memory 'what a rank holds and sends at each stage of sharding, beside the formulas' - \
     'python -m ddp.bench memory OPTIONS'
-example one-step 'one training step on every rank, as a picture: what travels while backward goes on' - \
-    'python -m ddp.timeline OPTIONS'
-example timeline-zero3 'one training step of ZeRO-3 on every rank, and its memory, as a picture' - \
-    'python -m ddp.timeline --strategy zero3 OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 

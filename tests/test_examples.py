@@ -23,7 +23,6 @@ LOADING = {
     "loading": ("--workers", "1", "--batches", "2", "--repeats", "2", "--batch-size", "4"),
     "slow-storage": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
     "ladder": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
-    "timeline": ("--batches", "4", "--batch-size", "4"),
 }
 MEASURING = (
     "when-it-pays",
@@ -34,8 +33,6 @@ MEASURING = (
     "costs",
     "sharding",
     "memory",
-    "one-step",
-    "timeline-zero3",
     "gpu-check",
     "measure",
 )  # their own tests run them, some with fewer parts

@@ -18,7 +18,6 @@ COMMANDS = [
         "ddp.evaluate",
         "ddp.bench",
         "ddp.checkpoint",
-        "ddp.timeline",
         "ddp.ladder",
         "ddp.audit",
         "ddp.audit.peers",
@@ -26,7 +25,7 @@ COMMANDS = [
     ),
     *("ddp.gpu_check", "ddp.gpu_check.equivalence", "ddp.gpu_check.gaps", "ddp.gpu_check.pinned"),
     *("dataparallel.train", "dataparallel.bench"),
-    *("dataloading.bench", "dataloading.timeline", "dataloading.ladder"),
+    *("dataloading.bench", "dataloading.ladder"),
     *("dataloading.lfw_dataset", "common.recording", "common.reporting.measure"),
     *(f"ddp.bench {name}" for name in BENCHMARKS),
 ]

@@ -130,7 +130,7 @@ ATTEMPTS = [
     *(
         Attempt(f"{command} --output {{here}}/out", r"out is a file: give a folder", scene=made_by(file("out")))
         for command in (
-            "ddp.timeline", "ddp.bench allreduce", "dataloading.bench", "dataparallel.bench", "dataloading.ladder",
+            "ddp.bench allreduce", "dataloading.bench", "dataparallel.bench", "dataloading.ladder",
             "ddp.gpu_check",
         )
     ),
