@@ -70,7 +70,7 @@ example ladder 'from the usual pipeline to the fast loader, one change at a time
     'python -m dataloading.ladder OPTIONS'
 example dataparallel 'the same training in one process with many devices: the batch scattered in every step' - \
     'python -m dataparallel.train --run-dir runs/examples/dataparallel --overwrite OPTIONS'
-example when-it-pays 'nn.DataParallel, its four steps by hand and one process per device: what pays from which batch on' - \
+example when-it-pays 'nn.DataParallel and its four steps by hand: from which batch on they pay, and which step takes the time' - \
     'python -m dataparallel.bench OPTIONS'
 example climb 'from the usual first script to the fastest run, one change at a time, beside other libraries' - \
     'python -m ddp.ladder OPTIONS'
@@ -96,7 +96,7 @@ example audit-again 'whether it comes to the same on other ranks, with more micr
 example museum 'a silent bug of distributed training, as it was found and fixed, with what the audit says' - \
     'python -m ddp.museum mean_of_means OPTIONS'
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
-    'python -m ddp.gpu_check OPTIONS'
+    'ddp/gpu_check/run.sh OPTIONS'
 example measure 'all that the READMEs have numbers and figures from, one part after another; --list says how long each takes' time \
     'python -m common.reporting.measure OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \

@@ -23,7 +23,6 @@ COMMANDS = [
         "ddp.audit.peers",
         "ddp.museum",
     ),
-    *("ddp.gpu_check", "ddp.gpu_check.equivalence", "ddp.gpu_check.gaps", "ddp.gpu_check.pinned"),
     *("dataparallel.train", "dataparallel.bench"),
     *("dataloading.bench", "dataloading.ladder"),
     *("dataloading.lfw_dataset", "common.recording", "common.reporting.measure"),

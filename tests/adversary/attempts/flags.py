@@ -81,16 +81,6 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("allreduce --device cuda", r"--device cuda, but no CUDA device"),
         ("overhead --image-size 30", r"--image-size 30 is no multiple of 28, the size of a glyph: use 28"),
     ],
-    "ddp.gpu_check": [
-        ("--device cuda", r"--device cuda, but no CUDA device"),
-        ("--minutes 0.1", r"--minutes 0\.1 is out of range: it must be at least 1"),
-        "--output /dev/null",
-    ],
-    "ddp.gpu_check.gaps": [
-        ("", r"which trace\? give --trace"),
-        ("--trace nowhere.json.gz", r"nowhere\.json\.gz cannot be read: No such file"),
-    ],
-    "ddp.gpu_check.pinned": [("", r"copies to a GPU cannot be timed: no CUDA device")],
     "dataparallel.train --train-samples 144 --test-samples 16 --run-dir {here}/run": [
         "--devices gpu",
         ("--devices=", r"--devices: the value is empty"),

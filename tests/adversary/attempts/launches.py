@@ -62,7 +62,7 @@ ATTEMPTS = [
         for command in (
             "ddp.bench allreduce", "ddp.bench strategies", "ddp.bench engines", "dataparallel.bench",
             "dataparallel.train --run-dir {here}/run", "dataloading.bench", "dataloading.ladder",
-            "dataloading.lfw_dataset", "ddp.checkpoint inspect --run-dir {run}", "ddp.gpu_check",
+            "dataloading.lfw_dataset", "ddp.checkpoint inspect --run-dir {run}",
         )
     ),
     # Mistakes that both ranks make are said once.
