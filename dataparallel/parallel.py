@@ -122,9 +122,11 @@ def scatter(
 
 def _batch_size(arguments: tuple[tuple[Any, ...], dict[str, Any]], dim: int) -> int:
     """The size along ``dim`` that all tensors have."""
+    args, kwargs = arguments
+    named = [(f"args{keystr(path)}", value) for path, value in tree_leaves_with_path(args)]
+    named += [(f"kwargs{keystr(path)}", value) for path, value in tree_leaves_with_path(kwargs)]
     sizes: dict[str, int] = {}
-    for path, value in tree_leaves_with_path(arguments):
-        name = ("args", "kwargs")[path[0].idx] + keystr(path[1:])
+    for name, value in named:
         if isinstance(value, dict | list | tuple):
             raise ValueError(f"{name} cannot be scattered: it is a {type(value).__name__}; pass a plain container")
         if isinstance(value, Tensor):

@@ -94,7 +94,7 @@ def test_gradients_are_sent_on_the_streams_of_the_forward_pass(monkeypatch: pyte
     copies = on_devices([weight], 3)
     assert log == []
     stage = "autograd"
-    sum((number + 1) * copy.sum() for number, (copy,) in enumerate(copies)).backward()
+    torch.stack([(number + 1) * copy.sum() for number, (copy,) in enumerate(copies)]).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [6, 6]
     assert log == [
         *("on 1's of forward", "1's of forward waits for 0's of autograd", "off"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,7 +47,7 @@ def test_nested_inputs_and_outputs_equal_the_plain_ones(samples: int, count: int
     Claim (dataparallel/README.md): outputs and gradients are those of the plain module: random models, nested inputs.
     """
     x, y, z = (rows(samples, width) for width in (1, 2, 3))
-    args = [x, None, (), {}, CPU], Pair(y, ("constant", OrderedDict({2: 1.5, 1: [z]})))
+    args: tuple[Any, ...] = [x, None, (), {}, CPU], Pair(y, ("constant", OrderedDict({2: 1.5, 1: [z]})))
     assert_equal_to_plain(Everywhere(), count, *args, first=torch.return_types.max((x, y)), second={"float": float})
 
 
@@ -137,22 +135,3 @@ def test_parameters_and_state_are_the_module_s_own() -> None:
     wrapper(rows(4)).sum().backward()
     assert list(module.modules()) == parts
     assert all(isinstance(parameter, nn.Parameter) and parameter.is_leaf for parameter in module.parameters())
-
-
-def test_each_step_is_reported() -> None:
-    reported: list[str] = []
-
-    @contextlib.contextmanager
-    def step(name: str) -> Iterator[None]:
-        reported.append(name)
-        yield
-        reported.append(f"{name} ended")
-
-    wrapper = wrapped(linear(), 2)
-    wrapper.step = step
-    output = wrapper(rows(4))
-    forward = ["scatter", "replicate", "forward", "gather"]
-    assert reported == [line for name in forward for line in (name, f"{name} ended")]
-    reported.clear()
-    output.sum().backward()
-    assert reported == ["reduce", "reduce ended"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from dataparallel.train import (
     build_job,
     train_epoch,
 )
-from tests.support.launch import run_forked, start_command
+from tests.support.launch import run_forked
 from tests.support.user_errors import UserError
 
 CPU = torch.device("cpu")
@@ -53,9 +51,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)
     return folder
-
-
-# The same training
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -128,9 +123,6 @@ def test_all_gpus_learn(tmp_path: Path, wrapper: str, precision: str) -> None:
     assert {value.device for value in weights.values()} == {CPU}
 
 
-# As a person types it
-
-
 def test_it_ends_with_a_summary_and_the_run_directory_has_everything(finished: Path) -> None:
     lines = (finished / "stdout").read_text().splitlines()
     assert re.fullmatch(r"test accuracy .* of 101 samples\)", lines[0])
@@ -149,29 +141,6 @@ def test_it_ends_with_a_summary_and_the_run_directory_has_everything(finished: P
     records = read_metrics(finished)
     assert [r["step"] for r in records if r["kind"] == "step"] == [4, 6, 8, 12]
     assert [r["test_accuracy"] for r in records if r["kind"] == "epoch"][-1] == result["test"]["accuracy"]
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
-    """A signal ends the training without a traceback.
-
-    Claim (dataparallel/README.md): a signal ends it without a traceback.
-    """
-    arguments = ("dataparallel.train", "--devices", "cpu,cpu", "--epochs", "100", "--run-dir", str(tmp_path / "run"))
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    with start_command(*arguments) as process:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size):
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert f"stopped by {number.name}" in err
-    assert "Traceback" not in err
-
-
-# Mistakes
 
 
 @pytest.mark.parametrize(
