@@ -68,11 +68,9 @@ example slow-storage 'files that answer after 20 ms, one at a time and 16 at a t
     'python -m dataloading.bench --workers 2, --fetch-threads 1,16 --latency-ms 20 --batches 30 OPTIONS'
 example ladder 'from the usual pipeline to the fast loader, one change at a time' - \
     'python -m dataloading.ladder OPTIONS'
-example timeline 'one run of the stock loader, all processes, with one late file' - \
-    'python -m dataloading.timeline OPTIONS'
 example dataparallel 'the same training in one process with many devices: the batch scattered in every step' - \
     'python -m dataparallel.train --run-dir runs/examples/dataparallel --overwrite OPTIONS'
-example when-it-pays 'nn.DataParallel, its four steps by hand and one process per device: what pays from which batch on' - \
+example when-it-pays 'nn.DataParallel and its four steps by hand: from which batch on they pay, and which step takes the time' - \
     'python -m dataparallel.bench OPTIONS'
 example climb 'from the usual first script to the fastest run, one change at a time, beside other libraries' - \
     'python -m ddp.ladder OPTIONS'
@@ -88,10 +86,6 @@ example sharding 'ZeRO-1, 2 and 3 by hand against replicas and fully_shard, by t
     'python -m ddp.bench sharding OPTIONS'
 example memory 'what a rank holds and sends at each stage of sharding, beside the formulas' - \
     'python -m ddp.bench memory OPTIONS'
-example one-step 'one training step on every rank, as a picture: what travels while backward goes on' - \
-    'python -m ddp.timeline OPTIONS'
-example timeline-zero3 'one training step of ZeRO-3 on every rank, and its memory, as a picture' - \
-    'python -m ddp.timeline --strategy zero3 OPTIONS'
 example two-gpus 'one rank per GPU, over NCCL' 2 \
     'torchrun --nproc_per_node=2 -m ddp.train --backend nccl FLAGS'
 
@@ -102,7 +96,7 @@ example audit-again 'whether it comes to the same on other ranks, with more micr
 example museum 'a silent bug of distributed training, as it was found and fixed, with what the audit says' - \
     'python -m ddp.museum mean_of_means OPTIONS'
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
-    'python -m ddp.gpu_check OPTIONS'
+    'ddp/gpu_check/run.sh OPTIONS'
 example measure 'all that the READMEs have numbers and figures from, one part after another; --list says how long each takes' time \
     'python -m common.reporting.measure OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \

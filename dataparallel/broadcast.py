@@ -1,6 +1,6 @@
 """Copies of tensors on every device, for replicate. In backward, their gradients are summed on the first device.
 
-After torch/nn/parallel/_functions.py and comm.py.
+After torch/nn/parallel/_functions.py. (torch/nn/parallel/comm.py packs small tensors into messages of 10 MB before it sends them.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataparallel.devices import current_streams, on_stream
 
 # A context manager around a step of data parallelism: a range in a profile, or a stopwatch.
 StepContext = Callable[[str], contextlib.AbstractContextManager[Any]]
-ALIGNMENT = 64  # elements: kernels read whole vectors, and are slower where a tensor is not aligned to them
 
 
 class Broadcast(torch.autograd.Function):
@@ -50,53 +49,18 @@ class Broadcast(torch.autograd.Function):
                 with on_stream(stream):
                     if stream is not None:
                         stream.wait_stream(first)
-                    _add(sums, own, ctx.devices[0])
+                    arrived = [gradient if gradient is None else gradient.to(ctx.devices[0]) for gradient in own]
+                sums = [_add(total, gradient) for total, gradient in zip(sums, arrived, strict=True)]
         return (None, None, *sums)
 
 
-def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], device: torch.device) -> None:
-    """Add one replica's gradients to the sums, which are on ``device``."""
-    used = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
-    indices, arrived = [index for index, _ in used], [gradient for _, gradient in used]
-    if arrived and arrived[0].device != device:
-        arrived = send(arrived, device)
-    before = [sums[index] for index in indices]
-    both = [(total, gradient) for total, gradient in zip(before, arrived, strict=True) if total is not None]
-    added = iter(torch._foreach_add([total for total, _ in both], [gradient for _, gradient in both]) if both else [])
-    for index, total, gradient in zip(indices, before, arrived, strict=True):
-        sums[index] = gradient if total is None else next(added)
+def _add(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The sum of the gradients that there are."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total + gradient
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of tensors on a device, of the same strides: one transfer for each dtype instead of one for each tensor."""
-    copies = [tensor if _is_packable(tensor) else tensor.to(device, copy=True) for tensor in tensors]
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if _is_packable(tensor):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-    for indices in by_dtype.values():
-        chosen = [tensors[index] for index in indices]
-        packed = chosen[0].new_empty(sum(map(_span, chosen)))
-        torch._foreach_copy_(_unpack(packed, chosen), chosen)
-        for index, copy in zip(indices, _unpack(packed.to(device, non_blocking=True), chosen), strict=True):
-            # .data has its own version counter, so changing one copy in place leaves the others valid.
-            copies[index] = copy.data
-    return copies
-
-
-def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of one piece of memory, with the shapes and strides of these tensors."""
-    offsets = itertools.accumulate(map(_span, like), initial=0)
-    return [packed.as_strided(t.size(), t.stride(), offset) for t, offset in zip(like, offsets, strict=False)]
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements of a packed tensor, with padding."""
-    return -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-
-
-def _is_packable(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps, and autograd need not see the copy. Sparse and expanded ones do not."""
-    if tensor.layout != torch.strided or (tensor.requires_grad and torch.is_grad_enabled()):
-        return False
-    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    """Copies of tensors on a device, of the same strides."""
+    return [tensor.to(device, non_blocking=True, copy=True) for tensor in tensors]

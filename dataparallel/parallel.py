@@ -11,8 +11,8 @@ backward pass, and joins scatter's gradients. The fourth, in dataparallel/broadc
 first device, where the optimizer uses them.
 
 The steps follow torch/nn/parallel (data_parallel.py, scatter_gather.py, replicate.py, parallel_apply.py, _functions.py), and
-the results are equal. Beyond torch's: CPU devices; threads that are kept; errors that name the argument or the device; a parameter
-that no replica used keeps ``grad`` None, as in the plain module.
+the results are equal. Beyond torch's: CPU devices; errors that name the argument or the device; a parameter that no replica used
+keeps ``grad`` None, as in the plain module.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from __future__ import annotations
 import functools
 import itertools
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+# HACK: private, but torch.export and torch.compile stand on it. Another name would be an ImportError.
+from torch.utils._pytree import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
+
 from dataparallel.broadcast import Broadcast, StepContext, send
 from dataparallel.devices import check_devices
-from dataparallel.threads import DeviceThreads
+from dataparallel.threads import divided_cores, run_in_threads
 
 
 class HandwrittenDataParallel(nn.Module):
@@ -51,7 +54,6 @@ class HandwrittenDataParallel(nn.Module):
         self.module = module
         self.devices = check_devices(devices)
         self.dim = dim
-        self._threads = DeviceThreads(self.devices)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs for these arguments.
@@ -64,7 +66,7 @@ class HandwrittenDataParallel(nn.Module):
         :raises Exception: of a replica, with its number and device before the message
         """
         self._check_module()
-        with self._threads.undisturbed():
+        with divided_cores(self.devices):
             with self.step("scatter"):
                 parts = scatter((args, kwargs), self.devices, self.dim)
             if len(self.devices) == 1:
@@ -72,7 +74,7 @@ class HandwrittenDataParallel(nn.Module):
             with self.step("replicate"):
                 replicas = replicate(self.module, self.devices[: len(parts)], self.step)
             with self.step("forward"):
-                outputs = parallel_apply(replicas, parts, self._threads)
+                outputs = parallel_apply(replicas, parts, self.devices)
             with self.step("gather"):
                 return gather(outputs, self.devices[0], self.dim)
 
@@ -100,65 +102,49 @@ def scatter(
     :returns: for each device that got a piece, the same structure; at least one
     :raises ValueError: when there is no tensor, one is not dense or lacks the dimension, or they differ in size along it
     """
+    leaves, structure = tree_flatten(arguments)
     size = _batch_size(arguments, dim)
     length = max(1, -(-size // len(devices)))
     starts = range(0, max(1, size), length)
 
     def part(value: Any, start: int, device: torch.device) -> Any:
-        if isinstance(value, Tensor):
-            piece = value.narrow(dim, start, min(length, size - start))
-            own = len(starts) > 1  # no views of one tensor: each replica may change its piece in place
-            return piece.to(device, non_blocking=True, copy=own)
-        return _rebuild(value, lambda inner: part(inner, start, device))
+        if not isinstance(value, Tensor):
+            return value
+        piece = value.narrow(dim, start, min(length, size - start))
+        own = len(starts) > 1  # no views of one tensor: each replica may change its piece in place
+        return piece.to(device, non_blocking=True, copy=own)
 
-    return [part(arguments, start, device) for start, device in zip(starts, devices, strict=False)]
+    return [
+        tree_unflatten([part(leaf, start, device) for leaf in leaves], structure)
+        for start, device in zip(starts, devices, strict=False)
+    ]
 
 
 def _batch_size(arguments: tuple[tuple[Any, ...], dict[str, Any]], dim: int) -> int:
     """The size along ``dim`` that all tensors have."""
     args, kwargs = arguments
-    named = {f"argument {number}": value for number, value in enumerate(args)}
-    named |= {f"argument {name!r}": value for name, value in kwargs.items()}
-    tensors = [found for name, value in named.items() for found in _tensors(value, name)]
-    if not tensors:
+    named = [(f"args{keystr(path)}", value) for path, value in tree_leaves_with_path(args)]
+    named += [(f"kwargs{keystr(path)}", value) for path, value in tree_leaves_with_path(kwargs)]
+    sizes: dict[str, int] = {}
+    for name, value in named:
+        if isinstance(value, dict | list | tuple):
+            raise ValueError(f"{name} cannot be scattered: it is a {type(value).__name__}; pass a plain container")
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.is_nested:
+                raise ValueError(f"{name} cannot be scattered: only dense tensors can be cut, and it is not")
+            if not -value.dim() <= dim < value.dim():
+                raise ValueError(f"{name} cannot be scattered: its shape {list(value.shape)} has no dimension {dim}")
+            sizes[name] = value.size(dim)
+    if not sizes:
         raise ValueError("nothing to scatter: the module was called without any tensor")
-    for name, tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else "sparse"
-            raise ValueError(f"{name} cannot be scattered: it is {kind}, and only dense tensors can be cut")
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise ValueError(f"{name} cannot be scattered: its shape {list(tensor.shape)} has no dimension {dim}")
-    first_name, first = tensors[0]
-    for name, tensor in tensors[1:]:
-        if tensor.size(dim) != first.size(dim):
+    (first, size), *others = sizes.items()
+    for name, other in others:
+        if other != size:
             raise ValueError(
-                f"{name} has {tensor.size(dim)} samples in dimension {dim} and {first_name} has {first.size(dim)}: "
+                f"{name} has {other} samples in dimension {dim} and {first} has {size}: "
                 "all tensors must be of the same batch (pass a constant as something else, or expand it)"
             )
-    return first.size(dim)
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested containers, each with its path, as in ``argument 0['image']``."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _tensors(inner, f"{name}[{index}]")
-
-
-def _rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same container with changed contents; anything else as it is."""
-    if isinstance(value, dict):
-        return type(value)((key, change(inner)) for key, inner in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
-        return type(value)(*map(change, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(change, value))
-    return value
+    return size
 
 
 # --- 2. replicate -------------------------------------------------------------------------------------------------------
@@ -210,8 +196,8 @@ def _replica(module: nn.Module, copy_of: dict[Tensor, Tensor]) -> nn.Module:
 # --- 3. parallel_apply --------------------------------------------------------------------------------------------------
 
 
-def parallel_apply(replicas: Sequence[nn.Module], parts: Sequence[Any], threads: DeviceThreads) -> list[Any]:
-    """Call each replica with its part, all at once, each in its device's thread.
+def parallel_apply(replicas: Sequence[nn.Module], parts: Sequence[Any], devices: Sequence[torch.device]) -> list[Any]:
+    """Call each replica with its part, all at once, each in a thread.
 
     Python runs one thread at a time (the GIL): the replicas compute at once only while each is inside a kernel that has let
     go of it, or has queued its kernels on its GPU.
@@ -221,7 +207,7 @@ def parallel_apply(replicas: Sequence[nn.Module], parts: Sequence[Any], threads:
     :raises Exception: of the first replica that failed, with its number and device before the message
     """
     calls = [functools.partial(_call, replica, part) for replica, part in zip(replicas, parts, strict=True)]
-    return threads.run(calls)
+    return run_in_threads(calls, devices)
 
 
 def _call(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -238,40 +224,23 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     Tensors, also in nested tuples, lists and dicts, are concatenated along ``dim``; scalars (0-d) become a vector with one
     element per replica. Other values must be the same from all.
 
-    :raises TypeError: for outputs that are neither tensors, nor containers of them, nor equal
+    :raises TypeError: for outputs of different structures, or that are neither tensors nor the same
     """
-    first = outputs[0]
-    different = next((output for output in outputs if not _alike(first, output)), first)
-    if different is not first:
-        raise TypeError(
-            f"the replicas return {reprlib.repr(_outline(first))} and {reprlib.repr(_outline(different))}: "
-            "only tensors can be joined, the rest must be the same"
-        )
-    if isinstance(first, Tensor):
-        there = [output.to(device) for output in outputs]
-        return torch.stack(there) if first.dim() == 0 else torch.cat(there, dim)
-    if isinstance(first, dict):
-        return type(first)((key, gather([output[key] for output in outputs], device, dim)) for key in first)
-    if isinstance(first, list | tuple):
-        joined = [gather(inner, device, dim) for inner in zip(*outputs, strict=True)]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    return first
+    leaves, structures = zip(*map(tree_flatten, outputs), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        raise TypeError(f"the replicas return different structures: {' and '.join(map(str, structures))}")
 
+    def join(*values: Any) -> Any:
+        first = values[0]
+        if all(isinstance(value, Tensor) for value in values):
+            there = [value.to(device) for value in values]
+            return torch.stack(there) if first.dim() == 0 else torch.cat(there, dim)
+        for value in values:
+            if value is not first and not (isinstance(value, bool | int | float | str) and value == first):
+                raise TypeError(
+                    f"the replicas return {reprlib.repr(first)} and {reprlib.repr(value)}: only tensors can be joined, "
+                    "the rest must be the same"
+                )
+        return first
 
-def _outline(value: Any) -> Any:
-    """The type and structure that all replicas' outputs must share."""
-    if isinstance(value, Tensor):
-        return Tensor
-    if isinstance(value, dict):
-        return type(value), frozenset(value)
-    if isinstance(value, list | tuple):
-        return type(value), len(value)
-    return value
-
-
-def _alike(value: Any, other: Any) -> bool:
-    """Whether two outlines are equal. Unhashable values (an array, a dataclass) are compared by identity."""
-    try:
-        return len({_outline(value), _outline(other)}) == 1
-    except TypeError:
-        return value is other
+    return tree_unflatten(list(map(join, *leaves)), structures[0])

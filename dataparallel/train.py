@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import io
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +84,7 @@ def main() -> None:
     require_alone("dataparallel.train")
     devices = parse_devices(config.devices)
     if config.wrapper == "torch" and devices[0].type == "cpu":
-        devices = devices[:1]  # nn.DataParallel knows no CPU devices, and passes all on to the module
+        raise UsageError("--wrapper torch: nn.DataParallel knows no CPU devices: use --wrapper handwritten")
     torch.set_num_threads(config.threads or usable_cores())
     set_arithmetic(devices[0], config.tf32, config.deterministic, config.cudnn_benchmark)
     if devices[0].type == "cuda":
@@ -167,7 +166,8 @@ def build_job(config: DataParallelConfig, devices: tuple[torch.device, ...], dat
     torch.manual_seed(derive_seed(config.seed, "weights"))
     network = build_model(config.model, data.shape, len(data.classes), config.dropout)
     network = to_device(network, devices[0], config.memory_format)
-    model = wrap(network, devices, config.wrapper)
+    wrap = nn.DataParallel if config.wrapper == "torch" else HandwrittenDataParallel
+    model = wrap(network, list(devices))
     optimizer = build_optimizer(
         config.optimizer, network.parameters(), momentum=config.momentum, weight_decay=config.weight_decay
     )
@@ -177,22 +177,9 @@ def build_job(config: DataParallelConfig, devices: tuple[torch.device, ...], dat
     return DataParallelJob(config, env, devices, data, images, network, model, optimizer, scaler, Window(devices[0]))
 
 
-def wrap(network: nn.Module, devices: tuple[torch.device, ...], wrapper: str) -> nn.Module:
-    """The network, so that a forward pass is divided over the devices.
-
-    :param wrapper: one of :data:`WRAPPERS`
-    """
-    if wrapper == "handwritten":
-        return HandwrittenDataParallel(network, devices)
-    if devices[0].type == "cpu":
-        logger.info("nn.DataParallel knows no CPU devices, and passes all on to the module, undivided")
-        return network
-    return nn.DataParallel(network, device_ids=list(devices))
-
-
 def train_epoch(job: DataParallelJob, epoch: int) -> WindowTotals:
     """One pass over the training set; every ``log_every`` steps, record loss and throughput."""
-    config = job.config
+    config, record = job.config, functools.partial(job.metrics.write, epoch=epoch)
     order = shuffled(len(job.data.train), config.seed, epoch)  # the tail that fills no batch is left out
     stream = job.window.timed(fetch_batches(job.images, order, config.batch_size, epoch))
     job.model.train()
@@ -200,7 +187,7 @@ def train_epoch(job: DataParallelJob, epoch: int) -> WindowTotals:
     for remaining in reversed(range(job.steps_per_epoch)):
         train_step(job, stream)
         if job.step % config.log_every == 0 or remaining == 0:
-            windows.append(log_window(job, epoch))
+            windows.append(end_window(job.window, job.env, job.step, job.optimizer, job.scaler, record, job.progress))
     return WindowTotals.merge(windows)
 
 
@@ -229,24 +216,13 @@ def train_step(job: DataParallelJob, batches: Iterator[Batch]) -> None:
     job.step += 1
 
 
-def log_window(job: DataParallelJob, epoch: int) -> WindowTotals:
-    """End the window after this step, and warn of a loss that is not finite."""
-    record = functools.partial(job.metrics.write, epoch=epoch)
-    totals = end_window(job.window, job.env, job.step, job.optimizer, job.scaler, record, job.progress)
-    if not math.isfinite(totals.loss):
-        logger.warning(f"the loss is {totals.loss} at step {job.step}: a lower --lr or --clip-norm may help")
-    return totals
-
-
 def require_samples_for_all(config: DataParallelConfig, devices: int) -> None:
-    """:raises UsageError: when scattering leaves a device without samples, or with too few for BatchNorm"""
-    parts = [len(part) for part in torch.empty(config.batch_size).chunk(devices)]  # as scatter cuts
-    if len(parts) < devices:
+    """:raises UsageError: when the batch does not divide over the devices, or into too few samples for BatchNorm"""
+    if config.batch_size % devices:
         raise UsageError(
-            f"--batch-size {config.batch_size} leaves {devices - len(parts)} of {devices} devices without samples: "
-            f"use a multiple of {devices}"
+            f"--batch-size {config.batch_size} does not divide over {devices} devices: use a multiple of {devices}"
         )
-    if min(parts) < LEAST_SAMPLES.get(config.model, 1):
+    if config.batch_size // devices < LEAST_SAMPLES.get(config.model, 1):
         raise UsageError(f"{config.model} cannot normalize a single sample on a device: use a larger --batch-size")
 
 

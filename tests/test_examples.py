@@ -23,7 +23,6 @@ LOADING = {
     "loading": ("--workers", "1", "--batches", "2", "--repeats", "2", "--batch-size", "4"),
     "slow-storage": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
     "ladder": ("--batches", "1", "--repeats", "2", "--batch-size", "4"),
-    "timeline": ("--batches", "4", "--batch-size", "4"),
 }
 MEASURING = (
     "when-it-pays",
@@ -34,9 +33,6 @@ MEASURING = (
     "costs",
     "sharding",
     "memory",
-    "one-step",
-    "timeline-zero3",
-    "gpu-check",
     "measure",
 )  # their own tests run them, some with fewer parts
 # Examples that are interrupted on purpose, and what is said then. Of a rank that is killed and the one that loses it,
@@ -180,7 +176,7 @@ def test_all_submits_nothing_to_a_cluster_and_checks_no_gpu(tmp_path: Path) -> N
     assert "was started" not in done.stdout
     assert len(re.findall(r"skipped, it takes other machines: run it by its name", done.stdout)) == 6
     assert "# gpu-check: skipped, it runs many of the others, for minutes or hours: run it by its name" in done.stdout
-    assert "ddp.gpu_check" not in done.stdout
+    assert "ddp/gpu_check" not in done.stdout
 
 
 def test_a_cluster_that_is_not_here_is_one_line() -> None:

@@ -74,7 +74,7 @@ class LFWDataset(Dataset[Any]):
         self.transform, self.decoder = transform, decoder
         self.augmentation, self.seed = ImageAugmentation(augmentation), seed
         self.image_size = image_size
-        # It records nothing; the tracer of dataloading.timeline.tracing records each stage's time.
+        # It times nothing; dataloading.bench.stages puts a timer of each stage here.
         self.span: StageTimer = contextlib.nullcontext
         self._decode = get_decoder(decoder)  # a missing decoder fails here, not in a worker
 

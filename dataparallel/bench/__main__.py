@@ -3,28 +3,61 @@
     python -m dataparallel.bench                                     # FashionCNN, on GPUs or on threads of the CPU
     python -m dataparallel.bench --model mlp --batch-sizes 32,512
 
-Sweeps the batch size, for inference and for a training step: the plain module, ``nn.DataParallel``, its four steps by hand
-(dataparallel/parallel.py), and one process per device. All variants take turns within one run. Writes plots with error bars,
-the cost of each step, and from which batch size on each pays.
+Sweeps the batch size, for inference and for a training step: the plain module, ``nn.DataParallel`` on GPUs, and its four steps by hand
+(dataparallel/parallel.py), with the time of each. All variants take turns within one run. (One process per device is compared by
+``python -m ddp.bench strategies``.)
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.cli import command
-from common.distributed.worker_group import WorkerGroup
+from common.cli import command, option
+from common.errors import UsageError
 from common.machine import usable_cores
-from common.reporting.benchmark_figures import plot_stacked, plot_sweep
-from common.reporting.other_work import OtherWork
+from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import interleave
 from common.reporting.turns import WARMUP, Rounds, run_benchmark, write_report
-from dataparallel.bench.config import MODES, DataParallelBenchConfig
-from dataparallel.bench.explanation import Point, explain
-from dataparallel.bench.variants import HANDWRITTEN, PLAIN, STEP_BY_STEP, ReplicaWorker, build_variants
+from common.training.models import LEAST_SAMPLES, MODELS
+from dataparallel.bench.variants import MODES, PLAIN, STEP_BY_STEP, build_variants
+from dataparallel.bench.verdict import Point, explain
+from dataparallel.devices import parse_devices
+
+
+@dataclass(frozen=True)
+class DataParallelBenchConfig:
+    """Settings of ``dataparallel.bench``.
+
+    :raises UsageError: for devices that do not exist, or batches too small for all devices
+    """
+
+    model: str = option("fashion-cnn", "the model that is run", choices=MODELS)
+    devices: str = option(
+        "auto", "as cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs if there are several, else the CPU several times"
+    )
+    batch_sizes: tuple[int, ...] = option((8, 32, 128, 512), "samples per call, over all devices", minimum=1)
+    rounds: int = option(7, "measured rounds; in each, every variant takes one turn", minimum=2)
+    output: Path = option(Path("runs/bench-dataparallel"), "folder of the JSON and the figure")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "batch_sizes", tuple(sorted(self.batch_sizes)))
+        devices = len(self.parsed_devices)
+        if devices == 1:
+            raise UsageError(f"--devices {self.devices} is a single device: name several, as cpu,cpu")
+        least = LEAST_SAMPLES.get(self.model, 1) * devices
+        if min(self.batch_sizes) < least:
+            raise UsageError(
+                f"--batch-sizes {min(self.batch_sizes)} is too small for {self.model} on {devices} devices: give at least {least}"
+            )
+
+    @property
+    def parsed_devices(self) -> tuple[torch.device, ...]:
+        """GPUs, or the CPU several times."""
+        return parse_devices(self.devices)
 
 
 @command
@@ -32,46 +65,32 @@ def main() -> None:
     run_benchmark(DataParallelBenchConfig, "dataparallel.bench", __doc__, None, measure, report)
 
 
-def measure(config: DataParallelBenchConfig) -> tuple[list[Point], bool]:
-    """Time all variants, for each mode and batch size; and whether other programs used the cores meanwhile."""
+def measure(config: DataParallelBenchConfig) -> list[Point]:
+    """Time all variants, for each mode and batch size."""
     torch.set_num_threads(usable_cores())
-    devices, points, others = config.parsed_devices, [], OtherWork()
-    timed = HANDWRITTEN if config.on_cpu else STEP_BY_STEP
-    with (
-        Rounds(len(MODES) * len(config.batch_sizes)) as progress,
-        WorkerGroup(
-            len(devices), ReplicaWorker, config, device=devices[0].type, threads=config.threads_of_one
-        ) as processes,
-    ):
+    points = []
+    with Rounds(len(MODES) * len(config.batch_sizes)) as progress:
         for mode in MODES:
             for batch_size in config.batch_sizes:
-                variants: Any = build_variants(config, mode, batch_size, timed, processes)
+                variants: Any = build_variants(config.model, config.parsed_devices, mode, batch_size)
                 turns: Any = interleave(variants, config.rounds, WARMUP)
                 progress.advance(1, f"{mode}, batch size {batch_size}")
                 seconds = {name: [total for total, _ in own] for name, own in turns.items()}
-                points.append(Point(mode, batch_size, seconds, timed, [steps for _, steps in turns[timed]]))
-    return points, others.doubt() is not None
+                points.append(Point(mode, batch_size, seconds, [steps for _, steps in turns[STEP_BY_STEP]]))
+    return points
 
 
-def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) -> str:
-    """Write the JSON and the figures, and return the summary to print."""
-    points, disturbed = measured
+def report(config: DataParallelBenchConfig, points: list[Point]) -> str:
+    """Write the JSON and the figure, and return the summary to print."""
     devices = [str(device) for device in config.parsed_devices]
-    title = f"{config.model}, {len(devices)} x {devices[0]}, {config.precision}"
-    rates: dict[str, dict[str, dict[int, list[float]]]] = {}
+    title = f"{config.model}, {len(devices)} x {devices[0]}, fp32"
     panels = {}
     for mode in MODES:
         ours = [point for point in points if point.mode == mode]
-        rates[mode] = {
-            name: {i: [point.batch_size / s for s in point.seconds[name]] for i, point in enumerate(ours)}
-            for name in ours[0].seconds
-            if name != STEP_BY_STEP
-        }
         panels[mode] = {
             step: [point.median_steps()[step] / point.median(PLAIN) for point in ours]
             for step in ours[0].median_steps()
         }
-    plot_sweep(config.output / "throughput.png", "batch size", config.batch_sizes, rates, title=title)
     plot_stacked(
         config.output / "steps.png",
         panels,
@@ -82,8 +101,7 @@ def report(config: DataParallelBenchConfig, measured: tuple[list[Point], bool]) 
         line=1.0,
     )
     content = {"devices": devices, "points": [asdict(point) for point in points]}
-    lines = [title, *explain(config, points, disturbed)]
-    return write_report(config, "dataparallel", content, ["throughput", "steps"], lines)
+    return write_report(config, "dataparallel", content, ["steps"], [title, *explain(points)])
 
 
 if __name__ == "__main__":

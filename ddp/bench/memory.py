@@ -16,12 +16,14 @@ flight. The peak adds activations, the units that are whole at the moment and th
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from common.cli import option
 from common.distributed.process_group import DistEnv
@@ -30,7 +32,6 @@ from common.machine import set_malloc
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.turns import Rounds, table, write_report
 from ddp.bench.sharding import STAGES, VOCABULARY, TransformerConfig, share
-from ddp.timeline.memory import bytes_of, state_of
 
 PARTS = ("parameters", "gradients", "optimizer state")
 # torch would import these on each rank of each group: half of what a group takes to start.
@@ -101,6 +102,18 @@ class LedgerWorker:
         if stage:
             model.close()
         return dict(zip(PARTS, counts, strict=True)), sent
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once. A ``DTensor`` counts by this rank's shard."""
+    storages = (getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of an optimizer's state."""
+    values = (value for entry in optimizer.state.values() for value in entry.values())
+    return bytes_of(value for value in values if isinstance(value, Tensor))
 
 
 def process_bytes(name: str) -> int:

@@ -16,7 +16,6 @@ from tests.dataparallel.modules import (
     assert_same,
     batch_sizes,
     images,
-    linear,
     loss_of,
     outcome,
     random_cases,
@@ -44,29 +43,6 @@ def test_one_gpu_several_times_equals_the_plain_module(model: nn.Module, dim: in
     x = images(samples, dim).detach().cuda(0).requires_grad_()
     expected = outcome(copy.deepcopy(model), x)
     assert_same(outcome(HandwrittenDataParallel(model, ["cuda:0"] * count, dim), x), expected)
-
-
-@pytest.mark.gpu
-def test_batches_come_from_the_cpu() -> None:
-    module, x = linear(300, 200).cuda(0), rows(64, 300)
-    wrapper = HandwrittenDataParallel(module, [0, 0, 0])
-    for _ in range(20):
-        assert_same(wrapper(x), module(x.cuda(0)))
-        assert_same(wrapper(x.detach().pin_memory()), module(x.detach().cuda(0)))
-
-
-@pytest.mark.gpu
-def test_the_caller_s_stream_is_the_replicas_() -> None:
-    class Streams(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x, torch.cuda.current_stream() == stream
-
-    stream, wrapper = torch.cuda.Stream(), HandwrittenDataParallel(Streams(), [0, 0])
-    x = torch.ones(4, device="cuda:0")
-    assert wrapper(x)[1] is False
-    with torch.cuda.stream(stream):
-        assert wrapper(x)[1] is True
-    stream.synchronize()
 
 
 def both(module: nn.Module, dim: int = 0) -> tuple[HandwrittenDataParallel, nn.DataParallel[nn.Module]]:

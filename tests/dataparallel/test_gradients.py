@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from tests.dataparallel.modules import (
     Tied,
@@ -53,7 +51,7 @@ def test_optimizer_steps_equal_the_plain_ones(optimizer: type[torch.optim.Optimi
 
     Claim (dataparallel/README.md): outputs and gradients are those of the plain module: random models, nested inputs.
     """
-    plain = random_model(["conv", "tied", "norm", "lists"], 0, 3)
+    plain = random_model(["conv", "tied", "norm", "buffers"], 0, 3)
     module = copy.deepcopy(plain)
     for forward in (plain, wrapped(module, 3)):
         learner = optimizer([p for p in forward.parameters() if p.requires_grad], lr=0.01)  # type: ignore[call-arg]
@@ -62,26 +60,6 @@ def test_optimizer_steps_equal_the_plain_ones(optimizer: type[torch.optim.Optimi
             loss_of(forward(images(5, 0))).backward()
             learner.step()
     assert_same(module.state_dict(), plain.state_dict())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.calls: list[int] = []
-
-    def block(self, x: Tensor) -> Any:
-        self.calls.append(len(x))
-        return torch.tanh(self.layer(x)).square()
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-def test_checkpointed_activations_are_computed_again() -> None:
-    module = Checkpointed()
-    assert_equal_to_plain(module, 2, rows(5))
-    assert sorted(module.calls) == [2, 2, 3, 3]
 
 
 def test_hooks_run_for_each_replica_and_gradient_hooks_once() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 import dataparallel.train
@@ -24,7 +22,7 @@ from dataparallel.train import (
     build_job,
     train_epoch,
 )
-from tests.support.launch import run_forked, start_command
+from tests.support.launch import run_forked
 from tests.support.user_errors import UserError
 
 CPU = torch.device("cpu")
@@ -55,28 +53,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# The same training
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_one_device_it_is_ddp_train_bit_for_bit(tmp_path: Path, precision: str) -> None:
     """On one device, ``dataparallel.train`` ends with the bits of ``ddp.train``.
 
     Claim (dataparallel/README.md): on one device it is `ddp.train` bit for bit.
     """
-    settings = (
-        "--precision",
-        precision,
-        "--optimizer",
-        "adamw",
-        "--clip-norm",
-        "1",
-        "--label-smoothing",
-        "0.1",
-        "--seed",
-        "3",
-    )
-    arguments = (*TINY, *settings, "--batch-size", "48", "--log-every", "4", "--threads", "1")
+    settings = f"--precision {precision} --optimizer adamw --clip-norm 1 --label-smoothing 0.1 --seed 3"
+    arguments = (*TINY, *settings.split(), "--batch-size", "48", "--log-every", "4", "--threads", "1")
     for command, device in (("ddp.train", "--device"), ("dataparallel.train", "--devices")):
         (done,) = run_forked(command, *arguments, device, "cpu", "--run-dir", tmp_path / command)
         assert done.returncode == 0, done.stderr
@@ -139,42 +123,19 @@ def test_all_gpus_learn(tmp_path: Path, wrapper: str, precision: str) -> None:
     assert {value.device for value in weights.values()} == {CPU}
 
 
-def test_gaps_in_memory_change_no_bit() -> None:
-    jobs = (
-        job_on(2, model=f"tests.ddp.test_any_model:{name}", optimizer="adam") for name in ("contiguous", "with_gaps")
-    )
-    assert len({train.train_epoch(job, 0).loss for job in jobs}) == 1
-
-
-# As a person types it
-
-
-def test_it_ends_with_a_summary(finished: Path) -> None:
+def test_it_ends_with_a_summary_and_the_run_directory_has_everything(finished: Path) -> None:
     lines = (finished / "stdout").read_text().splitlines()
-    assert lines[0].startswith("test accuracy ")
-    assert lines[0].endswith("of 101 samples)")
+    assert re.fullmatch(r"test accuracy .* of 101 samples\)", lines[0])
     assert "of each step waits for data" in lines[2]
     assert str(finished) in lines[3]
-    assert len(lines) == 4
     stderr = (finished / "stderr").read_text().splitlines()
     assert [line for line in stderr if " INFO " not in line] == []
     assert "48 samples on cpu, cpu, fp32" in stderr[0]
-
-
-def test_the_run_directory_has_everything(finished: Path) -> None:
-    run = json.loads((finished / "config.json").read_text())
-    assert (run["config"]["devices"], run["config"]["wrapper"], run["devices"]) == (
-        "cpu,cpu",
-        "handwritten",
-        "cpu, cpu",
-    )
-    assert {"torch", "python", "processor", "usable_cores", "git_commit", "command"} <= run["machine"].keys()
-    result = json.loads((finished / "result.json").read_text())
+    run, result = (json.loads((finished / f"{name}.json").read_text()) for name in ("config", "result"))
+    assert run["config"]["devices"] == "cpu,cpu"
     assert (result["epochs"], result["test"]["samples"]) == (2, 101)
-    for figure in ("curves.png", "confusion.png", "samples.png"):
-        with Image.open(finished / figure) as image:
-            assert min(image.size) > 400
-    assert (finished / "logs" / "rank0.log").is_file()
+    for name in ("curves.png", "confusion.png", "samples.png", "logs/rank0.log"):
+        assert (finished / name).is_file()
     weights = torch.load(finished / "model.pt", weights_only=True)
     assert next(iter(weights)) == "features.0.weight"
     records = read_metrics(finished)
@@ -182,54 +143,17 @@ def test_the_run_directory_has_everything(finished: Path) -> None:
     assert [r["test_accuracy"] for r in records if r["kind"] == "epoch"][-1] == result["test"]["accuracy"]
 
 
-def test_torch_s_wrapper_without_gpus_says_that_it_divides_nothing(tmp_path: Path) -> None:
-    arguments = ("--devices", "cpu,cpu", "--wrapper", "torch", "--run-dir", str(tmp_path / "run"))
-    (done,) = run_forked("dataparallel.train", *TINY, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("nn.DataParallel knows no CPU devices") == 1
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_without_a_traceback(tmp_path: Path, number: signal.Signals) -> None:
-    """A signal ends the training without a traceback.
-
-    Claim (dataparallel/README.md): a signal ends it without a traceback.
-    """
-    arguments = ("dataparallel.train", "--devices", "cpu,cpu", "--epochs", "100", "--run-dir", str(tmp_path / "run"))
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    with start_command(*arguments) as process:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (metrics.is_file() and metrics.stat().st_size):
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert f"stopped by {number.name}" in err
-    assert "Traceback" not in err
-
-
-# Mistakes
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch-size", "1", "--devices", "cpu,cpu"], ["--batch-size 1", "1 of 2 devices", "multiple of 2"]),
-        (["--batch-size", "2", "--devices", "cpu,cpu", "--model", "resnet18"], ["resnet18", "larger --batch-size"]),
-        (["--dataset", "lfw"], ["--dataset", "lfw", "fashion-mnist"]),
-        (["--resume"], ["--resume"]),
+        ("--batch-size 5 --devices cpu,cpu", "--batch-size 5 does not divide over 2 devices: use a multiple of 2"),
+        ("--batch-size 2 --devices cpu,cpu --model resnet18", "resnet18 cannot normalize a single sample on a device"),
+        ("--wrapper torch", "--wrapper torch: nn.DataParallel knows no CPU devices: use --wrapper handwritten"),
+        ("--dataset lfw", "--dataset: invalid choice: 'lfw'"),
     ],
 )
-def test_a_mistake_is_one_line(
-    user_error: UserError,
-    tmp_path: Path,
-    arguments: list[str],
-    words: list[str],
-) -> None:
-    line = user_error(train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments)
-    for word in words:
-        assert word in line, line
+def test_a_mistake_is_one_line(user_error: UserError, tmp_path: Path, arguments: str, words: str) -> None:
+    assert words in user_error(train.main, "--devices", "cpu", "--run-dir", str(tmp_path / "run"), *arguments.split())
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ LAYERS = (
     ("ddp.job", "ddp.checkpoint"),
     ("ddp.resilience",),
     ("ddp.train", "ddp.evaluate", "ddp.fast"),
-    ("ddp.bench", "ddp.ladder", "ddp.timeline", "ddp.gpu_check", "ddp.audit", "ddp.museum", "examples"),
+    ("ddp.bench", "ddp.ladder", "ddp.audit", "ddp.museum", "examples"),
 )
 # The three subjects are siblings, except for these: files to train on, and the benchmark that compares two subjects.
 BETWEEN_SUBJECTS = {("ddp.data", "dataloading"), ("ddp.bench", "dataparallel")}

@@ -81,23 +81,6 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("allreduce --device cuda", r"--device cuda, but no CUDA device"),
         ("overhead --image-size 30", r"--image-size 30 is no multiple of 28, the size of a glyph: use 28"),
     ],
-    "ddp.gpu_check": [
-        ("--device cuda", r"--device cuda, but no CUDA device"),
-        ("--minutes 0.1", r"--minutes 0\.1 is out of range: it must be at least 1"),
-        "--output /dev/null",
-    ],
-    "ddp.gpu_check.gaps": [
-        ("", r"which trace\? give --trace"),
-        ("--trace nowhere.json.gz", r"nowhere\.json\.gz cannot be read: No such file"),
-    ],
-    "ddp.gpu_check.pinned": [("", r"copies to a GPU cannot be timed: no CUDA device")],
-    "ddp.timeline": [
-        ("--device cuda", r"--device cuda, but no CUDA device"),
-        "--bucket-mib 0",
-        "--ranks 0",
-        "--steps 0",
-        "--output /dev/null",
-    ],
     "dataparallel.train --train-samples 144 --test-samples 16 --run-dir {here}/run": [
         "--devices gpu",
         ("--devices=", r"--devices: the value is empty"),
@@ -146,11 +129,6 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         "--image-size -3",
         ("--visualize-batch --output /dev/null", r"--output /dev/null"),
         ("-path_to_folder {here}", r"/here holds no JPEG file"),
-    ],
-    "dataloading.timeline --output {here}/out": [
-        ("--start-method thread", r"--start-method: invalid choice"),
-        "--slow-batch-ms -1",
-        "--batch-size 0",
     ],
     "dataloading.ladder --output {here}/out": [
         "--batch-size 0",

@@ -130,9 +130,7 @@ ATTEMPTS = [
     *(
         Attempt(f"{command} --output {{here}}/out", r"out is a file: give a folder", scene=made_by(file("out")))
         for command in (
-            "ddp.timeline", "ddp.bench allreduce", "dataloading.bench", "dataparallel.bench", "dataloading.ladder",
-            "ddp.gpu_check",
+            "ddp.bench allreduce", "dataloading.bench", "dataparallel.bench", "dataloading.ladder",
         )
     ),
-    Attempt("ddp.gpu_check --overwrite --output {here}", r"holds thesis\.txt, which no check has written", scene=made_by(file("thesis.txt"))),
 ]  # fmt: skip

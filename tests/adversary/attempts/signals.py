@@ -40,7 +40,6 @@ ATTEMPTS = [
             ("dataloading.bench --path-to-folder {faces} --workers 2 --loader fast --repeats 100 --output {here}/bench", "step"),
             ("ddp.bench overhead --rounds 500", "(?s)."),
             ("ddp.bench allreduce --output {here}/bench", "(?s)."),
-            ("ddp.gpu_check --device cpu --output {here}/bench", "passed"),
             ("dataparallel.bench --output {here}/bench", "(?s)."),
         )
     ),

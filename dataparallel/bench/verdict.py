@@ -1,4 +1,4 @@
-"""The benchmark's measurements in words: the batch size from which data parallelism pays, and the parts of the time.
+"""The benchmark's table and its verdict: from which batch size on it pays, and which step takes the time.
 
 Every number was measured, or is a ratio of measured numbers.
 """
@@ -11,25 +11,22 @@ from dataclasses import dataclass
 
 from common.reporting.timing import Spread, paired_ratio
 from common.reporting.turns import table
-from dataparallel.bench.config import MODES, DataParallelBenchConfig
-from dataparallel.bench.variants import HANDWRITTEN, PLAIN, PROCESSES, TORCH
+from dataparallel.bench.variants import HANDWRITTEN, MODES, PLAIN, STEP_BY_STEP, TORCH
 
 
 @dataclass(frozen=True, eq=False)
 class Point:
     """The measurements of one batch size in one mode.
 
-    :param mode: of :data:`dataparallel.bench.config.MODES`
+    :param mode: of :data:`dataparallel.bench.variants.MODES`
     :param batch_size: samples per call, over all devices
     :param seconds: for each variant its seconds per call, one entry per round
-    :param timed: the handwritten variant whose steps were timed
-    :param steps: one entry per round: the seconds per call of each step
+    :param steps: one entry per round: the seconds per call of each step by hand
     """
 
     mode: str
     batch_size: int
     seconds: dict[str, list[float]]
-    timed: str
     steps: list[dict[str, float]]
 
     def median(self, name: str) -> float:
@@ -39,7 +36,7 @@ class Point:
     def median_steps(self) -> dict[str, float]:
         """The median seconds per call of each step by hand, in their order; ``rest`` is the time between them."""
         steps = {name: statistics.median(one[name] for one in self.steps) for name in self.steps[0]}
-        rest = [total - sum(one.values()) for total, one in zip(self.seconds[self.timed], self.steps, strict=True)]
+        rest = [total - sum(one.values()) for total, one in zip(self.seconds[STEP_BY_STEP], self.steps, strict=True)]
         return {**steps, "rest": max(0.0, statistics.median(rest))}
 
     def speedup(self, name: str) -> Spread:
@@ -47,17 +44,9 @@ class Point:
         return paired_ratio(self.seconds[PLAIN], self.seconds[name])
 
 
-def explain(config: DataParallelBenchConfig, points: Sequence[Point], disturbed: bool = False) -> list[str]:
-    """The whole explanation, as lines of text.
-
-    :param disturbed: whether other programs used the cores: then there is no verdict
-    """
+def explain(points: Sequence[Point]) -> list[str]:
+    """The table of each mode, and the verdict below it."""
     lines = []
-    if config.on_cpu:
-        lines.append(
-            f"CPU devices are threads of this process. Each, and each process, has {config.threads_of_one} intra-op thread(s); "
-            f"'{PLAIN}' has all. 'replicate' may be mostly the allocator, which gets new pages for the copies"
-        )
     for mode in MODES:
         ours = [point for point in points if point.mode == mode]
         columns = {}
@@ -65,9 +54,8 @@ def explain(config: DataParallelBenchConfig, points: Sequence[Point], disturbed:
             times = {name: point.median(name) for name in point.seconds}
             times |= {f"  {step}": seconds for step, seconds in point.median_steps().items()}
             columns[str(point.batch_size)] = {name: f"{1e3 * seconds:.2f}" for name, seconds in times.items()}
-        lines += ["", f"{mode}, ms per call by batch size; below, the steps of '{ours[0].timed}'", *table(columns, 10)]
-        if not disturbed:
-            lines += [_verdict(ours, name) for name in (TORCH, HANDWRITTEN, PROCESSES) if name in ours[0].seconds]
+        lines += ["", f"{mode}, ms per call by batch size", *table(columns, 10)]
+        lines += [_verdict(ours, name) for name in (TORCH, HANDWRITTEN) if name in ours[0].seconds]
     return lines
 
 
