@@ -104,7 +104,7 @@ example museum 'a silent bug of distributed training, as it was found and fixed,
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
     'python -m ddp.gpu_check OPTIONS'
 example measure 'all that the READMEs have numbers and figures from, one part after another; --list says how long each takes' time \
-    'python -m common.reporting.measure OPTIONS'
+    'python -m maintain.measure OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \
     'torchrun --nproc_per_node=2 -m ddp.launch.doctor OPTIONS'
 example slurm 'a batch job of SLURM: a torchrun agent on each node' sbatch \

@@ -27,7 +27,7 @@ COMMANDS = [
     *("ddp.gpu_check", "ddp.gpu_check.equivalence", "ddp.gpu_check.gaps", "ddp.gpu_check.pinned"),
     *("dataparallel.train", "dataparallel.bench"),
     *("dataloading.bench", "dataloading.timeline", "dataloading.ladder"),
-    *("dataloading.lfw_dataset", "common.recording", "common.reporting.measure"),
+    *("dataloading.lfw_dataset", "maintain.recording", "maintain.measure"),
     *(f"ddp.bench {name}" for name in BENCHMARKS),
 ]
 NOT_FOR_HELP = ("matplotlib", "torchvision", "torch._dynamo", "psutil", "PIL")

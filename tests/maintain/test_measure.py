@@ -1,4 +1,4 @@
-"""common/reporting/measure.py: a session of measurement, its records, and what it publishes."""
+"""maintain/measure.py: a session of measurement, its records, and what it publishes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting import measure
+from maintain import measure
 from tests.project.test_prose import PAGES, paragraphs, sentences
 from tests.project.test_readme import READMES
 from tests.support.launch import REPOSITORY

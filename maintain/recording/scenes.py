@@ -16,7 +16,7 @@ class Scene(NamedTuple):
     :ivar variants: a title for each run, and its arguments
     :ivar sources: more files whose lines are followed
     :ivar calls: more functions that are recorded, as ``module.name`` or ``module.class.name``
-    :ivar window: see :func:`common.recording.events.read`
+    :ivar window: see :func:`maintain.recording.events.read`
     :ivar hosts: whether each rank has an agent of torchrun, as on a host of its own, which starts it again
     """
 

@@ -34,7 +34,7 @@ RECORDS = Path("results/cpu")
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """Settings of ``common.reporting.measure``."""
+    """Settings of ``maintain.measure``."""
 
     list: bool = option(False, "list the parts, and run nothing")
     publish: bool = option(False, "copy the files of parts that were measured on idle cores, and run nothing")
@@ -44,7 +44,7 @@ class MeasureConfig:
 
 @command
 def main() -> None:
-    config = parse(MeasureConfig, "common.reporting.measure", __doc__)
+    config = parse(MeasureConfig, "maintain.measure", __doc__)
     for name in config.only:
         print(f"{PARTS[name]['minutes']:>5} min  {name}: {PARTS[name]['command']}")
     print(f"{sum(PARTS[name]['minutes'] for name in config.only):>5} min together, on two idle cores")

@@ -1,0 +1,1 @@
+"""What knows all subjects: tools of those who change this repository. Not installed; see README.md here."""
