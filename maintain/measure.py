@@ -2,7 +2,7 @@
 
     ./torchrun_examples.sh measure --list                  # the parts, and how long they take on two idle cores
     ./torchrun_examples.sh measure                         # runs them one after another
-    ./torchrun_examples.sh measure --only costs,engines    # these parts alone
+    ./torchrun_examples.sh measure --only engines,memory   # these parts alone
     ./torchrun_examples.sh measure --publish               # copies figures to where the READMEs show them, and the records
 
 Part NAME writes its files into ``results/NAME`` and its words into ``results/NAME.txt``. ``results/NAME.json`` has the command, the

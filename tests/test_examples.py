@@ -28,10 +28,9 @@ LOADING = {
 MEASURING = (
     "when-it-pays",
     "climb",
-    "strategies",
+    "scaling",
     "all-reduces",
     "engines",
-    "costs",
     "sharding",
     "memory",
     "one-step",

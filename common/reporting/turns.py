@@ -54,7 +54,7 @@ def run_benchmark(
     The folder of the results is tried before the measurement begins. A warning says when other programs may have disturbed it.
 
     :param config_type: its settings, with a folder ``output``
-    :param command: its name, ``"ddp.bench costs"``
+    :param command: its name, ``"ddp.bench engines"``
     :param measure: of the settings
     :param report: of the settings and what was measured; writes the results and returns the summary
     :raises UsageError: for wrong settings, under torchrun, and for a folder that cannot be written

@@ -16,7 +16,7 @@ they happen to lie. To get them back takes up to a third of a step, and no varia
 The variants are compared on a convolutional net, a ResNet-18, a wide MLP with large gradients and a deep MLP with many small
 ones. The reference is the faster of torch's two modes there (gradients copied out of the buckets, or views into them).
 A figure of their own has the three steps of the climb by hand: an all-reduce per parameter, buckets, overlap with backward.
-Then, on one model, the options of the wrappers:
+On the CPU, another one has the parts of what each DDP costs (ddp/bench/costs.py). Then, on one model, the options of the wrappers:
 
 - MiB: the size of a bucket; the default is 1 for the first and 25 for all others.
 - bf16: gradients sent in two bytes. (``ddp.bench allreduce`` compares the algorithms that sum them.)
@@ -35,7 +35,8 @@ from common.distributed.placement import PlacedConfig
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import NOISE
 from common.reporting.turns import cells, progress_of, ratios, table, write_report
-from ddp.bench.turns import Comparison, TurnsConfig, compare
+from ddp.bench.comparison import Comparison, TurnsConfig, compare
+from ddp.bench.costs import PARTIAL, report_costs
 from ddp.bench.variants import (
     BUCKETED,
     CLIMB,
@@ -75,8 +76,10 @@ class Config(PlacedConfig, TurnsConfig):
 
 def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
     """Measure the variants on each model, and the options on one model."""
-    # On a GPU only the backend can sum.
-    variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
+    # On a GPU only the backend can sum, and a rank's processor time is that of queueing.
+    variants = {**DDP_VARIANTS, **PARTIAL} if config.device == "cpu" else {**DDP_VARIANTS}
+    if config.device != "cpu":
+        del variants[SHARED]
     varied = ["mlp"] if config.variations else []
     with progress_of(config, len(config.models) + len(varied)) as progress:
 
@@ -93,19 +96,20 @@ def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) 
     compared, varied = measured
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
     # The two lower steps of the climb have a picture of their own: next to them, the others would all look alike.
-    real = {name: name for name in compared[0].seconds if name not in (NAIVE, BUCKETED)}
+    real = {name: name for name in compared[0].seconds if name not in (NAIVE, BUCKETED, *PARTIAL)}
     _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", real)
     _plot(config.output / "climb.png", compared, f"the climb, by hand: {title}", CLIMB, scale="log")
+    figures = ["engines", "climb"]
     lines = [f"{title}, median [quartiles]"]
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
     for one in varied:
         lines += ["", f"{one.title}, the options of the wrappers:", *_table(one)]
-    content = {
-        "models": [asdict(one) for one in compared],
-        "variations": [asdict(one) for one in varied],
-    }
-    return write_report(config, "engines", content, ["engines", "climb"], lines)
+    if config.device == "cpu":
+        lines += report_costs(config.output / "costs.png", compared, title)
+        figures.append("costs")
+    content = {"models": list(map(asdict, compared)), "variations": list(map(asdict, varied))}
+    return write_report(config, "engines", content, figures, lines)
 
 
 def _described(model: str) -> str:

@@ -16,7 +16,7 @@ from common.reporting.turns import Step
 from common.training.models import MODELS, build_model
 from common.training.optimization import build_optimizer
 from ddp.all_reduce.choice import build_all_reduce
-from ddp.bench.turns import training_step
+from ddp.bench.comparison import training_step
 from ddp.strategies import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10

@@ -1,20 +1,20 @@
 """From the usual first script to the fastest run, one change at a time.
 
     python -m ddp.ladder                     # on Fashion-MNIST where it is found, else on drawn glyphs
-    pip install -e '.[peers]'                # then Accelerate and Lightning are measured too
 
-A rung is the training loop of the one before with one change (ddp/ladder/rungs.py). Beside the rungs stand the usual DDP scripts, and
-``ddp.train`` itself (ddp/ladder/peers.py). All train the same network by the same recipe, and take turns of a quarter of an epoch.
+A rung is the training loop of the one before with one change (ddp/ladder/rungs.py). Beside the rungs stand the script of torch's
+DDP tutorial and ``ddp.train`` itself (ddp/ladder/ours.py). In a clone, ``python -m maintain.ladder_peers`` measures Accelerate and
+Lightning, too. All train the same network by the same recipe, and take turns of a quarter of an epoch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,18 @@ from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import interleave, paired_ratio
 from common.reporting.turns import Rounds, cells, ratios, run_benchmark, table, write_report
-from ddp.ladder.peers import AccelerateTraining, LightningTraining, OurTraining
+from ddp.ladder.ours import OurTraining
 from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, Rung, RungTraining, Training, Turn, one_by_one, rungs
 
 TURNS = 4  # of an epoch
-PEER = "peer: "
+PEER = "peer: "  # of the scripts that others write, the fastest is what all are compared with
 TUTORIAL = f"{PEER}torch's DDP tutorial"
-PEERS: dict[str, tuple[type[Training], Any]] = {
-    TUTORIAL: (RungTraining, Rung(one_by_one, ranks=RANKS)),
-    f"{PEER}accelerate": (AccelerateTraining, None),
-    f"{PEER}lightning": (LightningTraining, None),
-}
 OURS: dict[str, tuple[type[Training], Any]] = {
     "ddp.train": (OurTraining, {}),
     "ddp.train --fast --precision fp32": (OurTraining, {"fast": True, "precision": "fp32"}),
     "ddp.train --fast": (OurTraining, {"fast": True}),
 }
+NO_OTHERS: Mapping[str, tuple[type[Training], Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -64,12 +60,17 @@ def main() -> None:
     run_benchmark(LadderConfig, "ddp.ladder", __doc__, None, measure, report)
 
 
-def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, float]]:
-    """For each variant its turns, means over its ranks; and its accuracy on the test set in the end."""
+def measure(
+    config: LadderConfig, others: Mapping[str, tuple[type[Training], Any]] = NO_OTHERS
+) -> tuple[dict[str, list[Turn]], dict[str, float]]:
+    """For each variant its turns, means over its ranks; and its accuracy on the test set in the end.
+
+    :param others: more variants, each a service of a rank and its settings
+    """
     data = load(config.dataset, train_samples=config.train_samples)
     steps = len(data.train) // BATCH_SIZE // TURNS
-    variants = {name: (RungTraining, rung) for name, rung in rungs().items()} | OURS
-    variants |= {name: peer for name, peer in PEERS.items() if name not in _missing()}
+    climbed = {**rungs(), TUTORIAL: Rung(one_by_one, ranks=RANKS)}
+    variants = {name: (RungTraining, rung) for name, rung in climbed.items()} | OURS | dict(others)
     with Rounds(config.epochs * TURNS + 1) as progress, contextlib.ExitStack() as stack:
         groups = {}
         for name, (service, settings) in variants.items():
@@ -87,11 +88,6 @@ def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, floa
         return measured, {name: group.call("test")[0] for name, group in groups.items()}
 
 
-def _missing() -> list[str]:
-    """The peers that are not installed."""
-    return [name for name in PEERS if name != TUTORIAL and not importlib.util.find_spec(name.removeprefix(PEER))]
-
-
 def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str, float]]) -> str:
     """Write the JSON and the figure, and return the table."""
     turns, accuracy = measured
@@ -103,7 +99,7 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
         name: f"{one.loading:.0%} loading, {one.kernel:.0%} kernel, {one.idle:.0%} idle"
         for name, one in medians.items()
     }
-    best = max(PEERS.keys() & rates, key=lambda name: statistics.median(rates[name]))
+    best = max((name for name in rates if name.startswith(PEER)), key=lambda name: statistics.median(rates[name]))
     columns = {
         "images/s [quartiles]": cells(rates, ",.0f"),
         "of the rung before": {name: format(gain, ".2f") for name, gain in gains.items()},
@@ -118,8 +114,6 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
         *table(columns, 36, 37),
         f"the last rung by the first: {whole:.2f}; the product of the gains: {product:.2f}",
     ]
-    if missing := _missing():
-        lines.append(f"not installed, so left out: {', '.join(missing)}: pip install -e '.[peers]'")
     shown = {f"{name}\n{limits[name]}": own for name, own in rates.items()}
     plot_rounds(
         config.output / "ladder.png",

@@ -126,7 +126,7 @@ def test_common_does_not_name_a_subject() -> None:
 
 
 def test_the_subjects_are_siblings() -> None:
-    """Of the three subjects, only ``ddp/data.py`` and the benchmark of strategies import another."""
+    """Of the three subjects, only ``ddp/data.py`` and the benchmark of scaling import another."""
     between = {
         edge: (part, other.partition(".")[0])
         for edge, part, other in edges_of_parts()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed.process_group import process_group
+from ddp.bench.costs import PARTIAL, PARTS, WHOLE
 from ddp.bench.engines import Config
 from ddp.bench.variants import (
     DDP_VARIANTS,
@@ -43,16 +44,18 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 ranks on ")
     assert lines[1] == "deep-mlp, 404 parameters of 0.2 MB together, 72 samples per rank"
-    assert [line[2:34].strip() for line in lines[3 : 3 + len(DDP_VARIANTS)]] == list(DDP_VARIANTS)
-    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png"
+    measured = [*DDP_VARIANTS, *PARTIAL]
+    assert [line[2:].split("  ")[0] for line in lines[3 : 3 + len(measured)]] == measured
+    assert [line[:34].strip() for line in lines[-7:-1]] == [*PARTS, WHOLE]
+    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png, costs.png"
 
     written = json.loads((tmp_path / "engines.json").read_text())
     (model,) = written["models"]
     assert model["reference"] in (PLAIN, VIEWS)
     for times in (model["seconds"], model["processor_seconds"]):
-        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(DDP_VARIANTS, 2)
+        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(measured, 2)
     assert written["variations"] == []
-    for name in ("engines", "climb"):
+    for name in ("engines", "climb", "costs"):
         assert (tmp_path / f"{name}.png").is_file()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from common.data.datasets import ImageData, load
 from common.distributed.process_group import process_group
-from ddp.ladder.__main__ import OURS, PEERS, TUTORIAL, LadderConfig, report
+from ddp.ladder.__main__ import OURS, TUTORIAL, LadderConfig, report
 from ddp.ladder.rungs import BATCH_SIZE, RungTraining, Turn, rungs
 from tests.ddp.jobs import assert_close, assert_identical
 from tests.support.launch import run_command, run_ranks
@@ -60,19 +60,17 @@ def test_rungs_in_fp32_train_alike() -> None:
             assert_identical(weights, plain)
 
 
-def test_the_report_names_the_gains_and_what_limits_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates, gains and shares are those of the turns; a peer that is not installed is left out, with what installs it."""
-    monkeypatch.setattr("ddp.ladder.__main__._missing", lambda: [name for name in PEERS if name != TUTORIAL])
+def test_the_report_names_the_gains_and_what_limits_a_rung(tmp_path: Path) -> None:
+    """Rates, gains and shares are those of the turns."""
     turns = {name: [Turn(0.144 / 2**i, 0.5, 0.25, 0.0)] * 3 for i, name in enumerate([*rungs(), TUTORIAL])}
     accuracy = dict.fromkeys(turns, 0.75)
     lines = report(LadderConfig(output=tmp_path), (turns, accuracy)).splitlines()
-    _, _, first, second, *_, tutorial, ladder, missing, _ = lines
+    _, _, first, second, *_, tutorial, ladder, _ = lines
     assert (
         "1,000 [1,000 to 1,000]" in first and "50% loading, 25% kernel, 0% idle" in first and first.endswith(" 75.0 %")
     )
     assert " 2.00 " in second and "1.00 [1.00 to 1.00]" in tutorial
     assert ladder == "the last rung by the first: 128.00 [128.00 to 128.00]; the product of the gains: 128.00"
-    assert missing.endswith("accelerate, peer: lightning: pip install -e '.[peers]'")
     assert {path.name for path in tmp_path.iterdir()} == {"ladder.json", "ladder.png"}
 
 

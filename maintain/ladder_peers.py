@@ -1,45 +1,29 @@
-"""The same training with ``ddp.train``, and with other libraries as in their documentation.
+"""The ladder beside other libraries, as in their documentation (``python -m maintain.ladder_peers``; they are the extra ``peers``).
 
-Theirs fetch a sample at a time, in the main process. (The script of torch's DDP tutorial is the first rung with two ranks. Like all rungs,
-it does not broadcast buffers before each step.)
+Theirs fetch a sample at a time, in the main process.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 import logging
 import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from common.cli import command
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
+from common.errors import UsageError
+from common.reporting.turns import run_benchmark
 from common.training.models import build_model
-from ddp.bench.overhead import trainer_step
-from ddp.config import TrainConfig
-from ddp.fast import choose_fastest
+from ddp.ladder.__main__ import PEER, LadderConfig, measure, report
 from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, OneByOne, Training
-from ddp.train import build_job
-
-
-class OurTraining(Training):
-    """``ddp.train``, with the recipe of the rungs.
-
-    :param settings: of :class:`ddp.config.TrainConfig`
-    """
-
-    def __init__(self, env: DistEnv, settings: dict[str, Any], data: ImageData) -> None:
-        super().__init__(env, data)
-        recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant"}
-        config = TrainConfig(batch_size=BATCH_SIZE, warmup_epochs=0, **recipe, **settings)
-        job = build_job(choose_fastest(config, env) if config.fast else config, env, data)
-        batches = job.guard.batches
-        job.guard.batches = lambda loader: self._timed(batches(loader))  # type: ignore[method-assign]
-        self._network, self._step = job.network, trainer_step(job)
 
 
 class OtherTraining(Training):
@@ -118,3 +102,22 @@ class LightningTraining(OtherTraining):
         trainer = Trainer(accelerator="cpu", devices=ranks, strategy="ddp", max_steps=steps, max_epochs=-1, **quiet)
         self._began = time.perf_counter()
         trainer.fit(self._classifier, self._timed(loader))
+
+
+PEERS: dict[str, tuple[type[Training], object]] = {
+    f"{PEER}accelerate": (AccelerateTraining, None),
+    f"{PEER}lightning": (LightningTraining, None),
+}
+
+
+@command
+def main() -> None:
+    if not all(importlib.util.find_spec(name.removeprefix(PEER)) for name in PEERS):
+        raise UsageError("the other libraries are not installed: pip install -e '.[peers]'")
+    run_benchmark(
+        LadderConfig, "maintain.ladder_peers", __doc__, None, functools.partial(measure, others=PEERS), report
+    )
+
+
+if __name__ == "__main__":
+    main()
