@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from common.distributed.worker_group import WorkerGroup
 from common.errors import UsageError
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_stacked
-from common.reporting.timing import NOISE, Spread, paired_ratio
+from common.reporting.timing import NOISE, paired_ratio
 from common.reporting.turns import Times, cells, progress_of, table, take_turns, timed_steps, write_report
 from common.training.models import MODELS
 from common.training.precision import PRECISIONS
@@ -41,7 +41,7 @@ from ddp.config import TrainConfig, require_samples
 from ddp.strategies import register_hook
 from ddp.train import build_job
 
-SINGLE, ONE = "single process", "DDP, 1 process"
+SINGLE = "single process"
 COMPUTE, SYNCHRONIZATION = "compute that does not scale", "synchronization"
 MOST_PROCESSES = 4  # the largest default of --processes
 
@@ -192,15 +192,6 @@ def causes(way: Way, seconds: Times) -> dict[str, float]:
     return {COMPUTE: computed - ideal, SYNCHRONIZATION: whole - computed}
 
 
-def as_fast(speedups: Mapping[str, Spread]) -> set[str]:
-    """The ways whose difference to the single process is noise.
-
-    DDP in one process does all that the single one does, and more. As much as it seems faster, any way may.
-    """
-    noise = max(NOISE, speedups[ONE].median - 1 if ONE in speedups else 0.0)
-    return {name for name, speedup in speedups.items() if speedup.within_noise(noise)}
-
-
 def report(config: Config, seconds: Times) -> str:
     """Write the JSON and the figure, and return the summary to print."""
     chosen = ways(config)
@@ -218,7 +209,7 @@ def report(config: Config, seconds: Times) -> str:
         title=f"where the lost time goes: {title}",
         line=1.0,
     )
-    alike = as_fast(speedups)
+    alike = {name for name, speedup in speedups.items() if speedup.within_noise(NOISE)}
     columns = {
         "ms per step [quartiles]": cells(seconds, ".1f", 1e3),
         "times as fast as one": {name: "as fast" if name in alike else f"{one:.2f}" for name, one in speedups.items()},

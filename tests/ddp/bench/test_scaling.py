@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.distributed.worker_group import WorkerGroup
-from common.reporting.timing import Spread
 from common.training.recipes import load_dataset
 from ddp.bench import __main__ as bench
-from ddp.bench.scaling import COMPUTE, ONE, SINGLE, SYNCHRONIZATION, Config, TrainingWorker, Way, as_fast, causes, ways
+from ddp.bench.scaling import COMPUTE, SINGLE, SYNCHRONIZATION, Config, TrainingWorker, Way, causes, ways
 from ddp.config import TrainConfig
 from tests.ddp.jobs import small
 from tests.support.launch import run_command
@@ -28,14 +27,6 @@ def test_the_causes_add_up_to_what_is_lost() -> None:
     }
     assert causes(Way("two", "ddp", 2, 2, 1), seconds) == pytest.approx({COMPUTE: 0.65 - 0.55, SYNCHRONIZATION: 0.15})
     assert causes(Way("threads", "none", 2, 1, 2), seconds) == pytest.approx({COMPUTE: 0.25, SYNCHRONIZATION: 0.0})
-
-
-def test_what_is_within_the_noise_is_as_fast() -> None:
-    """DDP in one process cannot be faster than the same without: what it seems to gain is the noise of the others."""
-    quiet = {SINGLE: Spread(1, 1, 1), "DDP, 2 processes": Spread(1.15, 1.1, 1.2), "dataparallel": Spread(1, 0.9, 1.2)}
-    assert as_fast(quiet) == {SINGLE, "dataparallel"}
-    assert as_fast(quiet | {ONE: Spread(0.96, 0.95, 0.965)}) == {SINGLE, "dataparallel"}
-    assert as_fast(quiet | {ONE: Spread(1.19, 1.15, 1.25)}) == {*quiet, ONE}
 
 
 def test_the_ways_on_cpus() -> None:

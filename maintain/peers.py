@@ -1,6 +1,7 @@
-"""The ladder beside other libraries, as in their documentation (``python -m maintain.ladder_peers``; they are the extra ``peers``).
+"""The ladder beside ``ddp.train`` and other libraries, as in their documentation (``python -m maintain.peers``).
 
-Theirs fetch a sample at a time, in the main process.
+Accelerate and Lightning are the extra ``peers``. Theirs and the script of torch's DDP tutorial, which is the first rung with two
+ranks, fetch a sample at a time, in the main process. (Like all rungs, the script does not broadcast buffers before each step.)
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import functools
 import importlib.util
 import itertools
 import logging
+import statistics
 import time
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +23,29 @@ from common.cli import command
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.errors import UsageError
-from common.reporting.turns import run_benchmark
+from common.reporting.turns import cells, ratios, run_benchmark, table
 from common.training.models import build_model
-from ddp.ladder.__main__ import PEER, LadderConfig, measure, report
-from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, OneByOne, Training
+from ddp.bench.overhead import endless_batches, trainer_step
+from ddp.config import TrainConfig
+from ddp.fast import choose_fastest
+from ddp.ladder import __main__ as ladder
+from ddp.ladder.__main__ import LadderConfig, Variants, measure, rates_of
+from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, RANKS, OneByOne, Rung, RungTraining, Training, Turn, one_by_one
+from ddp.train import build_job
+
+
+class OurTraining(Training):
+    """``ddp.train``, with the recipe of the rungs.
+
+    :param settings: of :class:`ddp.config.TrainConfig`
+    """
+
+    def __init__(self, env: DistEnv, settings: dict[str, Any], data: ImageData) -> None:
+        super().__init__(env, data)
+        recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant"}
+        config = TrainConfig(batch_size=BATCH_SIZE, warmup_epochs=0, **recipe, **settings)
+        job = build_job(choose_fastest(config, env) if config.fast else config, env, data)
+        self._network, self._step = job.network, trainer_step(job, self._timed(endless_batches(job)))
 
 
 class OtherTraining(Training):
@@ -104,19 +126,32 @@ class LightningTraining(OtherTraining):
         trainer.fit(self._classifier, self._timed(loader))
 
 
-PEERS: dict[str, tuple[type[Training], object]] = {
-    f"{PEER}accelerate": (AccelerateTraining, None),
-    f"{PEER}lightning": (LightningTraining, None),
+OURS: Variants = {
+    "ddp.train": (OurTraining, {}),
+    "ddp.train --fast --precision fp32": (OurTraining, {"fast": True, "precision": "fp32"}),
+    "ddp.train --fast": (OurTraining, {"fast": True}),
+}
+PEERS: Variants = {
+    "torch's DDP tutorial": (RungTraining, Rung(one_by_one, ranks=RANKS)),
+    "accelerate": (AccelerateTraining, None),
+    "lightning": (LightningTraining, None),
 }
 
 
 @command
 def main() -> None:
-    if not all(importlib.util.find_spec(name.removeprefix(PEER)) for name in PEERS):
+    if not all(map(importlib.util.find_spec, ("accelerate", "lightning"))):
         raise UsageError("the other libraries are not installed: pip install -e '.[peers]'")
-    run_benchmark(
-        LadderConfig, "maintain.ladder_peers", __doc__, None, functools.partial(measure, others=PEERS), report
-    )
+    everyone = functools.partial(measure, others={**OURS, **PEERS})
+    run_benchmark(LadderConfig, "maintain.peers", __doc__, None, everyone, report)
+
+
+def report(config: LadderConfig, turns: dict[str, list[Turn]]) -> str:
+    """The ladder's report, and all rates as multiples of those of the fastest peer."""
+    rates = rates_of(turns)
+    best = max(PEERS, key=lambda name: statistics.median(rates[name]))
+    compared = table({f"of {best}'s": cells(ratios(rates, best), ".2f")}, 36, 37)
+    return "\n".join([*compared, ladder.report(config, turns)])
 
 
 if __name__ == "__main__":
