@@ -1,1 +1,1 @@
-"""What knows all subjects: tools of those who change this repository. Not installed; see README.md here."""
+"""Tools for those who change this repository. They know all subjects, and are not installed; see README.md here."""

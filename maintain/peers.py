@@ -49,7 +49,7 @@ class OurTraining(Training):
 
 
 class OtherTraining(Training):
-    """What other libraries are given: a network, an optimizer and a loader."""
+    """A network, an optimizer and a loader, which other libraries are given."""
 
     def __init__(self, env: DistEnv, _: object, data: ImageData) -> None:
         super().__init__(env, data)

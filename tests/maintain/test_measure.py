@@ -60,7 +60,7 @@ def test_each_figure_of_a_readme_has_a_command_that_makes_it() -> None:
 
 
 def numbers_in(words: str, *units: float) -> set[str]:
-    """What the records have to which these words link, in each of these units, rounded to any number of digits."""
+    """The numbers of the records to which these words link, in each of these units, rounded to any number of digits."""
     records = "".join((REPOSITORY / f"results/{record}").read_text() for record in RECORD.findall(words))
     measured = [float(number) * unit for number in NUMBER.findall(records.replace(",", "")) for unit in units]
     return {f"{number:.{digits}f}" for number in measured for digits in range(4)}

@@ -45,7 +45,7 @@ def test_a_part_is_the_difference_of_two_variants_and_waiting_is_the_rest() -> N
 def test_the_bars_are_as_high_as_the_whole_and_negative_parts_hang_below(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of processor times that are longer than the wall time, waiting is negative; medians of parts do not add up."""
+    """If processor times are longer than the wall time, waiting is negative. Medians of parts do not add up."""
     processor = {name: [0.08, 0.10, 0.09] for name in VARIANTS} | {FLOOR: [0.01, 0.01, 0.02]}
     seconds = {name: [0.08, 0.09, 0.10] for name in VARIANTS} | {FLOOR: [0.02, 0.01, 0.03]}
     seconds[DDPS["by hand, gloo"][SUMS]] = [0.05, 0.06, 0.07]

@@ -18,7 +18,7 @@ from tests.support.user_errors import UserError
 
 
 def test_the_causes_add_up_to_what_is_lost() -> None:
-    """What two processes take without sending is compute; the rest of their excess is synchronization."""
+    """The excess of two processes that send nothing is compute; the rest is synchronization."""
     seconds = {
         SINGLE: [1.0, 1.2, 1.1],
         "two": [0.7, 0.8, 0.9],
@@ -52,7 +52,7 @@ class Summing(TrainingWorker):
     """A rank that tells its weights."""
 
     def sum_of_weights(self) -> float:
-        """Of all parameters."""
+        """Sum all parameters."""
         return sum(float(parameter.double().sum()) for parameter in self._model.parameters())
 
 
