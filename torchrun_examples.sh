@@ -72,16 +72,14 @@ example dataparallel 'the same training in one process with many devices: the ba
     'python -m dataparallel.train --run-dir runs/examples/dataparallel --overwrite OPTIONS'
 example when-it-pays 'nn.DataParallel and its four steps by hand: from which batch on they pay, and which step takes the time' - \
     'python -m dataparallel.bench OPTIONS'
-example climb 'from the usual first script to the fastest run, one change at a time, beside other libraries' - \
+example climb 'from the usual first script to the fastest run, one change at a time' - \
     'python -m ddp.ladder OPTIONS'
-example strategies 'why two is not twice as fast: one process, many devices and many processes take turns' - \
-    'python -m ddp.bench strategies OPTIONS'
+example scaling 'why two is not twice as fast: one process, many devices and many processes take turns' - \
+    'python -m ddp.bench scaling OPTIONS'
 example all-reduces 'all-reduce by each algorithm, from 4 B to 100 MiB: time, bandwidth, and what memory allows' - \
     'python -m ddp.bench allreduce OPTIONS'
-example engines 'the DDP written by hand against torch, on four models; bucket sizes, overlap, hooks' - \
+example engines 'the DDP written by hand against torch, on four models, and what each of their parts costs' - \
     'python -m ddp.bench engines OPTIONS'
-example costs 'what each part of a DDP costs: hooks, copies, sums and waiting, by torch and by hand' - \
-    'python -m ddp.bench costs OPTIONS'
 example sharding 'ZeRO-1, 2 and 3 by hand against replicas and fully_shard, by the time of a step' - \
     'python -m ddp.bench sharding OPTIONS'
 example memory 'what a rank holds and sends at each stage of sharding, beside the formulas' - \
@@ -98,7 +96,7 @@ example museum 'a silent bug of distributed training, as it was found and fixed,
 example gpu-check 'all that a machine without a GPU cannot prove, tried on this one in ten minutes, with a summary to keep' time \
     'ddp/gpu_check/run.sh OPTIONS'
 example measure 'all that the READMEs have numbers and figures from, one part after another; --list says how long each takes' time \
-    'python -m common.reporting.measure OPTIONS'
+    'python -m maintain.measure OPTIONS'
 example doctor 'what a launcher has started: ranks, hosts, versions, latency and bandwidth' - \
     'torchrun --nproc_per_node=2 -m ddp.launch.doctor OPTIONS'
 example slurm 'a batch job of SLURM: a torchrun agent on each node' sbatch \

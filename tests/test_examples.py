@@ -27,10 +27,9 @@ LOADING = {
 MEASURING = (
     "when-it-pays",
     "climb",
-    "strategies",
+    "scaling",
     "all-reduces",
     "engines",
-    "costs",
     "sharding",
     "memory",
     "measure",

@@ -54,7 +54,7 @@ def run_benchmark(
     The folder of the results is tried before the measurement begins. A warning says when other programs may have disturbed it.
 
     :param config_type: its settings, with a folder ``output``
-    :param command: its name, ``"ddp.bench costs"``
+    :param command: its name, ``"ddp.bench engines"``
     :param measure: of the settings
     :param report: of the settings and what was measured; writes the results and returns the summary
     :raises UsageError: for wrong settings, under torchrun, and for a folder that cannot be written
@@ -128,7 +128,7 @@ class Rounds(Progress):
         return self
 
     def until_stopped(self, subjects: Iterable[T]) -> Iterator[T]:
-        """What is measured one after another, until the user stops the benchmark."""
+        """Yield subjects to be measured one after another, until the user stops the benchmark."""
         return itertools.takewhile(lambda _: not Rounds.stopped, subjects)
 
     def round_done(self, facts: str) -> bool:

@@ -1,6 +1,6 @@
-"""Where each millisecond goes that a synchronized step takes beyond one without synchronization (``python -m ddp.bench costs``).
+"""Where each millisecond goes that a synchronized step takes beyond one without synchronization (a table of ``ddp.bench engines``).
 
-Each DDP is taken apart into variants that each do one thing more, on the models and by the turns of ``ddp.bench engines``:
+Each DDP is taken apart into variants that each do one thing more:
 
     no synchronization  ->  + hooks  ->  + copies  ->  + sums: the whole wrapper
 
@@ -15,65 +15,42 @@ waiting: for the slower rank, for a thread to wake up, for the last bucket. So o
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from common.cli import option
 from common.reporting.benchmark_figures import plot_stacked
 from common.reporting.timing import Spread
-from common.reporting.turns import Times, cells, progress_of, table, write_report
-from ddp.bench.turns import Comparison, TurnsConfig, compare
-from ddp.bench.variants import FLOOR, NETWORKS, NO_SUM, ON_THE_CPU, DDPVariant
+from common.reporting.turns import Times, cells, table
+from ddp.bench.comparison import Comparison
+from ddp.bench.variants import BY_HAND, FLOOR, NO_SUM, SHARED, VIEWS, DDPVariant
 
 HOOKS, COPIES, HOOKS_AND_COPIES, SUMS, WAITING = "hooks", "copies", "hooks and copies", "sums", "waiting"
 PARTS = (HOOKS, COPIES, HOOKS_AND_COPIES, SUMS, WAITING)
 WHOLE = "the whole"
 
-_hooks_alone = DDPVariant("handwritten", hook=NO_SUM, copies=False)
-# For each DDP and part, the variant that has it beside all parts before; the last variant is the whole DDP.
-DDPS: Mapping[str, Mapping[str, DDPVariant]] = {
-    "torch, gloo": {HOOKS_AND_COPIES: DDPVariant("torch", hook=NO_SUM), SUMS: DDPVariant("torch")},
-    "by hand, gloo": {
-        HOOKS: _hooks_alone,
-        COPIES: DDPVariant("handwritten", hook=NO_SUM),
-        SUMS: DDPVariant("handwritten"),
-    },
-    "by hand, shared memory": {
-        HOOKS: _hooks_alone,
-        COPIES: DDPVariant("handwritten", hook=NO_SUM, all_reduce="shared-memory"),
-        SUMS: DDPVariant("handwritten", all_reduce="shared-memory"),
-    },
+TORCH_COPIES, HAND_HOOKS = "torch DDP, nothing sent", "handwritten, hooks alone"
+HAND_COPIES, SHARED_COPIES = "handwritten, nothing sent", "handwritten, shared memory, nothing sent"
+# Variants that are measured only to take the others apart.
+PARTIAL: Mapping[str, DDPVariant] = {
+    TORCH_COPIES: DDPVariant("torch", hook=NO_SUM),
+    HAND_HOOKS: DDPVariant("handwritten", hook=NO_SUM, copies=False),
+    HAND_COPIES: DDPVariant("handwritten", hook=NO_SUM),
+    SHARED_COPIES: DDPVariant("handwritten", hook=NO_SUM, all_reduce="shared-memory"),
 }
-# A variant that two DDPs share is measured once.
-VARIANTS = {FLOOR: DDPVariant("none")} | {str(one): one for parts in DDPS.values() for one in parts.values()}
-
-
-@dataclass(frozen=True)
-class Config(TurnsConfig):
-    """Settings of ``ddp.bench costs``."""
-
-    models: tuple[str, ...] = option(ON_THE_CPU, "models on which the DDPs are taken apart", choices=NETWORKS)
-    output: Path = option(Path("runs/bench-costs"), "folder of the JSON and the figure")
-
-
-def measure(config: Config) -> list[Comparison]:
-    """Measure all variants on each model."""
-    with progress_of(config, len(config.models)) as progress:
-        steps = {m: {name: functools.partial(one.step, m) for name, one in VARIANTS.items()} for m in config.models}
-        return [compare(config, model, own, [FLOOR], progress) for model, own in progress.until_stopped(steps.items())]
+# For each DDP and part, the variant that has it beside all parts before; the last variant is the whole DDP.
+DDPS: Mapping[str, Mapping[str, str]] = {
+    "torch, gloo": {HOOKS_AND_COPIES: TORCH_COPIES, SUMS: VIEWS},
+    "by hand, gloo": {HOOKS: HAND_HOOKS, COPIES: HAND_COPIES, SUMS: BY_HAND},
+    "by hand, shared memory": {HOOKS: HAND_HOOKS, COPIES: SHARED_COPIES, SUMS: SHARED},
+}
 
 
 def costs(times: Comparison) -> dict[str, dict[str, list[float]]]:
-    """For each DDP, the milliseconds per step of each part and of the whole, round by round.
-
-    :param times: of :data:`VARIANTS`
-    """
+    """For each DDP, the milliseconds per step of each part and of the whole, round by round."""
     costs = {}
     for ddp, variants in DDPS.items():
-        names = [FLOOR, *map(str, variants.values())]
+        names = [FLOOR, *variants.values()]
         parts = {
             part: _differences(times.processor_seconds, now, before)
             for part, before, now in zip(variants, names, names[1:], strict=False)
@@ -89,27 +66,20 @@ def _differences(times: Times, more: str, less: str) -> list[float]:
     return [1e3 * (a - b) for a, b in zip(times[more], times[less], strict=True)]
 
 
-def report(config: Config, comparisons: list[Comparison]) -> str:
-    """Write the JSON and the figure, and return the tables to print."""
-    title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
-    lines = [f"{title}, milliseconds per step, median [quartiles] of the differences round by round"]
-    models, panels = [], {}
+def report_costs(path: Path, comparisons: list[Comparison], title: str) -> list[str]:
+    """Draw the parts of each DDP on each model, and return their tables."""
+    lines = ["", "milliseconds per step, median [quartiles] of the differences round by round:"]
+    panels = {}
     for of_model in comparisons:
-        model = of_model.title
-        step, of_ddps = [1e3 * seconds for seconds in of_model.seconds[FLOOR]], costs(of_model)
-        models.append({"model": model, "step": step, "parts": of_ddps})
+        of_ddps = costs(of_model)
         medians = [{part: statistics.median(values) for part, values in parts.items()} for parts in of_ddps.values()]
         for ddp in medians:  # medians of parts do not quite add up to that of the whole
             ddp[WAITING] += ddp.pop(WHOLE) - sum(ddp.values())
-        panels[model] = {part: [ddp.get(part, 0.0) for ddp in medians] for part in PARTS}
+        panels[of_model.title] = {part: [ddp.get(part, 0.0) for ddp in medians] for part in PARTS}
         texts = {ddp: cells(parts, ".2f") for ddp, parts in of_ddps.items()}
-        lines += ["", f"{model}: a step without synchronization takes {Spread.of(step):.2f}"]
+        step = Spread.of([1e3 * seconds for seconds in of_model.seconds[FLOOR]])
+        lines += ["", f"{of_model.title}: a step without synchronization takes {step:.2f}"]
         lines += table({ddp: {part: own.get(part, "-") for part in (*PARTS, WHOLE)} for ddp, own in texts.items()})
-    plot_stacked(
-        config.output / "costs.png",
-        panels,
-        list(DDPS),
-        x_title="ms per step beyond one without synchronization",
-        title=f"what each part of a DDP costs: {title}",
-    )
-    return write_report(config, "costs", {"models": models}, ["costs"], lines)
+    x_title = "ms per step beyond one without synchronization"
+    plot_stacked(path, panels, list(DDPS), x_title=x_title, title=f"what each part of a DDP costs: {title}")
+    return lines

@@ -16,16 +16,12 @@ they happen to lie. To get them back takes up to a third of a step, and no varia
 The variants are compared on a convolutional net, a ResNet-18, a wide MLP with large gradients and a deep MLP with many small
 ones. The reference is the faster of torch's two modes there (gradients copied out of the buckets, or views into them).
 A figure of their own has the three steps of the climb by hand: an all-reduce per parameter, buckets, overlap with backward.
-Then, on one model, the options of the wrappers:
-
-- MiB: the size of a bucket; the default is 1 for the first and 25 for all others.
-- bf16: gradients sent in two bytes. (``ddp.bench allreduce`` compares the algorithms that sum them.)
+On the CPU, another one has the parts of what each DDP costs (ddp/bench/costs.py).
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,14 +29,13 @@ from pathlib import Path
 from common.cli import option
 from common.distributed.placement import PlacedConfig
 from common.reporting.benchmark_figures import plot_rounds
-from common.reporting.timing import NOISE
 from common.reporting.turns import cells, progress_of, ratios, table, write_report
-from ddp.bench.turns import Comparison, TurnsConfig, compare
+from ddp.bench.comparison import Comparison, TurnsConfig, compare
+from ddp.bench.costs import PARTIAL, report_costs
 from ddp.bench.variants import (
     BUCKETED,
     CLIMB,
     DDP_VARIANTS,
-    FLOOR,
     LARGE,
     NAIVE,
     NETWORKS,
@@ -49,9 +44,7 @@ from ddp.bench.variants import (
     SAMPLES,
     SHARED,
     VIEWS,
-    DDPVariant,
     build_network,
-    variations,
 )
 
 
@@ -64,7 +57,6 @@ class Config(PlacedConfig, TurnsConfig):
         f"models on which the DDP variants are compared (default: all; on the CPU not {', '.join(LARGE)})",
         choices=NETWORKS,
     )
-    variations: bool = option(True, "compare also the options of the wrappers, on the MLP")
     output: Path = option(Path("runs/bench-engines"), "folder of the JSON and the figures")
 
     def __post_init__(self) -> None:
@@ -73,39 +65,33 @@ class Config(PlacedConfig, TurnsConfig):
         object.__setattr__(self, "models", self.models or models)
 
 
-def measure(config: Config) -> tuple[list[Comparison], list[Comparison]]:
-    """Measure the variants on each model, and the options on one model."""
-    # On a GPU only the backend can sum.
-    variants = {name: one for name, one in DDP_VARIANTS.items() if config.device == "cpu" or name != SHARED}
-    varied = ["mlp"] if config.variations else []
-    with progress_of(config, len(config.models) + len(varied)) as progress:
-
-        def of(model: str, variants: Mapping[str, DDPVariant], *references: str) -> Comparison:
-            steps = {name: functools.partial(one.step, model) for name, one in variants.items()}
-            return compare(config, model, steps, references, progress)
-
-        compared = [of(model, variants, PLAIN, VIEWS) for model in progress.until_stopped(config.models)]
-        return compared, [of(model, variations(), VIEWS) for model in progress.until_stopped(varied)]
+def measure(config: Config) -> list[Comparison]:
+    """Measure the variants on each model."""
+    # On a GPU only the backend can sum, and a rank's processor time is that of queueing.
+    variants = {**DDP_VARIANTS, **PARTIAL} if config.device == "cpu" else {**DDP_VARIANTS}
+    if config.device != "cpu":
+        del variants[SHARED]
+    with progress_of(config, len(config.models)) as progress:
+        steps = {m: {name: functools.partial(one.step, m) for name, one in variants.items()} for m in config.models}
+        of_models = progress.until_stopped(steps.items())
+        return [compare(config, model, own, [PLAIN, VIEWS], progress) for model, own in of_models]
 
 
-def report(config: Config, measured: tuple[list[Comparison], list[Comparison]]) -> str:
+def report(config: Config, compared: list[Comparison]) -> str:
     """Write the JSON and the figures, and return the summary to print."""
-    compared, varied = measured
     title = f"{config.placement}; {config.builds} x {config.rounds} rounds"
     # The two lower steps of the climb have a picture of their own: next to them, the others would all look alike.
-    real = {name: name for name in compared[0].seconds if name not in (NAIVE, BUCKETED)}
+    real = {name: name for name in compared[0].seconds if name not in (NAIVE, BUCKETED, *PARTIAL)}
     _plot(config.output / "engines.png", compared, f"DDP by hand against torch's: {title}", real)
     _plot(config.output / "climb.png", compared, f"the climb, by hand: {title}", CLIMB, scale="log")
+    figures = ["engines", "climb"]
     lines = [f"{title}, median [quartiles]"]
     for one in compared:
         lines += [f"{_described(one.title)}, {SAMPLES[one.title]} samples per rank", *_table(one)]
-    for one in varied:
-        lines += ["", f"{one.title}, the options of the wrappers:", *_table(one)]
-    content = {
-        "models": [asdict(one) for one in compared],
-        "variations": [asdict(one) for one in varied],
-    }
-    return write_report(config, "engines", content, ["engines", "climb"], lines)
+    if config.device == "cpu":
+        lines += report_costs(config.output / "costs.png", compared, title)
+        figures.append("costs")
+    return write_report(config, "engines", {"models": list(map(asdict, compared))}, figures, lines)
 
 
 def _described(model: str) -> str:
@@ -118,13 +104,6 @@ def _table(one: Comparison) -> list[str]:
     columns = {"ms per step": cells(one.seconds, ".2f", 1e3)}
     columns[f"of {one.reference}'s"] = cells(ratios(one.seconds, one.reference), ".3f")
     columns["of its processor's"] = cells(ratios(one.processor_seconds, one.reference), ".3f")
-    if FLOOR in one.seconds:
-        medians = {name: statistics.median(seconds) for name, seconds in one.seconds.items()}
-        most = medians[one.reference] - medians[FLOOR]  # no DDP can gain more
-        if most > NOISE * medians[one.reference]:
-            columns["share of what can be gained"] = {
-                name: f"{(medians[one.reference] - own) / most:.0%}" for name, own in medians.items()
-            }
     return table(columns)
 
 

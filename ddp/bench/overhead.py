@@ -38,7 +38,7 @@ from common.training.precision import PRECISIONS, autocast
 from common.training.recipes import load_dataset
 from ddp.bench.variants import DDPVariant
 from ddp.config import TrainConfig, require_samples
-from ddp.job import Job
+from ddp.job import Job, StepGuard
 from ddp.train import build_job, train_step
 
 BARE, BARE_DDP, TRAINER = "bare", "bare, DDP", "trainer"
@@ -140,10 +140,20 @@ def endless_batches(job: Job) -> Iterator[Batch]:
         yield from job.guard.batches(job.loader)
 
 
-def trainer_step(job: Job) -> Step:
-    """The step of ``ddp.train`` on successive batches. Metrics are reduced every ``log_every`` steps."""
+def without_guard(job: Job) -> Job:
+    """The job with the guard that does nothing, and its network in a DDP without flags."""
+    job.guard = StepGuard()
+    job.model = DDPVariant("torch").wrap(job.network)
+    return job
+
+
+def trainer_step(job: Job, batches: Iterator[Batch] | None = None) -> Step:
+    """The step of ``ddp.train`` on successive batches. Metrics are reduced every ``log_every`` steps.
+
+    :param batches: those of the job when None
+    """
     job.model.train()
-    batches = endless_batches(job)
+    batches = batches or endless_batches(job)
 
     def step() -> None:
         train_step(job, batches)

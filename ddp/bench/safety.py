@@ -23,9 +23,9 @@ from pathlib import Path
 from common.cli import option, parse
 from common.reporting.turns import Step
 from common.training.metrics import MetricsWriter
-from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step
+from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step, without_guard
 from ddp.checkpoint.checkpointer import Checkpointer
-from ddp.job import Job, StepGuard
+from ddp.job import Job
 
 PLAIN, AGAIN, GUARDED, BACKGROUND, WAITING = "plain", "plain again", "guarded", "saving in the background", "saving"
 AGAINST = {AGAIN: PLAIN, GUARDED: PLAIN, BACKGROUND: GUARDED, WAITING: GUARDED}
@@ -73,12 +73,6 @@ def main(argv: Sequence[str]) -> None:
         }
         seconds = measure(config, env, loops)
         report(config, env, "safety", seconds, AGAINST, {"steps_per_checkpoint": config.steps})
-
-
-def without_guard(job: Job) -> Job:
-    """The job with the guard that does nothing."""
-    job.guard = StepGuard()
-    return job
 
 
 def saving_step(job: Job, checkpointer: Checkpointer, steps: int) -> Step:

@@ -26,7 +26,7 @@ from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.turns import Step, Times, cells, progress_of, ratios, table, write_report
 from common.training.gpt import GPT
 from common.training.models import require_heads
-from ddp.bench.turns import TurnsConfig, compare, training_step
+from ddp.bench.comparison import TurnsConfig, compare, training_step
 from ddp.bench.variants import DDPVariant
 
 VOCABULARY = 96  # printable characters

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from common.distributed.process_group import DistEnv
 from common.reporting.turns import Step
 from common.training.models import MODELS, build_model
 from common.training.optimization import build_optimizer
 from ddp.all_reduce.choice import build_all_reduce
-from ddp.bench.turns import training_step
+from ddp.bench.comparison import training_step
 from ddp.strategies import register_hook
 
 IMAGE, CLASSES = (1, 28, 28), 10
@@ -47,7 +46,6 @@ class DDPVariant:
 
     :param wrapper: ``"torch"`` for torch's DDP, ``"handwritten"``, ``"naive"``, or ``"none"`` for no synchronization
     :param views: whether gradients are views into the buckets
-    :param bucket_mib: size limit of a bucket in MiB; None for the wrapper's default
     :param hook: a communication hook of :data:`HOOKS`
     :param all_reduce: of :data:`ddp.all_reduce.ALL_REDUCES`; for the hand-written wrapper
     :param copies: whether gradients are copied into the buckets; if not, what is sent is of no use
@@ -55,7 +53,6 @@ class DDPVariant:
 
     wrapper: str
     views: bool = True
-    bucket_mib: int | None = None
     hook: str | None = None
     all_reduce: str = "backend"
     copies: bool = True
@@ -70,7 +67,7 @@ class DDPVariant:
 
         model: Any = network
         if self.wrapper == "torch":
-            model = DistributedDataParallel(network, gradient_as_bucket_view=self.views, bucket_cap_mb=self.bucket_mib)
+            model = DistributedDataParallel(network, gradient_as_bucket_view=self.views)
             model.broadcast_buffers = False  # the constructor's argument has another name since torch 2.15
         elif self.wrapper == "naive":
             model = NaiveDistributedDataParallel(network)
@@ -78,7 +75,6 @@ class DDPVariant:
             model = (HandwrittenDistributedDataParallel if self.copies else _without_copies())(
                 network,
                 gradient_as_bucket_view=self.views,
-                bucket_cap_mb=self.bucket_mib,
                 broadcast_buffers=False,
                 all_reduce=build_all_reduce(self.all_reduce),
             )
@@ -134,15 +130,6 @@ DDP_VARIANTS: Mapping[str, DDPVariant] = {
 CLIMB = {NAIVE: "naive", BUCKETED: "bucketed", BY_HAND: "overlapped"}
 
 
-def variations() -> dict[str, DDPVariant]:
-    """torch's DDP with its defaults, and both wrappers with each option."""
-    variants = {VIEWS: DDP_VARIANTS[VIEWS]}
-    for wrapper in ("torch", "handwritten"):
-        variants |= {f"{wrapper}, {mib} MiB": DDPVariant(wrapper, bucket_mib=mib) for mib in (1, 5, 25, 100)}
-        variants[f"{wrapper}, bf16"] = DDPVariant(wrapper, hook="bf16")
-    return variants
-
-
 def _no_sum(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
     """A communication hook that sums nothing."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -175,5 +162,4 @@ class _AtTheEnd:
 HOOKS: Mapping[str, Callable[[], tuple[Any, Callable[..., Any]]]] = {
     NO_SUM: lambda: (None, _no_sum),
     AT_THE_END: lambda: (None, _AtTheEnd()),
-    "bf16": lambda: (None, bf16_compress_hook),
 }

@@ -1,23 +1,22 @@
 """From the usual first script to the fastest run, one change at a time.
 
     python -m ddp.ladder                     # on Fashion-MNIST where it is found, else on drawn glyphs
-    pip install -e '.[peers]'                # then Accelerate and Lightning are measured too
 
-A rung is the training loop of the one before with one change (ddp/ladder/rungs.py). Beside the rungs stand the usual DDP scripts, and
-``ddp.train`` itself (ddp/ladder/peers.py). All train the same network by the same recipe, and take turns of a quarter of an epoch.
+A rung is the training loop of the one before with one change (ddp/ladder/rungs.py). All train the same network by the same recipe, and
+take turns of a quarter of an epoch. In a clone, ``python -m maintain.peers`` measures ``ddp.train`` and other libraries beside them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from common.cli import command, option
 from common.data import fashion_mnist
@@ -26,23 +25,11 @@ from common.distributed.worker_group import WorkerGroup
 from common.machine import usable_cores
 from common.reporting.benchmark_figures import plot_rounds
 from common.reporting.timing import interleave, paired_ratio
-from common.reporting.turns import Rounds, cells, ratios, run_benchmark, table, write_report
-from ddp.ladder.peers import AccelerateTraining, LightningTraining, OurTraining
-from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, Rung, RungTraining, Training, Turn, one_by_one, rungs
+from common.reporting.turns import Rounds, cells, run_benchmark, table, write_report
+from ddp.ladder.rungs import BATCH_SIZE, FIRST, RANKS, RungTraining, Training, Turn, rungs
 
 TURNS = 4  # of an epoch
-PEER = "peer: "
-TUTORIAL = f"{PEER}torch's DDP tutorial"
-PEERS: dict[str, tuple[type[Training], Any]] = {
-    TUTORIAL: (RungTraining, Rung(one_by_one, ranks=RANKS)),
-    f"{PEER}accelerate": (AccelerateTraining, None),
-    f"{PEER}lightning": (LightningTraining, None),
-}
-OURS: dict[str, tuple[type[Training], Any]] = {
-    "ddp.train": (OurTraining, {}),
-    "ddp.train --fast --precision fp32": (OurTraining, {"fast": True, "precision": "fp32"}),
-    "ddp.train --fast": (OurTraining, {"fast": True}),
-}
+Variants: TypeAlias = Mapping[str, tuple[type[Training], Any]]  # each a service of a rank, and its settings
 
 
 @dataclass(frozen=True)
@@ -64,12 +51,14 @@ def main() -> None:
     run_benchmark(LadderConfig, "ddp.ladder", __doc__, None, measure, report)
 
 
-def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, float]]:
-    """For each variant its turns, means over its ranks; and its accuracy on the test set in the end."""
+def measure(config: LadderConfig, others: Variants | None = None) -> dict[str, list[Turn]]:
+    """For each variant its turns, means over its ranks.
+
+    :param others: variants beside the rungs
+    """
     data = load(config.dataset, train_samples=config.train_samples)
     steps = len(data.train) // BATCH_SIZE // TURNS
-    variants = {name: (RungTraining, rung) for name, rung in rungs().items()} | OURS
-    variants |= {name: peer for name, peer in PEERS.items() if name not in _missing()}
+    variants: Variants = {name: (RungTraining, rung) for name, rung in rungs().items()} | dict(others or {})
     with Rounds(config.epochs * TURNS + 1) as progress, contextlib.ExitStack() as stack:
         groups = {}
         for name, (service, settings) in variants.items():
@@ -84,18 +73,17 @@ def measure(config: LadderConfig) -> tuple[dict[str, list[Turn]], dict[str, floa
         measured: Any = interleave(
             turns, config.epochs * TURNS, after_round=lambda: progress.round_done(f"{len(groups)} variants")
         )
-        return measured, {name: group.call("test")[0] for name, group in groups.items()}
+        return measured
 
 
-def _missing() -> list[str]:
-    """The peers that are not installed."""
-    return [name for name in PEERS if name != TUTORIAL and not importlib.util.find_spec(name.removeprefix(PEER))]
+def rates_of(turns: Mapping[str, list[Turn]]) -> dict[str, list[float]]:
+    """Images per second of each variant, one entry per turn."""
+    return {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
 
 
-def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str, float]]) -> str:
+def report(config: LadderConfig, turns: dict[str, list[Turn]]) -> str:
     """Write the JSON and the figure, and return the table."""
-    turns, accuracy = measured
-    rates = {name: [BATCH_SIZE / turn.seconds for turn in own] for name, own in turns.items()}
+    rates = rates_of(turns)
     climbed = list(rungs())
     gains = {name: paired_ratio(rates[name], rates[before]) for before, name in itertools.pairwise(climbed)}
     medians = {name: Turn(*map(statistics.median, zip(*own, strict=True))) for name, own in turns.items()}
@@ -103,13 +91,10 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
         name: f"{one.loading:.0%} loading, {one.kernel:.0%} kernel, {one.idle:.0%} idle"
         for name, one in medians.items()
     }
-    best = max(PEERS.keys() & rates, key=lambda name: statistics.median(rates[name]))
     columns = {
         "images/s [quartiles]": cells(rates, ",.0f"),
         "of the rung before": {name: format(gain, ".2f") for name, gain in gains.items()},
-        f"of {best.removeprefix(PEER)}'s": cells(ratios(rates, best), ".2f"),
         "limited by": limits,
-        "accuracy": {name: f"{100 * share:.1f} %" for name, share in accuracy.items()},
     }
     whole, product = paired_ratio(rates[climbed[-1]], rates[FIRST]), math.prod(gain.median for gain in gains.values())
     title = f"{config.dataset}, batches of {BATCH_SIZE}, {usable_cores()} cores"
@@ -118,8 +103,6 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
         *table(columns, 36, 37),
         f"the last rung by the first: {whole:.2f}; the product of the gains: {product:.2f}",
     ]
-    if missing := _missing():
-        lines.append(f"not installed, so left out: {', '.join(missing)}: pip install -e '.[peers]'")
     shown = {f"{name}\n{limits[name]}": own for name, own in rates.items()}
     plot_rounds(
         config.output / "ladder.png",
@@ -128,7 +111,7 @@ def report(config: LadderConfig, measured: tuple[dict[str, list[Turn]], dict[str
         x_title="images/s",
         spec=",.0f",
     )
-    content = {"turns": {name: [turn._asdict() for turn in own] for name, own in turns.items()}, "accuracy": accuracy}
+    content = {"turns": {name: [turn._asdict() for turn in own] for name, own in turns.items()}}
     return write_report(config, "ladder", content, ["ladder"], lines)
 
 

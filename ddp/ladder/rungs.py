@@ -9,17 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from common.data.datasets import ImageData, fetch_batches
+from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.machine import keep_freed_memory
 from common.reporting.turns import timed_steps
-from common.training.evaluation import evaluate
 from common.training.models import build_model
 from common.training.precision import autocast
 from ddp.bench.variants import DDPVariant
@@ -160,12 +158,6 @@ class Training:
     def _take(self, steps: int) -> None:
         for _ in range(steps):
             self._step()
-
-    def test(self) -> float:
-        """The accuracy of this rank's replica on the test set."""
-        test, alone = self._data.test, DistEnv.alone(self._env.device)
-        batches = fetch_batches(test, np.arange(len(test)), 1000)
-        return evaluate(self._network, self._data, alone, "fp32", batches).accuracy
 
 
 class RungTraining(Training):

@@ -104,7 +104,7 @@ def test_code_tokens(what: str) -> None:
         set((REPOSITORY / "ddp" / folder).rglob("*.py")) for folder in ("conformance", "audit", "museum")
     )
     peers = set((REPOSITORY / "ddp" / "audit" / "peers").rglob("*.py"))
-    folders = ("common/recording", "examples/recordings", "docs")
+    folders = ("maintain", "examples/recordings")
     recording = {file for folder in folders for file in (REPOSITORY / folder).rglob("*.py")}
     climb = set(
         (REPOSITORY / "examples" / "climb").rglob("*.py")

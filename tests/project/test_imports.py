@@ -25,7 +25,7 @@ COMMANDS = [
     ),
     *("dataparallel.train", "dataparallel.bench"),
     *("dataloading.bench", "dataloading.ladder"),
-    *("dataloading.lfw_dataset", "common.recording", "common.reporting.measure"),
+    *("dataloading.lfw_dataset", "maintain.recording", "maintain.measure"),
     *(f"ddp.bench {name}" for name in BENCHMARKS),
 ]
 NOT_FOR_HELP = ("matplotlib", "torchvision", "torch._dynamo", "psutil", "PIL")

@@ -60,7 +60,7 @@ ATTEMPTS = [
     *(
         Attempt(command, r"is started once, and not by torchrun: start it with python -m", ranks=("", ""))
         for command in (
-            "ddp.bench allreduce", "ddp.bench strategies", "ddp.bench engines", "dataparallel.bench",
+            "ddp.bench allreduce", "ddp.bench scaling", "ddp.bench engines", "dataparallel.bench",
             "dataparallel.train --run-dir {here}/run", "dataloading.bench", "dataloading.ladder",
             "dataloading.lfw_dataset", "ddp.checkpoint inspect --run-dir {run}",
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed.process_group import process_group
+from ddp.bench.costs import PARTIAL, PARTS, WHOLE
 from ddp.bench.engines import Config
 from ddp.bench.variants import (
     DDP_VARIANTS,
@@ -21,7 +22,6 @@ from ddp.bench.variants import (
     VIEWS,
     DDPVariant,
     build_network,
-    variations,
 )
 from tests.support.launch import run_command, run_ranks
 from tests.support.timed_gpu import pretend_gpus
@@ -36,39 +36,36 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
 
     Claim (ddp/README.md): the benches run and write their figures.
     """
-    done = run_command(
-        "ddp.bench", "engines", *SMALL, "--builds", "1", "--no-variations", "--output", str(tmp_path), timeout_s=280
-    )
+    done = run_command("ddp.bench", "engines", *SMALL, "--builds", "1", "--output", str(tmp_path), timeout_s=280)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 ranks on ")
     assert lines[1] == "deep-mlp, 404 parameters of 0.2 MB together, 72 samples per rank"
-    assert [line[2:34].strip() for line in lines[3 : 3 + len(DDP_VARIANTS)]] == list(DDP_VARIANTS)
-    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png"
+    measured = [*DDP_VARIANTS, *PARTIAL]
+    assert [line[2:].split("  ")[0] for line in lines[3 : 3 + len(measured)]] == measured
+    assert [line[:34].strip() for line in lines[-7:-1]] == [*PARTS, WHOLE]
+    assert lines[-1] == f"results in {tmp_path}: engines.json, engines.png, climb.png, costs.png"
 
     written = json.loads((tmp_path / "engines.json").read_text())
     (model,) = written["models"]
     assert model["reference"] in (PLAIN, VIEWS)
     for times in (model["seconds"], model["processor_seconds"]):
-        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(DDP_VARIANTS, 2)
-    assert written["variations"] == []
-    for name in ("engines", "climb"):
+        assert {name: len(seconds) for name, seconds in times.items()} == dict.fromkeys(measured, 2)
+    for name in ("engines", "climb", "costs"):
         assert (tmp_path / f"{name}.png").is_file()
 
 
 @pytest.mark.examples
 def test_all_variants_average_the_same_gradients() -> None:
-    variants = {**DDP_VARIANTS, **variations()}
-    one, other = run_ranks(_gradients, 2, variants)
+    one, other = run_ranks(_gradients, 2, DDP_VARIANTS)
     expected = one[PLAIN]
-    for name in variants:
+    for name in DDP_VARIANTS:
         if name == FLOOR:
             assert not all(torch.equal(a, b) for a, b in zip(one[name], other[name], strict=True))
             continue
         for mine, theirs, average in zip(one[name], other[name], expected, strict=True):
             assert torch.equal(mine, theirs), name
-            tolerance = 0.05 if "bf16" in name else 1e-5
-            torch.testing.assert_close(mine, average, rtol=tolerance, atol=tolerance * float(average.abs().max()))
+            torch.testing.assert_close(mine, average, rtol=1e-5, atol=1e-5 * float(average.abs().max()))
 
 
 def _gradients(variants: dict[str, DDPVariant]) -> dict[str, list[Tensor]]:
@@ -110,4 +107,3 @@ def test_one_rank_on_a_gpu_over_nccl(tmp_path: Path) -> None:
     assert done.stdout.startswith("1 rank on 1 GPU, nccl; ")
     written = json.loads((tmp_path / "engines.json").read_text())
     assert SHARED not in written["models"][0]["seconds"]
-    assert [one["title"] for one in written["variations"]] == ["mlp"]

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp.bench.__main__ import main
 from ddp.bench.sharding import SHARDED_VARIANTS
 from tests.support.launch import run_forked
-from tests.support.user_errors import UserError
 
 SMALL = ("--width", "64", "--layers", "2", "--length", "8", "--builds", "1", "--rounds", "2", "--turn", "0.01")
 
@@ -27,7 +25,3 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "sharding.json").read_text())
     assert {name: len(seconds) for name, seconds in written["seconds"].items()} == dict.fromkeys(SHARDED_VARIANTS, 2)
     assert (tmp_path / "sharding.png").is_file()
-
-
-def test_a_mistake_is_one_line(user_error: UserError, tmp_path: Path) -> None:
-    assert "--width" in user_error(main, "sharding", "--width", "8", "--output", str(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 
 from common.data.datasets import ImageData, load
 from common.distributed.process_group import process_group
-from ddp.ladder.__main__ import OURS, PEERS, TUTORIAL, LadderConfig, report
+from ddp.ladder.__main__ import LadderConfig, report
 from ddp.ladder.rungs import BATCH_SIZE, RungTraining, Turn, rungs
 from tests.ddp.jobs import assert_close, assert_identical
 from tests.support.launch import run_command, run_ranks
@@ -21,14 +21,13 @@ STEPS = 3
 
 
 def train(names: list[str], data: ImageData) -> dict[str, dict[str, npt.NDArray[np.float32]]]:
-    """The weights of rungs after a few steps. Evaluating in between changes nothing."""
+    """The weights of rungs after a few steps."""
     ended = {}
     with process_group() as env:
         for name in names:
             training = RungTraining(env, rungs()[name], data)
             for _ in range(STEPS):
                 training.run(1)
-                training.test()
             ended[name] = {key: value.detach().numpy().copy() for key, value in training._network.named_parameters()}
     return ended
 
@@ -60,26 +59,20 @@ def test_rungs_in_fp32_train_alike() -> None:
             assert_identical(weights, plain)
 
 
-def test_the_report_names_the_gains_and_what_limits_a_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates, gains and shares are those of the turns; a peer that is not installed is left out, with what installs it."""
-    monkeypatch.setattr("ddp.ladder.__main__._missing", lambda: [name for name in PEERS if name != TUTORIAL])
-    turns = {name: [Turn(0.144 / 2**i, 0.5, 0.25, 0.0)] * 3 for i, name in enumerate([*rungs(), TUTORIAL])}
-    accuracy = dict.fromkeys(turns, 0.75)
-    lines = report(LadderConfig(output=tmp_path), (turns, accuracy)).splitlines()
-    _, _, first, second, *_, tutorial, ladder, missing, _ = lines
-    assert (
-        "1,000 [1,000 to 1,000]" in first and "50% loading, 25% kernel, 0% idle" in first and first.endswith(" 75.0 %")
-    )
-    assert " 2.00 " in second and "1.00 [1.00 to 1.00]" in tutorial
+def test_the_report_names_the_gains_and_what_limits_a_rung(tmp_path: Path) -> None:
+    """Rates, gains and shares are those of the turns."""
+    turns = {name: [Turn(0.144 / 2**i, 0.5, 0.25, 0.0)] * 3 for i, name in enumerate(rungs())}
+    _, _, first, second, *_, ladder, _ = report(LadderConfig(output=tmp_path), turns).splitlines()
+    assert "1,000 [1,000 to 1,000]" in first and first.endswith("50% loading, 25% kernel, 0% idle")
+    assert " 2.00 " in second
     assert ladder == "the last rung by the first: 128.00 [128.00 to 128.00]; the product of the gains: 128.00"
-    assert missing.endswith("accelerate, peer: lightning: pip install -e '.[peers]'")
     assert {path.name for path in tmp_path.iterdir()} == {"ladder.json", "ladder.png"}
 
 
 @pytest.mark.examples
 def test_the_command(tmp_path: Path) -> None:
-    """A short climb measures all rungs, ``ddp.train`` and the tutorial's script."""
+    """A short climb measures all rungs."""
     flags = f"--dataset glyphs --train-samples {4 * BATCH_SIZE} --epochs 1 --output {tmp_path}"
     done = run_command("ddp.ladder", *flags.split(), timeout_s=280)
     assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in (*rungs(), *OURS, TUTORIAL))
+    assert all(name in done.stdout for name in rungs())

@@ -1,6 +1,6 @@
 """The recorder inside a process: it runs a scene's script and writes down the lines and calls that it executes.
 
-    python -m common.recording.record FOLDER SCENE [ARGUMENT ...]
+    python -m maintain.recording.record FOLDER SCENE [ARGUMENT ...]
 
 Each process appends one line per event to a file of its own, at once, so that a killed process leaves all that it did. Times are
 those of the machine's monotonic clock, which all processes share.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from common.recording.scenes import SCENES
+from maintain.recording.scenes import SCENES
 
 CALLS = (
     "torch.distributed.isend",
@@ -70,7 +70,7 @@ LABELS = {  # for names that say too little
 }
 
 
-class Recorder:
+class EventWriter:
     """Writes the events of this process and of the workers that it forks.
 
     :param folder: of the files, one per process
@@ -164,7 +164,7 @@ def _bytes(values: Any) -> int:
 
 
 def _result(label: str, args: tuple[Any, ...], value: Any) -> str:
-    """What a call has come to, if a number tells it."""
+    """The outcome of a call, if a number tells it."""
     if label == "optimizer step":
         parameters = (one for group in args[0].param_groups for one in group["params"])
         first = next(parameter for parameter in parameters if parameter.grad is not None)
@@ -177,19 +177,19 @@ def _result(label: str, args: tuple[Any, ...], value: Any) -> str:
 def main() -> None:
     folder, name, *arguments = sys.argv[1:]
     scene = SCENES[name]
-    recorder = Recorder(Path(folder), list(map(str, scene.files)))
+    writer = EventWriter(Path(folder), list(map(str, scene.files)))
     for path in (*CALLS, *scene.calls):
         owner, _, name = path.rpartition(".")
         module = pkgutil.resolve_name(owner)
-        if hasattr(module, name):  # some are new in torch 2.14
-            setattr(module, name, recorder.recorded(name, getattr(module, name)))
+        setattr(module, name, writer.recorded(name, getattr(module, name)))
+    # HACK: torch wraps the step of each class of optimizers by this function. Without it, no step is recorded.
     hooked = Optimizer.profile_hook_step  # of each class of optimizers, the step with all of its hooks
-    step = staticmethod(lambda step: recorder.recorded("optimizer step", hooked(step)))
+    step = staticmethod(lambda step: writer.recorded("optimizer step", hooked(step)))
     Optimizer.profile_hook_step = step  # type: ignore[assignment]
     script = str(scene.files[0])
     sys.argv = [script, *arguments]
-    threading.settrace(recorder.trace)
-    sys.settrace(recorder.trace)
+    threading.settrace(writer.trace)
+    sys.settrace(writer.trace)
     runpy.run_path(script, run_name="__main__")
 
 

@@ -1,6 +1,6 @@
 """Steps of variants on ranks: how long they take, and how the variants take turns.
 
-``ddp.bench engines``, ``costs`` and ``sharding`` build all variants in the same processes. A turn begins with
+``ddp.bench engines`` and ``sharding`` build all variants in the same processes. A turn begins with
 a barrier; its time is that of the slowest rank, per step.
 """
 

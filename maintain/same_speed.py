@@ -1,6 +1,6 @@
 """Time the same benchmark in two commits, turn by turn, and compare: is one slower?
 
-    python -m tests.same_speed before [after] [--turns N]
+    python -m maintain.same_speed before [after] [--turns N]
 
 Each turn runs ``ddp.bench overhead`` (a step of the trainer, on one rank and on two) once in either commit, in alternating
 order. A ratio is the time in ``after`` by the time in ``before``, of one turn. Printed are the ratios' medians with their quartiles.
@@ -15,14 +15,14 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from common.reporting.timing import Spread
-from tests.same_bits import checkouts, require_commits, run
+from maintain.same_bits import checkouts, require_commits, run
 
 OVERHEAD = "--builds 1 --rounds 4 --steps 25 --device cpu --output bench"
 TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2", "-m")
 
 
 def main() -> None:
-    parser = ArgumentParser("python -m tests.same_speed", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("python -m maintain.same_speed", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("before", help="a commit, or . for the working tree")
     parser.add_argument("after", nargs="?", default="HEAD", help="the same (default: HEAD)")
     parser.add_argument("--turns", type=int, default=6, help="(default: %(default)s)")

@@ -1,4 +1,4 @@
-"""What is recorded: a script, the variants that are shown one below the other, and which part of the run."""
+"""The scenes that are recorded: a script, the variants that are shown one below the other, and which part of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Scene(NamedTuple):
     :ivar variants: a title for each run, and its arguments
     :ivar sources: more files whose lines are followed
     :ivar calls: more functions that are recorded, as ``module.name`` or ``module.class.name``
-    :ivar window: see :func:`common.recording.events.read`
+    :ivar window: see :func:`maintain.recording.events.read`
     :ivar hosts: whether each rank has an agent of torchrun, as on a host of its own, which starts it again
     """
 

@@ -1,8 +1,8 @@
 """Record runs, and write a page of each to scrub, docs/recordings/NAME.html, and its still, NAME.svg.
 
-python -m common.recording              # lists the recordings, and those that are older than the code that they show
-python -m common.recording NAME ...     # records these
-python -m common.recording all
+python -m maintain.recording              # lists the recordings, and those that are older than the code that they show
+python -m maintain.recording NAME ...     # records these
+python -m maintain.recording all
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from common.cli import command
 from common.errors import UsageError
-from common.recording.events import Recording, read
-from common.recording.page import write_page
-from common.recording.picture import draw
-from common.recording.scenes import REPOSITORY, SCENES, Scene
+from maintain.recording.events import Recording, read
+from maintain.recording.page import write_page
+from maintain.recording.picture import draw
+from maintain.recording.scenes import REPOSITORY, SCENES, Scene
 
 OUTPUT = REPOSITORY / "docs/recordings"
 TIMEOUT_S = (
@@ -39,7 +39,7 @@ def main() -> None:
         for name, scene in SCENES.items():
             print(f"{name:26} {scene.title}{'  (older than its code)' if name in old else ''}")
     elif unknown := set(names) - {*SCENES, "all"}:
-        raise UsageError(f"{min(unknown)}: there is no such recording; python -m common.recording lists them")
+        raise UsageError(f"{min(unknown)}: there is no such recording; python -m maintain.recording lists them")
     else:
         for name in SCENES if "all" in names else names:
             print(f"{name}: {make(name)}", flush=True)
@@ -95,7 +95,7 @@ def record(name: str, arguments: Sequence[str], folder: Path) -> Recording:
     }
     agent = f"-m torch.distributed.run --nnodes {scene.ranks} --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
     command = [sys.executable, *(agent.split() if scene.hosts else ())]
-    command += ["-m", "common.recording.record", str(folder), name, *arguments]
+    command += ["-m", "maintain.recording.record", str(folder), name, *arguments]
     with open(folder / "errors", "w") as errors:
         processes = [
             subprocess.Popen(
@@ -119,7 +119,7 @@ def record(name: str, arguments: Sequence[str], folder: Path) -> Recording:
 
 
 def _checksum(scene: Scene) -> str:
-    """Of the code that a recording shows and that made it, and of what the scene says."""
+    """The checksum of the code that a recording shows and that made it, and of the scene's words."""
     made_by = map(Path(__file__).with_name, ("events.py", "page.html", "page.py", "picture.py", "record.py"))
     content = b"".join(path.read_bytes() for path in (*scene.files, *made_by))
     return hashlib.sha256(content + repr(scene).encode()).hexdigest()

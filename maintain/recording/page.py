@@ -9,9 +9,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from common.recording.events import Recording
-from common.recording.picture import describe, draw
-from common.recording.scenes import Scene
+from maintain.recording.events import Recording
+from maintain.recording.picture import describe, draw
+from maintain.recording.scenes import Scene
 
 
 def write_page(path: Path, scene: Scene, runs: Sequence[Recording], checksum: str) -> None:
@@ -26,7 +26,7 @@ def write_page(path: Path, scene: Scene, runs: Sequence[Recording], checksum: st
     page = template.substitute(
         title=escape(scene.title),
         text=escape(scene.text),
-        command=f"python -m common.recording {path.stem}",
+        command=f"python -m maintain.recording {path.stem}",
         runs="".join(map(_run, scene.variants, runs)),
         data=data.replace("</", "<\\/"),  # no tag ends the script
         checksum=checksum,
@@ -45,7 +45,7 @@ def _run(title: str, run: Recording) -> str:
 
 
 def _data(run: Recording) -> dict[str, Any]:
-    """What the page's script needs."""
+    """The data of the page's script."""
     return {
         "end": run.end,
         "milestones": run.milestones,

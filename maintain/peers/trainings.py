@@ -1,7 +1,6 @@
-"""The same training with ``ddp.train``, and with other libraries as in their documentation.
+"""The same training by ``ddp.train``, and by other libraries as in their documentation.
 
-Theirs fetch a sample at a time, in the main process. (The script of torch's DDP tutorial is the first rung with two ranks. Like all rungs,
-it does not broadcast buffers before each step.)
+Theirs fetch a sample at a time, in the main process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 from common.data.datasets import ImageData
 from common.distributed.process_group import DistEnv
 from common.training.models import build_model
-from ddp.bench.overhead import trainer_step
+from ddp.bench.overhead import endless_batches, trainer_step
 from ddp.config import TrainConfig
 from ddp.fast import choose_fastest
 from ddp.ladder.rungs import BATCH_SIZE, LEARNING_RATE, OneByOne, Training
@@ -37,13 +36,11 @@ class OurTraining(Training):
         recipe: dict[str, Any] = {"optimizer": "adam", "lr": LEARNING_RATE, "schedule": "constant"}
         config = TrainConfig(batch_size=BATCH_SIZE, warmup_epochs=0, **recipe, **settings)
         job = build_job(choose_fastest(config, env) if config.fast else config, env, data)
-        batches = job.guard.batches
-        job.guard.batches = lambda loader: self._timed(batches(loader))  # type: ignore[method-assign]
-        self._network, self._step = job.network, trainer_step(job)
+        self._network, self._step = job.network, trainer_step(job, self._timed(endless_batches(job)))
 
 
 class OtherTraining(Training):
-    """What other libraries are given: a network, an optimizer and a loader."""
+    """A network, an optimizer and a loader, which other libraries are given."""
 
     def __init__(self, env: DistEnv, _: object, data: ImageData) -> None:
         super().__init__(env, data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from common.recording.events import Recording, Span
+from maintain.recording.events import Recording, Span
 
 WIDTH, LEFT, ROW, GAP, LETTER = 900, 150, 22, 10, 6.4
 STYLE = """

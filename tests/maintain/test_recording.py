@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.recording import __main__ as recording
-from common.recording.events import read
-from common.recording.page import write_page
-from common.recording.scenes import Scene
+from maintain.recording import __main__ as recording
+from maintain.recording.events import read
+from maintain.recording.page import write_page
+from maintain.recording.scenes import Scene
 
 MILLISECOND = 1000
 CALL = {"lane": "", "note": "", "bytes": 0, "peer": None}
@@ -29,7 +29,7 @@ def write(folder: Path, process: str, *events: dict[str, object]) -> None:
 
 def test_no_recording_is_older_than_its_code() -> None:
     stale = recording.stale()
-    assert not stale, f"older than the code that they show: run python -m common.recording {' '.join(stale)}"
+    assert not stale, f"older than the code that they show: run python -m maintain.recording {' '.join(stale)}"
     assert (recording.OUTPUT / "README.md").read_text() == recording.index()
 
 

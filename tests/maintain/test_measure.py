@@ -1,4 +1,4 @@
-"""common/reporting/measure.py: a session of measurement, its records, and what it publishes."""
+"""maintain/measure.py: a session of measurement, its records, and what it publishes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting import measure
+from maintain import measure
 from tests.project.test_prose import PAGES, paragraphs, sentences
 from tests.project.test_readme import READMES
 from tests.support.launch import REPOSITORY
@@ -30,7 +30,7 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
     doubt: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that fails does not end the session, and has status 1. What was measured on busy cores is not published."""
-    commands = {"costs": "echo words; exit 3", "memory": "mkdir OUT && echo drawn > OUT/a.png"}
+    commands = {"engines": "echo words; exit 3", "memory": "mkdir OUT && echo drawn > OUT/a.png"}
     for name, command in commands.items():
         part = {"minutes": 1, "command": command, "files": {"a.png": tmp_path / "b.png"}}
         monkeypatch.setitem(measure.PARTS, name, part)
@@ -38,13 +38,13 @@ def test_a_session_records_its_parts_and_publishes_none_of_a_busy_machine(
     records.mkdir()
     monkeypatch.setattr(measure, "adopt_orphans", lambda: None)
     monkeypatch.setattr("common.reporting.other_work.OtherWork.doubt", lambda _: doubt)
-    for flags, which in (((), "costs"), (("--publish",), "costs, memory" if doubt else "costs")):
-        monkeypatch.setattr("sys.argv", ["", "--only", "costs,memory", "--output", str(tmp_path), *flags])
+    for flags, which in (((), "engines"), (("--publish",), "engines, memory" if doubt else "engines")):
+        monkeypatch.setattr("sys.argv", ["", "--only", "engines,memory", "--output", str(tmp_path), *flags])
         with pytest.raises(SystemExit, match=f" failed for {which}$"):
             measure.main()
     failed, drawn = (json.loads((tmp_path / f"{name}.json").read_text()) for name in commands)
     assert (failed["status"], drawn["status"], drawn["busy"]) == (3, 0, doubt)
-    assert (tmp_path / "costs.txt").read_text() == "words\n"
+    assert (tmp_path / "engines.txt").read_text() == "words\n"
     assert (tmp_path / "b.png").exists() == (records / "memory.txt").exists() == (doubt is None)
 
 
@@ -60,7 +60,7 @@ def test_each_figure_of_a_readme_has_a_command_that_makes_it() -> None:
 
 
 def numbers_in(words: str, *units: float) -> set[str]:
-    """What the records have to which these words link, in each of these units, rounded to any number of digits."""
+    """The numbers of the records to which these words link, in each of these units, rounded to any number of digits."""
     records = "".join((REPOSITORY / f"results/{record}").read_text() for record in RECORD.findall(words))
     measured = [float(number) * unit for number in NUMBER.findall(records.replace(",", "")) for unit in units]
     return {f"{number:.{digits}f}" for number in measured for digits in range(4)}

@@ -1,6 +1,6 @@
 """Train the same small jobs in two commits, and compare the final weights to the last bit.
 
-    python -m tests.same_bits BEFORE [AFTER] [--only NAME,...] [--full]
+    python -m maintain.same_bits BEFORE [AFTER] [--only NAME,...] [--full]
 
 It proves that a refactoring changes no result of ``ddp.train`` on this machine's CPU. The metrics must be the same too,
 except for timings. Each commit is checked out into a temporary folder, which is removed at the end. AFTER is HEAD by
@@ -69,7 +69,7 @@ JOBS = {
 
 
 def main() -> None:
-    parser = ArgumentParser("python -m tests.same_bits", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser("python -m maintain.same_bits", None, __doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="BEFORE", help="a commit, or . for the working tree")
     parser.add_argument("after", metavar="AFTER", nargs="?", default="HEAD", help="the same (default: HEAD)")
     parser.add_argument("--only", metavar="NAME,...", default=",".join(JOBS), help="jobs to run (default: %(default)s)")

@@ -2,7 +2,7 @@
 
     ./torchrun_examples.sh measure --list                  # the parts, and how long they take on two idle cores
     ./torchrun_examples.sh measure                         # runs them one after another
-    ./torchrun_examples.sh measure --only costs,engines    # these parts alone
+    ./torchrun_examples.sh measure --only engines,memory   # these parts alone
     ./torchrun_examples.sh measure --publish               # copies figures to where the READMEs show them, and the records
 
 Part NAME writes its files into ``results/NAME`` and its words into ``results/NAME.txt``. ``results/NAME.json`` has the command, the
@@ -34,7 +34,7 @@ RECORDS = Path("results/cpu")
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """Settings of ``common.reporting.measure``."""
+    """Settings of ``maintain.measure``."""
 
     list: bool = option(False, "list the parts, and run nothing")
     publish: bool = option(False, "copy the files of parts that were measured on idle cores, and run nothing")
@@ -44,7 +44,7 @@ class MeasureConfig:
 
 @command
 def main() -> None:
-    config = parse(MeasureConfig, "common.reporting.measure", __doc__)
+    config = parse(MeasureConfig, "maintain.measure", __doc__)
     for name in config.only:
         print(f"{PARTS[name]['minutes']:>5} min  {name}: {PARTS[name]['command']}")
     print(f"{sum(PARTS[name]['minutes'] for name in config.only):>5} min together, on two idle cores")
