@@ -81,16 +81,15 @@ def open_loader(
     with env.fail_together():
         if config.loader == "fast":
             from common.data.loaders import require_room_for_workers
-            from dataloading.dataset.batches import LFWBatches
+            from dataloading.dataset.batches import ImageBatches
             from dataloading.loader.fast_loader import FastLoader
 
-            assert isinstance(images, LFWBatches)
+            assert isinstance(images, ImageBatches)
             require_room_for_workers(workers, env.local_world_size)
             return FastLoader(
                 images,
                 batch_sampler=batch_sampler,
                 num_workers=workers,
-                persistent_workers=config.persistent_workers,
                 device=env.device,
             )
         source, on_gpu = images, env.device.type == "cuda"

@@ -43,7 +43,9 @@ def injected(watch: Path) -> dict[str, str]:
     return {WATCH_VARIABLE: os.fspath(watch), "PYTHONPATH": path}
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], timeout: float, stacks: Path, output: Path | None) -> Outcome:
+def run(
+    command: Sequence[str], environment: Mapping[str, str], timeout: float, stacks: Path, output: Path | None
+) -> Outcome:
     """Run ``python COMMAND`` and wait for its end; processes that it leaves are ended, too.
 
     :param command: the script's path, or ``-m`` and a module, and the arguments

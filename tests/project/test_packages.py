@@ -34,7 +34,7 @@ def test_a_common_of_ones_own_is_named_with_what_to_do(subject: str, files: list
         (tmp_path / name).write_text("")
     done = import_in(tmp_path, subject)
     assert done.returncode == 1
-    assert 'Not found? Another package "common" comes first: rename it.' in done.stderr
+    assert 'Not found: another "common" comes first, rename it' in done.stderr
     assert re.match(r"(ModuleNotFoundError|ImportError): .*'common", done.stderr.splitlines()[-1])
 
 
