@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[np.uint8]
 Decoder = Callable[[bytes, Pixels | None], Pixels]
 
+START = b"\xff\xd8\xff"  # of every JPEG file: the marker of an image's start, and that of its first segment
+FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15, without tables
 MOST_PIXELS = 89_478_485  # Pillow's own limit for a warning: 256 MB of RGB
 
 
@@ -65,6 +67,27 @@ def require_size(height: int, width: int) -> None:
         raise NotDecodable(f"{width} x {height} pixels, and {MOST_PIXELS:,} are the most that are decoded")
 
 
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Height and width in a JPEG file's header (the frame header of ITU-T T.81, B.2.2); None if there is none.
+
+    :param data: the file's content
+    """
+    if not data.startswith(START):
+        return None
+    place = 2
+    while place + 9 <= len(data) and data[place] == 0xFF:
+        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        if marker == 0xFF:  # a fill byte
+            place += 1
+        elif marker in FRAME_MARKERS:
+            return int.from_bytes(data[place + 5 : place + 7], "big"), int.from_bytes(
+                data[place + 7 : place + 9], "big"
+            )
+        else:
+            place += 2 + length
+    return None
+
+
 def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Image.Image:
     """A file's content as a Pillow image in RGB.
 
@@ -74,6 +97,8 @@ def open_pillow(data: bytes, formats: tuple[str, ...] | None = ("JPEG",)) -> Ima
     from PIL import Image, UnidentifiedImageError
 
     try:
+        if claimed := jpeg_size(data):
+            require_size(*claimed)
         image = Image.open(io.BytesIO(data), formats=formats)
         require_size(image.height, image.width)
         return to_rgb(image)

@@ -12,6 +12,7 @@ from common.data.loaders import BadSample
 from common.errors import UsageError
 
 SUFFIXES = (".jpg", ".jpeg")
+MOST_BYTES = 100_000_000  # of one file: an image of the most pixels takes fewer
 
 
 class BadFile(BadSample):
@@ -71,6 +72,8 @@ class LocalFolder:
             raise BadFile(f"{path} cannot be opened: {error.strerror}") from error
         try:
             size = os.fstat(descriptor).st_size
+            if size > MOST_BYTES:
+                raise BadFile(f"{path} has {size:,} bytes, and an image may have {MOST_BYTES:,}: remove it")
             data = os.read(descriptor, size)
             while len(data) < size and (more := os.read(descriptor, size - len(data))):
                 data += more

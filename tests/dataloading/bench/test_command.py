@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import psutil
 import pytest
 
 from common.cli import parse
@@ -22,7 +21,7 @@ from dataloading.bench.stages import measure_stages
 from dataloading.bench.sweep import measure
 from dataloading.dataset.storage import LocalFolder
 from tests.dataloading.faults import Traces
-from tests.support.launch import error_lines, ranks_below, run_forked, start_command
+from tests.support.launch import run_forked
 from tests.support.user_errors import UserError
 
 
@@ -152,22 +151,3 @@ def test_a_damaged_file_is_one_line(user_error: UserError, pictures: Path, tmp_p
     (tmp_path / "one.jpg").write_bytes(next(pictures.glob("*/*.jpg")).read_bytes()[:300])
     flags = ("--path-to-folder", tmp_path, "--output", tmp_path / "out")
     assert "one.jpg is damaged" in user_error(command.main, *flags)
-
-
-@pytest.mark.faults
-def test_a_worker_that_is_killed_is_one_line(pictures: Path, tmp_path: Path) -> None:
-    arguments = ("--path-to-folder", str(pictures), "--workers", "2,", "--batch-size", "4", "--batches", "100000")
-    with start_command("dataloading.bench", *arguments, "--output", str(tmp_path)) as process:
-        workers: list[psutil.Process] = []
-        while len(workers) < 2:
-            assert process.poll() is None
-            workers = ranks_below(process.pid, ("dataloading.bench",))
-        workers[0].kill()
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert len(error_lines(stderr)) == 1, stderr
-    line = error_lines(stderr)[0]
-    assert (
-        f"loader worker (pid {workers[0].pid}) was killed: " in line or "worker was killed while it handed over" in line
-    )
-    assert "when memory runs out" in error_lines(stderr)[0]

@@ -66,12 +66,6 @@ def test_a_folder_without_a_jpeg_is_refused_with_what_it_should_be(tmp_path: Pat
     assert "<folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg" in str(refused.value)
 
 
-@pytest.mark.parametrize("index", [-1, PICTURES])
-def test_there_is_no_sample_before_the_first_and_after_the_last(pictures: Path, index: int) -> None:
-    with pytest.raises(IndexError):
-        LFWDataset(pictures)[index]
-
-
 @pytest.mark.parametrize("decoder", installed())
 @pytest.mark.parametrize("image_size", [None, 16])
 @pytest.mark.parametrize("augmentation", ["none", "affine"])

@@ -79,6 +79,13 @@ def test_a_file_that_cannot_be_opened_or_read_is_named(own_pictures: Path) -> No
         assert str(bad.value) == f"{own_pictures / name} {reason}"
 
 
+def test_a_file_that_is_too_long_for_an_image_is_not_read(own_pictures: Path) -> None:
+    with open(own_pictures / "long.jpg", "wb") as file:
+        file.truncate(10**12)  # sparse
+    with pytest.raises(BadFile, match=r"long\.jpg has 1,000,000,000,000 bytes, and an image may have 100,000,000"):
+        LocalFolder(str(own_pictures)).read("long.jpg")
+
+
 def test_a_file_that_comes_in_pieces_is_read_whole(own_pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole_read = os.read
     monkeypatch.setattr(os, "read", lambda descriptor, n: whole_read(descriptor, min(n, 100)))
