@@ -78,9 +78,8 @@ def _phrase(axis: str, value: Any) -> str:
         return "1 worker" if value == 1 else f"{value} workers"
     if axis == "loader":
         return str(value)
-    if isinstance(value, bool):
-        return axis.replace("_", "-") if value else f"no {axis.replace('_', '-')}"
-    return f"{axis.replace('_', '-')} {value}"
+    name = axis.replace("_", "-")
+    return name if value is True else f"{name} {value}"
 
 
 class Library:
