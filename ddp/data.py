@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.data.datasets import Batch, ImageData, Images, keep_batch
-from common.data.loaders import stock_loader
+from common.data.loaders import require_room_for_workers, stock_loader
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
@@ -80,7 +80,6 @@ def open_loader(
     workers = default_workers(env) if config.workers is None else config.workers
     with env.fail_together():
         if config.loader == "fast":
-            from common.data.loaders import require_room_for_workers
             from dataloading.dataset.batches import ImageBatches
             from dataloading.loader.fast_loader import FastLoader
 
