@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class LoadingBenchConfig:
     def settings(self) -> list[Setting]:
         """All combinations of the axes, without equivalent ones."""
         most = usable_cores() + 2
-        axes = {
+        axes: dict[str, Sequence[Any]] = {
             "loader": self.loader,
             "workers": self.workers or [n for n in range(most + 1) if n <= 4 or n == most or n & (n - 1) == 0],
             "batch_size": self.batch_size,
