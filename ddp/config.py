@@ -17,7 +17,7 @@ from common.training.metrics import check_tensorboard
 from common.training.models import LEAST_SAMPLES, MODELS, TEXT_MODEL, GPTSize, find_own, require_heads
 from common.training.precision import PRECISIONS
 from common.training.recipes import LearningConfig
-from ddp.all_reduce import ALL_REDUCES
+from ddp.all_reduce import ALL_REDUCES, SHARDABLE
 from ddp.strategies import (
     BY_HAND,
     GRADIENT_PRECISIONS,
@@ -25,7 +25,6 @@ from ddp.strategies import (
     SHARDED,
     STRATEGIES,
     Averaging,
-    require_shardable,
 )
 
 DATASETS = (*IN_MEMORY, "sums", "lfw", "folder")
@@ -247,8 +246,11 @@ class TrainConfig(LearningConfig):
         self._check_buckets()
         if not self.is_sharded:
             return
-        if by_hand:
-            require_shardable(self.all_reduce, self.strategy)
+        if by_hand and self.all_reduce not in SHARDABLE:
+            raise UsageError(
+                f"--all-reduce {self.all_reduce} has no reduce-scatter and all-gather for --strategy {self.strategy}: use "
+                f"{', '.join(SHARDABLE)}"
+            )
         # The hooks of shards break the compiler's graphs, every rank writes its own part of a checkpoint, and no two are alike.
         for name in ("compile", "async_checkpoint", "check_replicas_every"):
             if getattr(self, name):

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from common.data.datasets import Batch, ImageData, Images, keep_batch
+from common.data.datasets import ImageData, Images, Loader, keep_batch
 from common.data.loaders import require_room_for_workers, stock_loader
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
@@ -19,15 +18,6 @@ from ddp.config import FROM_FILES, TEXT, TrainConfig
 from ddp.sampler import MicroBatchSampler, ShardSampler
 
 MOST_DEFAULT_WORKERS = 16  # of a rank: a batch of 48 images leaves each but three
-
-
-class Loader(Protocol):
-    """The batches of an epoch, each time it is iterated over."""
-
-    dataset: Any
-    num_workers: int
-
-    def __iter__(self) -> Iterator[Batch]: ...
 
 
 def load_data(config: TrainConfig, env: DistEnv) -> ImageData:

@@ -18,10 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from common.distributed.process_group import DistEnv
-from common.files.run_directory import read_config
 from common.training.precision import multiplies_bf16
 from ddp.config import TrainConfig
-from ddp.resilience.resume import agents_of, how_it_begins
 from ddp.strategies import BY_HAND
 
 logger = logging.getLogger("ddp.train")
@@ -29,13 +27,12 @@ logger = logging.getLogger("ddp.train")
 AS_BEFORE = "as the run began"
 
 
-def choose_fastest(config: TrainConfig, env: DistEnv) -> TrainConfig:
+def choose_fastest(config: TrainConfig, env: DistEnv, before: dict[str, Any]) -> TrainConfig:
     """Fill in the settings that ``--fast`` leaves open, and log why. A collective.
 
+    :param before: the settings of the run that this start continues, if ``--fast`` chose them; else none
     :raises UsageError: on every rank, if the settings contradict each other
     """
-    agents = agents_of(env)
-    before = env.from_rank_0(lambda: _recorded(config, agents))
     devices: list[str | None] = [None] * env.world_size
     dist.all_gather_object(devices, None if multiplies_bf16(env.device) else f"the {env.device.type} of {env.host}")
     strategy, all_reduce, why = _averaging(config, env, before)
@@ -45,12 +42,6 @@ def choose_fastest(config: TrainConfig, env: DistEnv) -> TrainConfig:
     summed = f" --all-reduce {chosen.all_reduce}" if chosen.all_reduce else ""
     logger.info(f"--fast: --strategy {strategy}{summed}, {why}; --precision {precision}, {why_precision}")
     return chosen
-
-
-def _recorded(config: TrainConfig, agents: list[str]) -> dict[str, Any]:
-    """The settings of the run that this start continues, if ``--fast`` chose them; else none."""
-    before: dict[str, Any] = read_config(config.run_dir).get("config", {}) if how_it_begins(config, agents)[0] else {}
-    return before if before.get("fast") else {}
 
 
 def _averaging(config: TrainConfig, env: DistEnv, before: dict[str, Any]) -> tuple[str, Any, str]:

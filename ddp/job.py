@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.data.datasets import Batch, ImageData
+from common.data.datasets import Batch, ImageData, Loader
 from common.distributed.process_group import DistEnv
 from common.distributed.rank_logging import Progress
 from common.errors import UsageError
@@ -18,7 +18,6 @@ from common.training.metrics import MetricsWriter
 from common.training.precision import LOW_DTYPES, autocast
 from common.training.window import Window, WindowTotals, end_window
 from ddp.config import TrainConfig
-from ddp.data import Loader
 from ddp.sampler import MicroBatchSampler
 
 
@@ -29,14 +28,18 @@ class StepGuard:
         """This rank's micro-batches of an epoch."""
         return iter(loader)
 
-    def attach(self, loss: Tensor) -> Tensor:
-        """The loss of a micro-step, 0-d, whose backward pass comes next."""
-        return loss
+    def report(self, losses: list[Tensor]) -> Tensor:
+        """This rank's report of a step, float32 ``[flags]`` on the device: a number that is not 0 tells something.
 
-    def accepts(self, norm: Tensor | None) -> bool:
-        """Whether to call the optimizer; the same on every rank. (Called on a GPU, it may still skip the step: it alone knows.)
+        :param losses: 0-d, of the micro-steps
+        """
+        return losses[-1].new_zeros(1)
+
+    def calls_optimizer(self, norm: Tensor | None, report: Tensor) -> bool:
+        """Whether the optimizer is called; the same on every rank. On a GPU it is called in a bad step too, and changes nothing.
 
         :param norm: 0-d, of the averaged and unscaled gradients before they were clipped; None without clipping
+        :param report: the sum of all ranks' reports
         """
         return True
 
@@ -64,7 +67,7 @@ class Job:
     sampler: MicroBatchSampler
     loader: Loader
     test_loader: Loader
-    guard: StepGuard
+    guard: StepGuard = dataclasses.field(default_factory=StepGuard)
 
     step: int = 0  # optimizer steps done, over all epochs
     epoch: int = 0  # epochs done, with their evaluation
@@ -92,10 +95,6 @@ class Job:
         """Optimizer steps done in the present epoch."""
         return self.step - self.epoch * self.sampler.steps_per_epoch
 
-    def batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches of what is left of the epoch. The time until each comes counts as waiting for data."""
-        return self.window.timed(self.guard.batches(self.loader))
-
     def weigh_text(self, loss: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of a micro-batch of text, weighted so that each character of the global batch counts alike.
 
@@ -106,8 +105,10 @@ class Job:
         :param labels: of the micro-batch, int64 ``[n, length]``; negative where there is no character to predict
         :returns: 0-d. Its sum over the micro-steps, averaged over the ranks, is the mean over the global batch
         """
-        everywhere = int((self.data.train.labels[self.sampler.global_batch(self.step_in_epoch)] >= 0).sum())
-        return loss / (everywhere / (self.env.world_size * (labels >= 0).sum()))
+        of_global_batch = int((self.data.train.labels[self.sampler.global_batch(self.step_in_epoch)] >= 0).sum())
+        # As many micro-batches like this one, on each rank, would be a global batch. (For images it is the number of micro-steps.)
+        micro_steps = of_global_batch / (self.env.world_size * (labels >= 0).sum())
+        return loss / micro_steps
 
     def measure_mfu(self) -> None:
         """Add the MFU to a GPU's metrics. A collective, if the network is sharded: it takes a forward pass."""
@@ -136,6 +137,11 @@ class Job:
             self.window, self.env, self.step, self.optimizer, self.scaler, self.record, self.progress, self.data.unit
         )
         self.windows.append(totals)
+
+    @property
+    def totals(self) -> WindowTotals:
+        """The metrics of the present epoch until now."""
+        return WindowTotals.merge(self.windows)
 
     def end_epoch(self, accuracy: float) -> None:
         """Count the present epoch as done, with the accuracy of its evaluation."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import UsageError
-from ddp.all_reduce import SHARDABLE
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -33,14 +30,6 @@ class Averaging(NamedTuple):
     all_reduce: str | None = None
     bucket_mib: float | None = None
     gradient_precision: str = "fp32"
-
-
-def require_shardable(all_reduce: str, strategy: str) -> None:
-    """:raises UsageError: when the stages of sharding by hand cannot use this all-reduce"""
-    if all_reduce not in SHARDABLE:
-        raise UsageError(
-            f"--all-reduce {all_reduce} has no reduce-scatter and all-gather for --strategy {strategy}: use {', '.join(SHARDABLE)}"
-        )
 
 
 def compress_gradients(model: nn.Module, precision: str) -> None:

@@ -9,10 +9,8 @@ while backward still runs, so every rank takes the same step. Averaging is an al
 is a *collective*: all ranks must call it, and none gets the sum before the last one has called it. So all must call the same
 collectives in the same order, or they hang.
 
-What keeps a long job alive is layered around this in ddp/resilience/. On a first read, ``guard.module`` is the network,
-``job.batches()`` the loader's batches, and ``guard.attach(loss)`` the loss. ``guard.accepts(norm)`` is False if the optimizer
-must skip this step, because of an inf or nan. ``guard.begin(job)`` runs a warm-up pass, which changes no weight. Skip the
-supervisor: it writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside this: ddp/README.md.
+ddp/resilience/ keeps a long job alive, in two objects around this. The *guard* has three calls in ``train_step``. The
+*supervisor* writes logs and checkpoints, and ends the run at a stop signal. The chapters to read beside this: ddp/README.md.
 """
 
 from __future__ import annotations
@@ -30,24 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 from common.cli import command, parse
 from common.data.datasets import Batch, ImageData
 from common.distributed.process_group import DistEnv, find_dist_env, rank_process, rendezvous_store
-from common.randomness import derive_seed, seed_torch
+from common.randomness import seed_torch
 from common.training.evaluation import Evaluation, evaluate
-from common.training.models import build_model, to_device
-from common.training.optimization import build_optimizer, set_learning_rate
-from common.training.precision import set_arithmetic
-from common.training.window import WindowTotals
-from ddp import by_hand, sharded
-from ddp.batchnorm import convert_sync_batchnorm, make_buffers_equal
-from ddp.by_hand.replicas import require_same_modules
-from ddp.checkpoint.state import restore
-from ddp.checkpoint.storage import RunCheckpoint, load_weights
+from common.training.optimization import build_optimizer
+from ddp.batchnorm import make_buffers_equal
 from ddp.config import TrainConfig
 from ddp.data import load_data, open_loader, open_test_loader
 from ddp.job import Job
-from ddp.resilience.resume import open_run
-from ddp.resilience.supervisor import Supervisor, build_guard, supervise
+from ddp.network import build_network, clip_grad_norm_of_shards, require_same_network, wrap_by_hand_or_sharded
+from ddp.resilience import RunCheckpoint, Supervisor, build_guard, open_run, settle, supervise
 from ddp.sampler import MicroBatchSampler
-from ddp.strategies import SHARDED, Averaging, compress_gradients
+from ddp.strategies import Averaging, compress_gradients
 
 
 @command
@@ -57,7 +48,6 @@ def main() -> None:
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)  # first: an earlier use of CUDA would take GPU 0, on every rank
     torch.set_num_threads(config.threads or env.share_of_cores)  # the ranks of a node share its cores
-    set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
     with rank_process(env):  # reports an error with its rank, and then leaves the group
         dist.init_process_group(
             env.backend,  # NCCL on GPUs, gloo on CPUs
@@ -73,24 +63,16 @@ def main() -> None:
 
 def train(config: TrainConfig, env: DistEnv) -> None:
     """The whole run on one rank, from an empty directory or the newest checkpoint to the figures."""
-    with env.fail_together():  # if this fails on one rank, all stop, instead of waiting for that rank until a timeout
-        config.check(env.world_size)
-    if config.fast:
-        from ddp.fast import choose_fastest
-
-        config = choose_fastest(config, env)
+    config = settle(config, env)
     data = load_data(config, env)
     with open_run(config, env, data) as checkpoint:
         job = build_job(config, env, data, checkpoint)
-        if checkpoint is not None:
-            restore(job, *checkpoint)
-        with supervise(job, resumed=checkpoint is not None) as supervisor:
+        with supervise(job, checkpoint) as supervisor:
             result = None
             while job.epoch < config.epochs:
-                totals = train_epoch(job, supervisor.after_step)
+                train_epoch(job, supervisor.after_step)
                 result = test(job, supervisor)
-                job.end_epoch(result.accuracy)
-                supervisor.record_epoch(totals, result)
+                supervisor.end_epoch(result)
                 supervisor.checkpointer.save(job)  # rank 0 writes for all; with shards, each rank writes its own
             supervisor.checkpointer.finish()
             result = result or test(job, supervisor)  # a run that was resumed after its last epoch has none yet
@@ -98,21 +80,9 @@ def train(config: TrainConfig, env: DistEnv) -> None:
 
 
 def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: RunCheckpoint | None = None) -> Job:
-    """Model, optimizer, sampler and loader. The ranks differ in their samples, and with shards in their part of the model.
-
-    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them. (Each rank reads its shards later, in
-        ``restore``.)
-    """
-    torch.manual_seed(derive_seed(config.seed, "weights"))
-    network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
-    if config.sync_batchnorm:
-        network = convert_sync_batchnorm(network, env.device)
-    network = to_device(network, env.device, config.memory_format)
-    with env.fail_together():
-        if checkpoint is not None and env.is_main and not config.is_sharded:
-            load_weights(network, checkpoint.path)
-    guard = build_guard(network, env, config.is_sharded)
-    model = wrap_network(guard.module, env, config.averaging, config.precision)
+    """Model, optimizer, sampler and loader. The ranks differ in their samples, and with shards in their part of the model."""
+    network = build_network(config, env, data, checkpoint)
+    model = wrap_network(network, env, config.averaging, config.precision)
     if config.is_sharded:
         network = model  # no rank has a whole network: the module with the shards is evaluated and saved
     if config.compile:
@@ -132,14 +102,13 @@ def build_job(config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: Ru
         ),
         # Backward in fp16 rounds gradients below 3e-8 to zero: the scaler multiplies the loss, and later divides the gradients.
         scaler=torch.amp.GradScaler(env.device.type, enabled=config.precision == "fp16"),
-        clip_grad_norm_=sharded.clip_grad_norm_ if config.is_sharded else nn.utils.clip_grad_norm_,
+        clip_grad_norm_=clip_grad_norm_of_shards if config.is_sharded else nn.utils.clip_grad_norm_,
         learning_rate=config.learning_rates(sampler.steps_per_epoch),
         sampler=sampler,
         loader=open_loader(data.train, sampler, env, config),
         test_loader=open_test_loader(data, env, config),
-        guard=guard,
     )
-    guard.begin(job)
+    job.guard = build_guard(job)
     return job
 
 
@@ -149,11 +118,9 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     :returns: a module with ``no_sync()``; with a sharded strategy, each rank has a part of the network instead of a replica
     :raises UsageError: on every rank, if the ranks' models or settings differ
     """
-    if averaging.strategy in SHARDED:
-        return sharded.shard_network(network, env, averaging.strategy, averaging.all_reduce, precision)
-    require_same_modules(network, averaging._asdict())
     if averaging.strategy != "torch":
-        return by_hand.wrap_by_hand(network, env, averaging)  # DDP in readable Python
+        return wrap_by_hand_or_sharded(network, env, averaging, precision)
+    require_same_network(network, averaging)
     model = DistributedDataParallel(  # broadcasts rank 0's weights to all ranks
         network,
         device_ids=[env.device] if env.device.type == "cuda" else None,
@@ -169,12 +136,12 @@ def wrap_network(network: nn.Module, env: DistEnv, averaging: Averaging, precisi
     return model
 
 
-def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> WindowTotals:
+def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> None:
     """One pass over the training set, or over what is left of it when the run was resumed inside an epoch."""
     # Each epoch has a new order. All ranks have the same, so that their parts do not overlap. A resume begins at first_step.
     job.sampler.set_epoch(job.epoch, first_step=job.step_in_epoch)
     job.model.train()
-    batches = job.batches()
+    batches = job.guard.batches(job.loader)
     while job.step_in_epoch < job.sampler.steps_per_epoch:
         train_step(job, batches)
         last_step = job.step_in_epoch == job.sampler.steps_per_epoch
@@ -185,12 +152,12 @@ def train_epoch(job: Job, after_step: Callable[[], None] = lambda: None) -> Wind
         after_step()
     # No batch is left. The project's own loader learns that only when it is asked for one, and then it keeps its workers.
     next(batches, None)
-    return WindowTotals.merge(job.windows)
 
 
 def train_step(job: Job, batches: Iterator[Batch]) -> None:
     """One optimizer step on one global batch: forward and backward of this rank's micro-batches, then the update."""
-    config, device, scaler, guard = job.config, job.env.device, job.scaler, job.guard
+    config, device, model, scaler = job.config, job.env.device, job.model, job.scaler
+    losses = []
     for micro_step in range(config.grad_accumulation_steps):
         images, labels = next(batches)
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -200,30 +167,32 @@ def train_step(job: Job, batches: Iterator[Batch]) -> None:
         # it has no effect, and every micro-step would all-reduce. Before the last micro-step, .grad adds up on each rank
         # alone. The last backward averages that sum over the ranks.
         last_micro_step = micro_step == config.grad_accumulation_steps - 1
-        with contextlib.nullcontext() if last_micro_step else job.model.no_sync():
+        with contextlib.nullcontext() if last_micro_step else model.no_sync():
             with torch.autocast(device.type, job.autocast_dtype, enabled=job.autocast_dtype is not None):
-                logits = job.model(job.data.to_input(images, job.memory_format))
+                logits = model(job.data.to_input(images, job.memory_format))
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
+            losses.append(loss.detach())
             job.window.add(loss, logits, labels)  # for the log
-            loss = guard.attach(loss)
+            if last_micro_step:
+                # One small sum tells all ranks what each knows: a stop signal, a loss that is inf. It travels during backward.
+                report = job.guard.report(losses)
+                sum_of_reports = dist.all_reduce(report, async_op=True)
             # The loss is a micro-batch's mean. All micro-batches of images have the same size, so the mean over the global
             # batch is the mean of their means: the loss is divided by the micro-steps here, and the gradient by the ranks in DDP.
             # Lines of text differ in length, so each micro-batch counts by its share of the global batch's characters.
             loss = job.weigh_text(loss, labels) if job.data.is_text else loss / config.grad_accumulation_steps
             scaler.scale(loss).backward()
+    sum_of_reports.wait()  # long over on a CPU; on a GPU, the device waits for it and the host does not
 
-    # All ranks hold the same averaged gradients now, and so the same norm. An inf or nan of one rank is in every rank's average,
-    # so all skip this step or none does, and they need not ask each other. (With shards each rank has a part of the gradients, so
-    # there they tell each other of an inf or nan.) Unscale before the clip: scaled gradients, and their norm, are too large by the
-    # loss scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
+    # All ranks hold the same averaged gradients now, and so the same norm. Unscale before the clip: scaled gradients, and their
+    # norm, are too large by the loss scale, so clipping would shrink every step. (Outside fp16 the scaler does nothing.)
     scaler.unscale_(job.optimizer)
-    norm = job.clip_grad_norm_(job.network.parameters(), config.clip_norm) if config.clip_norm else None
-    set_learning_rate(job.optimizer, job.learning_rate(job.step))
-    # All ranks skip a step with an inf or nan. In fp16 scaler.step skips an overflow, and update lowers the scale. Other such steps
-    # are skipped by the guard: on a CPU accepts() is then False. On a GPU the guard would have to wait until the norm is computed.
-    # So with a fused optimizer the guard always accepts there. It gives the norm to the optimizer's kernels, which change nothing
-    # if that is an inf or nan. (Without clipping the guard looks at the gradients' sum.) If it skips too many steps, the run ends.
-    if guard.accepts(norm):
+    norm = job.clip_grad_norm_(model.parameters(), config.clip_norm) if config.clip_norm else None
+    for group in job.optimizer.param_groups:
+        group["lr"] = job.learning_rate(job.step)
+    # An inf or nan of one rank is in every rank's average, or in the report. So all ranks skip this step, or none does. In fp16
+    # scaler.step skips an overflow, and update lowers the scale.
+    if job.guard.calls_optimizer(norm, report):
         scaler.step(job.optimizer)
     scaler.update()
     job.optimizer.zero_grad(set_to_none=True)

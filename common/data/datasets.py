@@ -207,6 +207,15 @@ class ImageData:
         )
 
 
+class Loader(Protocol):
+    """The batches of an epoch, each time it is iterated over."""
+
+    dataset: Any
+    num_workers: int
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
 def load(
     name: str,
     folder: Path | None = None,

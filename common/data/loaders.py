@@ -58,11 +58,18 @@ def loader_errors() -> Iterator[None]:
     except UsageError:
         raise
     except (RuntimeError, OSError, EOFError) as error:
-        explanation = explain(error)
-        if explanation is None:
-            raise
-        _forget_what_was_begun(error)
-        raise UsageError(explanation) from error
+        raise as_user_error(error) from error
+
+
+def as_user_error(error: Exception) -> UsageError:
+    """A loader's error as one line that says what to do. An error that :func:`explain` does not know is raised again."""
+    if isinstance(error, UsageError):
+        return error
+    explanation = explain(error)
+    if explanation is None:
+        raise error
+    _forget_what_was_begun(error)
+    return UsageError(explanation)
 
 
 def _forget_what_was_begun(error: BaseException) -> None:

@@ -76,13 +76,14 @@ class Watchdog:
     :param timeout_s: how long a rank's main thread may stay in one place before its monitor looks for missing ranks. That
         takes up to 5 s more. The process group's timeout must be longer than both together, or gloo reports an error first.
 
+    ``position`` is where the main thread is. It may set it itself: a new object is a sign of life, even an equal one.
     ``stop_requested`` says whether this rank was asked to stop.
     """
 
     def __init__(self, env: DistEnv, timeout_s: float) -> None:
         self._env, self._timeout_s = env, timeout_s
         self.stop_requested: Callable[[], bool] = lambda: False
-        self._at = Position(0, 0, "start")  # the main thread sets it; a new object is a sign of life, even an equal one
+        self.position = Position(0, 0, "start")
         self._pauses = 0
         self._idle_s = 0.0  # how long the monitor has seen the main thread in the same place
         self._names: list[str] = [""] * env.world_size
@@ -93,17 +94,17 @@ class Watchdog:
 
     def at(self, step: int, phase: str) -> None:
         """The main thread enters this phase of this step. Every rank calls this at the same places of the program."""
-        self._at = Position(step, self._at.move + 1 if step == self._at.step else 0, phase)
+        self.position = Position(step, self.position.move + 1 if step == self.position.step else 0, phase)
 
     def each(self, batches: Iterable[T], phase: str) -> Iterator[T]:
         """The same batches; each one is a sign of life. Ranks may have different numbers of batches: a rank that finished
         its batches counts as ahead of those that have not."""
-        self.at(self._at.step, phase)
+        self.at(self.position.step, phase)
         for batch in batches:
             self._give_sign_of_life()
             yield batch
             self._give_sign_of_life()
-        self.at(self._at.step, f"the end of {phase}")
+        self.at(self.position.step, f"the end of {phase}")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -116,7 +117,7 @@ class Watchdog:
             self._pauses -= 1
 
     def _give_sign_of_life(self) -> None:
-        self._at = Position(*self._at)
+        self.position = Position(*self.position)
 
     def __enter__(self) -> Watchdog:
         if self._env.world_size > 1:
@@ -163,12 +164,12 @@ class Watchdog:
 
     def _ticks(self) -> Iterator[float]:
         """Look at the main thread every ``TICK_S``, and yield the seconds since the last look, until the block is over."""
-        seen, last = self._at, time.monotonic()
+        seen, last = self.position, time.monotonic()
         while not self._over.wait(TICK_S):
             now = time.monotonic()
             passed = now - last if now - last < STOPPED_S else 0.0
-            self._idle_s = self._idle_s + passed if self._at is seen else 0.0
-            seen, last = self._at, now
+            self._idle_s = self._idle_s + passed if self.position is seen else 0.0
+            seen, last = self.position, now
             yield passed
 
     def _is_stuck(self) -> bool:
@@ -178,7 +179,7 @@ class Watchdog:
         return self._idle_s >= patience_s and not self._pauses
 
     def _beat(self) -> Beat:
-        return Beat(0, self._at, self._idle_s, time.time())
+        return Beat(0, self.position, self._idle_s, time.time())
 
     def _suspect(self, beats: Heartbeats, ticks: Iterator[float]) -> None:
         """Read the heartbeats of all ranks and propose a decision, until there is one or the main thread goes on. Before the

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -38,15 +39,14 @@ class GPTSize(NamedTuple):
     on_meta: bool = False
 
 
-class FashionCNN(nn.Module):
+class FashionCNN(nn.Sequential):
     """Two conv-BN-ReLU-pool blocks of 32 and 64 channels, then 600, 120 and ``classes`` units; 1.5 M parameters at 28x28.
 
     :param dropout: probability, after the first fully connected layer; 0 makes the model deterministic
     """
 
     def __init__(self, channels: int, height: int, width: int, classes: int, dropout: float) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
+        features = nn.Sequential(
             nn.Conv2d(channels, 32, kernel_size=3, padding=1),
             nn.BatchNorm2d(32),
             nn.ReLU(),
@@ -57,7 +57,7 @@ class FashionCNN(nn.Module):
             nn.MaxPool2d(2),
         )
         remaining = [(side // 2 - 2) // 2 for side in (height, width)]
-        self.classifier = nn.Sequential(
+        classifier = nn.Sequential(
             nn.Flatten(),
             nn.Linear(64 * remaining[0] * remaining[1], 600),
             nn.ReLU(),
@@ -66,10 +66,7 @@ class FashionCNN(nn.Module):
             nn.ReLU(),
             nn.Linear(120, classes),
         )
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.features(images))
-        return logits
+        super().__init__(OrderedDict(features=features, classifier=classifier))
 
 
 class MLP(nn.Sequential):

@@ -105,17 +105,23 @@ class Window:
         self._waited = self._lasted = 0.0  # _lasted: of a window that a checkpoint held
         self._began = time.perf_counter()
 
-    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """An epoch's batches; the time until each comes counts as waiting for data. What lay between the epochs does not count."""
+    def begin(self) -> None:
+        """An epoch begins, or goes on. The time that lay between the epochs does not count."""
         self._began = time.perf_counter() - self._lasted
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
-            self._waited += time.perf_counter() - began
-            if batch is None:
-                return
-            if self.meter is not None:
-                self.meter.begin()
+
+    def next_of(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch; None at the end of the epoch. The time until it comes counts as waiting for data."""
+        began = time.perf_counter()
+        batch = next(batches, None)
+        self._waited += time.perf_counter() - began
+        if self.meter is not None and batch is not None:
+            self.meter.begin()
+        return batch
+
+    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """An epoch's batches, each by :meth:`next_of`."""
+        self.begin()
+        while (batch := self.next_of(batches)) is not None:
             yield batch
             self.end_batch()
 

@@ -137,7 +137,7 @@ def endless_batches(job: Job) -> Iterator[Batch]:
     """Yield this rank's batches, epoch after epoch."""
     for epoch in itertools.count():
         job.sampler.set_epoch(epoch)
-        yield from job.window.timed(job.guard.batches(job.loader))
+        yield from job.guard.batches(job.loader)
 
 
 def trainer_step(job: Job) -> Step:

@@ -2,9 +2,9 @@
 
 Five loops take turns, a chunk of steps each. Each loop has its own model:
 
-- ``plain``: the step with the guard that does nothing: no flags, no check of the gradients, no saved statistics, no
+- ``plain``: the step with the guard that does nothing: an empty report, no check of the gradients, no saved statistics, no
   watchdog. ``plain again`` is the same loop a second time: the difference between the two is noise.
-- ``guarded``: the step of ``ddp.train``, with flags attached to the loss and all-reduced, the check for inf and nan, and the
+- ``guarded``: the step of ``ddp.train``, with the report of each rank, the check for inf and nan, and the
   watchdog. No checkpoint.
 - ``saving in the background``: ``guarded`` with one checkpoint in each chunk; the chunk ends when it is on the disk.
 - ``saving``: the same, but training waits for the disk.
@@ -24,7 +24,6 @@ from common.cli import option, parse
 from common.reporting.turns import Step
 from common.training.metrics import MetricsWriter
 from ddp.bench.overhead import OverheadConfig, measure, report, trainer_step
-from ddp.bench.variants import DDPVariant
 from ddp.checkpoint.checkpointer import Checkpointer
 from ddp.job import Job, StepGuard
 
@@ -77,9 +76,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def without_guard(job: Job) -> Job:
-    """The job with the guard that does nothing, and its network in a DDP without flags."""
+    """The job with the guard that does nothing."""
     job.guard = StepGuard()
-    job.model = DDPVariant("torch").wrap(job.network)
     return job
 
 

@@ -10,6 +10,7 @@ writes the copy while training continues, and the next checkpoint begins only af
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class Checkpointer:
         self._may_write = may_write
         self._config, self._env, self._metrics = config, env, metrics
         self._every_steps, self._every_seconds = config.checkpoint_interval
-        self._saved_at = time.monotonic()
+        self._count_time()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._copy: StateCopy | None = None  # made by the first save in the background
@@ -77,10 +78,10 @@ class Checkpointer:
         """True on every rank when ``--checkpoint-every`` is a number of steps and this is a multiple of it."""
         return self._every_steps is not None and step % self._every_steps == 0
 
-    def overdue(self) -> bool:
-        """True on rank 0 when the checkpoint interval has elapsed."""
-        since = time.monotonic() - self._saved_at
-        return self._env.is_main and self._every_seconds is not None and since >= self._every_seconds
+    def _count_time(self) -> None:
+        """Set ``due_at``, by ``time.monotonic()``: on rank 0, when the checkpoint interval elapses; else never."""
+        timed = self._env.is_main and self._every_seconds is not None
+        self.due_at = time.monotonic() + (self._every_seconds or 0.0) if timed else math.inf
 
     def save(self, job: Job, *, wait: bool = False) -> None:
         """Write the job's state. A collective.
@@ -96,7 +97,7 @@ class Checkpointer:
                 self._write_together(job, ranks)
             else:
                 self._write_on_rank_0(job, ranks, wait)
-        self._saved_at = time.monotonic()
+        self._count_time()
 
     def finish(self) -> None:
         """Wait until the last checkpoint and the metrics are on the disk. A collective.

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ddp.job import Job
-from ddp.resilience.flags import NO_FLAGS, NOT_FINITE, Flags
-from ddp.resilience.guard import ResilientGuard
+from ddp.resilience.guard import NO_FLAGS, NOT_FINITE, Flags, ResilientGuard
 
 
 class Unread(NamedTuple):
@@ -36,29 +35,30 @@ class DeviceGuard(ResilientGuard):
     ``flags`` are those that were read in this step: of the step before or, after :meth:`wait_for_device`, of this one.
     """
 
-    def begin(self, job: Job) -> None:
-        super().begin(job)
-        device, on_cuda = self._env.device, self._env.device.type == "cuda"
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        on_cuda = job.env.device.type == "cuda"
         # Only torch's fused optimizers take found_inf. (With fsdp2, SGD is not fused: then the host reads in every step.)
         self._device_decides = all(group.get("fused") for group in job.optimizer.param_groups)
         self._unread: Unread | None = None
         on_host = torch.zeros(len(Flags._fields), dtype=torch.bool)
         self._flags_on_host = on_host.pin_memory() if on_cuda else on_host
         self._arrived = torch.cuda.Event(blocking=True) if on_cuda else None  # a wait leaves the core to the loader
-        self._skip = torch.zeros((), device=device)
+        self._skip = torch.zeros((), device=job.env.device)
         if self._device_decides:
             job.optimizer.register_step_pre_hook(self._pass_to_optimizer)
 
-    def accepts(self, norm: Tensor | None) -> bool:
-        """Let the device decide. True: in a step that is skipped, the optimizer is called, and changes nothing.
+    def calls_optimizer(self, norm: Tensor | None, report: Tensor) -> bool:
+        """True: the optimizer is called in a bad step too. The device has the decision, and changes nothing then.
 
         :raises UsageError: as the other guard's, for the step before
         """
         if not self._device_decides:
-            return super().accepts(norm)
+            return super().calls_optimizer(norm, report)
+        losses = self._losses
         self.flags = NO_FLAGS
         self.wait_for_device()
-        job, flags = self._job, self._reduced_flags(norm)
+        job, flags = self._job, self._decide(norm, report)
         not_finite = flags[NOT_FINITE]
         self._buffers.restore(where=not_finite)
         job.window.rewind(where=not_finite)
@@ -66,8 +66,7 @@ class DeviceGuard(ResilientGuard):
         self._flags_on_host.copy_(flags, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
-        self._unread = Unread(job.step + 1, self._losses)
-        self._losses = []
+        self._unread = Unread(job.step + 1, losses)
         if self._metrics_are_read():
             self.wait_for_device()
         return True
@@ -81,7 +80,7 @@ class DeviceGuard(ResilientGuard):
     def wait_for_device(self) -> None:
         """Read the flags of the last step, if they were not read yet. A collective.
 
-        :raises UsageError: as :meth:`accepts`, for that step
+        :raises UsageError: as :meth:`calls_optimizer`, for that step
         """
         unread, self._unread = self._unread, None
         if unread is None:

@@ -1,7 +1,7 @@
 """Steps that are skipped, since the loss or a gradient is inf or nan.
 
-One such step would make every weight nan, on every rank, for good. All ranks know of it in time: of the loss by a flag
-(ddp/resilience/flags.py), of a gradient because what one rank contributes is in every rank's average.
+One such step would make every weight nan, on every rank, for good. All ranks know of it in time: each reports its loss
+(ddp/resilience/guard.py), and what one rank contributes to a gradient is in every rank's average.
 """
 
 from __future__ import annotations

@@ -38,12 +38,14 @@ from common.files.run_directory import (
     has_config,
     holds_run,
     prepare,
+    read_config,
     read_regular,
     require_writable,
     writing,
 )
 from common.machine import describe_machine
 from common.signals.stop_request import REQUEUE, SIGNALS
+from common.training.precision import set_arithmetic
 from ddp.checkpoint import directory, storage
 from ddp.checkpoint.storage import Manifest, RunCheckpoint
 from ddp.config import LAUNCH_SETTINGS, TrainConfig
@@ -58,6 +60,28 @@ IDENTITY = (
     "model", "dataset", "min_images_per_person", "image_size", "train_samples", "seed", "batch_size", "optimizer",
     "width", "layers",
 )  # fmt: skip
+
+
+def settle(config: TrainConfig, env: DistEnv) -> TrainConfig:
+    """The settings of this start, checked, with all that ``--fast`` leaves open; this rank's device is set to them. A collective.
+
+    :raises UsageError: on every rank, for settings that contradict each other or do not fit the number of ranks
+    """
+    with env.fail_together():
+        config.check(env.world_size)
+    if config.fast:
+        from ddp.fast import choose_fastest
+
+        agents = agents_of(env)
+        config = choose_fastest(config, env, env.from_rank_0(lambda: _chosen_before(config, agents)))
+    set_arithmetic(env.device, config.tf32, config.deterministic, config.cudnn_benchmark)
+    return config
+
+
+def _chosen_before(config: TrainConfig, agents: list[str]) -> dict[str, Any]:
+    """The settings of the run that this start continues, if ``--fast`` chose them; else none."""
+    before: dict[str, Any] = read_config(config.run_dir).get("config", {}) if how_it_begins(config, agents)[0] else {}
+    return before if before.get("fast") else {}
 
 
 @contextlib.contextmanager

@@ -13,11 +13,10 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from common.data.datasets import Batch
 from common.data.loaders import loader_errors
-from common.distributed.dist_env import DistEnv, implementation
+from common.distributed.dist_env import implementation
 from common.distributed.rank_logging import Progress
 from common.files.run_directory import require_lock
 from common.signals import early_signals
@@ -26,37 +25,38 @@ from common.stdout import print_results
 from common.training.evaluation import Evaluation, predict, samples_shown
 from common.training.metrics import MetricsWriter
 from common.training.precision import describe_arithmetic
-from common.training.window import WindowTotals, epoch_line, epoch_record
+from common.training.window import epoch_line, epoch_record
 from ddp.checkpoint.checkpointer import Checkpointer, require_room
-from ddp.checkpoint.storage import name_of
+from ddp.checkpoint.state import restore
+from ddp.checkpoint.storage import RunCheckpoint, name_of
 from ddp.data import faster_loading
 from ddp.job import Job
-from ddp.resilience.flags import NO_FLAGS, Flags
 from ddp.resilience.guard import ResilientGuard
 
 logger = logging.getLogger("ddp.train")
 
 
-def build_guard(network: nn.Module, env: DistEnv, is_sharded: bool) -> ResilientGuard:
-    """The guard for this rank's device; see :class:`ResilientGuard`."""
-    if env.device.type == "cuda":
+def build_guard(job: Job) -> ResilientGuard:
+    """The guard for this rank's device; see :class:`ResilientGuard`. A collective."""
+    if job.env.device.type == "cuda":
         from ddp.resilience.device_guard import DeviceGuard
 
-        return DeviceGuard(network, env, is_sharded)
-    return ResilientGuard(network, env, is_sharded)
+        return DeviceGuard(job)
+    return ResilientGuard(job)
 
 
 @contextlib.contextmanager
-def supervise(job: Job, resumed: bool) -> Iterator[Supervisor]:
+def supervise(job: Job, checkpoint: RunCheckpoint | None) -> Iterator[Supervisor]:
     """Watch over the training loop for the length of a block, which all ranks enter together.
 
-    :param job: to be trained, or trained further
-    :param resumed: whether it continues from a checkpoint, with that checkpoint's metrics
+    :param job: to be trained
+    :param checkpoint: from which it continues, with that checkpoint's metrics
     """
     config, env = job.config, job.env
     supervisor = Supervisor(job)
-    guard, stop = supervisor.guard, supervisor.stop
-    if resumed:
+    guard, stop = supervisor.guard, supervisor.guard.stop
+    if checkpoint is not None:
+        restore(job, *checkpoint)
         logger.info(f"resuming after step {job.step}, {job.step_in_epoch} steps into epoch {job.epoch + 1}")
     arithmetic = describe_arithmetic(env.device, config.precision, config.tf32)
     logger.info(
@@ -71,14 +71,14 @@ def supervise(job: Job, resumed: bool) -> Iterator[Supervisor]:
     with env.fail_together():
         if env.is_main and job.epoch < config.epochs:
             require_room(job)
-        after = (job.step, job.epoch) if resumed else None
+        after = (job.step, job.epoch) if checkpoint is not None else None
         job.metrics = MetricsWriter(config.run_dir, after=after, tensorboard=config.tensorboard, silent=not env.is_main)
     with contextlib.ExitStack() as entered:
         entered.enter_context(job.metrics)
         # Left after the checkpointer. The others end soon after a rank has published its failure, and torchrun ends that
         # rank then: its last checkpoint has to be complete by that time.
         entered.enter_context(job.watchdog)
-        checkpointer = supervisor.checkpointer = entered.enter_context(
+        supervisor.checkpointer = entered.enter_context(
             Checkpointer(config, env, job.metrics, lambda: require_lock(config.run_dir))
         )
         entered.enter_context(stop.listening())
@@ -89,11 +89,8 @@ def supervise(job: Job, resumed: bool) -> Iterator[Supervisor]:
             from common.reporting.profiling import profile_steps
 
             supervisor.profile_step = entered.enter_context(profile_steps(env, config.run_dir / "profile"))
-        guard.requests = lambda: Flags(stop=bool(stop), save=checkpointer.overdue())
-        try:
-            yield supervisor
-        finally:
-            guard.requests = lambda: NO_FLAGS
+        guard.checkpointer = supervisor.checkpointer
+        yield supervisor
 
 
 class Supervisor:
@@ -104,7 +101,6 @@ class Supervisor:
     def __init__(self, job: Job) -> None:
         assert isinstance(job.guard, ResilientGuard)
         self.job, self.guard = job, job.guard
-        self.stop = StopRequest()
         self.profile_step: Callable[[], None] = lambda: None
 
     def after_step(self) -> None:
@@ -132,7 +128,7 @@ class Supervisor:
 
         def loaded() -> Iterator[Batch]:
             with loader_errors():
-                yield from itertools.takewhile(lambda _: not self.stop, loader)
+                yield from itertools.takewhile(lambda _: not self.guard.stop, loader)
 
         batches = loaded()
         if self.job.config.is_sharded:
@@ -143,12 +139,13 @@ class Supervisor:
 
     def leave_if_stopped(self) -> None:
         """After an evaluation: all ranks leave if any was asked to stop."""
-        if self.job.env.sum_over_ranks(torch.tensor(float(bool(self.stop)), device=self.job.env.device)):
+        if self.job.env.sum_over_ranks(torch.tensor(float(bool(self.guard.stop)), device=self.job.env.device)):
             self._leave()
 
-    def record_epoch(self, totals: WindowTotals, result: Evaluation) -> None:
-        """Log and record the epoch that is just over. Its checkpoint, which is written next, may be the best."""
-        job = self.job
+    def end_epoch(self, result: Evaluation) -> None:
+        """Count the epoch as done, log and record it. Its checkpoint, which is written next, may be the best."""
+        job, totals = self.job, self.job.totals
+        job.end_epoch(result.accuracy)
         if job.best is None or result.accuracy > job.best["accuracy"]:
             job.best = {"name": name_of(job.epoch, job.step), "accuracy": result.accuracy}
         assert job.metrics is not None
@@ -187,7 +184,7 @@ class Supervisor:
         job = self.job
         self.checkpointer.save(job, wait=True)
         requests: list[int | None] = [None] * job.env.world_size
-        dist.all_gather_object(requests, self.stop.number)
+        dist.all_gather_object(requests, self.guard.stop.number)
         requested = ", ".join(f"{signal_name(n)} on rank {rank}" for rank, n in enumerate(requests) if n is not None)
         if job.env.is_main:
             logger.warning(

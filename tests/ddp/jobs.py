@@ -73,7 +73,8 @@ def train_epochs(config: TrainConfig) -> Outcome:
         job = build_job(config, env, load_data(config, env))
         losses = []
         for _ in range(config.epochs):
-            losses.append(train_epoch(job).loss)
+            train_epoch(job)
+            losses.append(job.totals.loss)
             job.end_epoch(0.0)
         confusion = evaluate(job.network, job.data, env, config.precision, job.test_loader).confusion
         return Outcome(parameters_of(job), losses, confusion)

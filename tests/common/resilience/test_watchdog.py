@@ -65,8 +65,8 @@ def test_a_rank_that_failed_is_missing() -> None:
 def test_a_rank_that_finished_its_batches_is_ahead_of_those_that_have_not() -> None:
     watchdog = Watchdog(ALONE, TIMEOUT_S)
     watchdog.at(3, "evaluation")
-    during = [watchdog._at for _ in watchdog.each(range(2), "evaluation")]
-    assert during[0] == during[1] < watchdog._at < Position(4, 0, "data")
+    during = [watchdog.position for _ in watchdog.each(range(2), "evaluation")]
+    assert during[0] == during[1] < watchdog.position < Position(4, 0, "data")
 
 
 # When a rank is stuck, another has failed, or a stop was requested, by a clock of the test's own.
@@ -101,7 +101,7 @@ class Scene:
         self.now = 0.0
         self.watchdog = Watchdog(env, timeout_s)
         self.watchdog._names = ["rank 0", "rank 1"]
-        self.watchdog._at = Position(5, 1, "backward")
+        self.watchdog.position = Position(5, 1, "backward")
         self.beats = Beats(self, lives_s)
         if env.world_size > 1:
             self.watchdog._beats = self.beats  # type: ignore[assignment]

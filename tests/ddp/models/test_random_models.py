@@ -150,7 +150,8 @@ def trained(job: Job, env: DistEnv) -> Iterator[Any]:
         run = build_job(job.config, env, data)
     try:
         for _ in range(EPOCHS):
-            yield train_epoch(run).loss
+            train_epoch(run)
+            yield run.totals.loss
             yield evaluate(run.network, data, env, "fp32", run.test_loader).loss
             run.end_epoch(0.0)
         with whole(run.network) as module:

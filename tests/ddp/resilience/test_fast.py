@@ -10,7 +10,7 @@ from unittest import mock
 
 from common.distributed.process_group import process_group
 from ddp.config import TrainConfig
-from ddp.fast import choose_fastest
+from ddp.resilience import settle
 from tests.support.launch import error_lines, run_forked, run_ranks
 
 SHARED = {"strategy": "handwritten", "all_reduce": "shared-memory"}
@@ -43,7 +43,7 @@ def choose(configs: list[TrainConfig], with_bf16: list[tuple[int, ...]], hosts: 
         for config, ranks, count in zip(configs, with_bf16, hosts, strict=True):
             seeming = dataclasses.replace(env, local_world_size=2 // count, host=f"host{env.rank}")
             with mock.patch("ddp.fast.multiplies_bf16", lambda _, ranks=ranks: env.rank in ranks):
-                chosen.append(choose_fastest(config, seeming))
+                chosen.append(settle(config, seeming))
     return chosen
 
 

@@ -28,8 +28,7 @@ from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.job import Job
 from ddp.resilience.device_guard import DeviceGuard
-from ddp.resilience.flags import NO_FLAGS, Flags
-from ddp.resilience.guard import ResilientGuard, sum_of_gradients
+from ddp.resilience.guard import NO_FLAGS, Flags, ResilientGuard, sum_of_gradients
 from ddp.train import build_job, train_step
 from tests.ddp.jobs import small
 from tests.support.launch import run_ranks

@@ -1,0 +1,58 @@
+"""The network of a job, and what trains it in another way than torch's DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.data.datasets import ImageData
+from common.distributed.process_group import DistEnv
+from common.randomness import derive_seed
+from common.training.models import build_model, to_device
+from ddp import by_hand, sharded
+from ddp.batchnorm import convert_sync_batchnorm
+from ddp.by_hand.replicas import require_same_modules
+from ddp.checkpoint.storage import RunCheckpoint, load_weights
+from ddp.config import TrainConfig
+from ddp.strategies import SHARDED, Averaging
+
+
+def build_network(
+    config: TrainConfig, env: DistEnv, data: ImageData, checkpoint: RunCheckpoint | None = None
+) -> nn.Module:
+    """The network on this rank's device. All ranks build the same.
+
+    :param checkpoint: to continue from. Rank 0 reads its weights, and DDP broadcasts them. (Each rank reads its shards later.)
+    """
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    network = build_model(config.model, data.shape, len(data.classes), config.dropout, config.model_size)
+    if config.sync_batchnorm:
+        network = convert_sync_batchnorm(network, env.device)
+    network = to_device(network, env.device, config.memory_format)
+    with env.fail_together():
+        if checkpoint is not None and env.is_main and not config.is_sharded:
+            load_weights(network, checkpoint.path)
+    return network
+
+
+def require_same_network(network: nn.Module, averaging: Averaging) -> None:
+    """:raises UsageError: on every rank, if the ranks' models or settings differ"""
+    require_same_modules(network, averaging._asdict())
+
+
+def wrap_by_hand_or_sharded(network: nn.Module, env: DistEnv, averaging: Averaging, precision: str) -> Any:
+    """The network in a DDP by hand, or with this rank's shards in the place of its parameters: a module with ``no_sync()``.
+
+    :raises UsageError: on every rank, if the ranks' models or settings differ, or the strategy cannot train this network
+    """
+    if averaging.strategy in SHARDED:
+        return sharded.shard_network(network, env, averaging.strategy, averaging.all_reduce, precision)
+    require_same_network(network, averaging)
+    return by_hand.wrap_by_hand(network, env, averaging)
+
+
+def clip_grad_norm_of_shards(parameters: Any, max_norm: float) -> Tensor:
+    """As ``nn.utils.clip_grad_norm_``, where no rank has all gradients. A collective."""
+    return sharded.clip_grad_norm_(parameters, max_norm)
