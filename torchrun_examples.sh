@@ -65,7 +65,7 @@ example own-model 'a model and a data set of your own: two functions in a module
 example loading 'what loading costs here: a sweep over workers, the cost of each stage, a verdict' - \
     'python -m dataloading.bench OPTIONS'
 example slow-storage 'files that answer after 20 ms, one at a time and 16 at a time' - \
-    'python -m dataloading.bench --workers 2, --fetch-threads 1,16 --latency-ms 20 --batches 30 OPTIONS'
+    'python -m dataloading.bench --workers 2 --fetch-threads 1,16 --latency-ms 20 --batches 30 OPTIONS'
 example ladder 'from the usual pipeline to the fast loader, one change at a time' - \
     'python -m dataloading.ladder OPTIONS'
 example dataparallel 'the same training in one process with many devices: the batch scattered in every step' - \

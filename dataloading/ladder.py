@@ -10,7 +10,6 @@ with threads, arXiv 2504.20067.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import statistics
@@ -34,12 +33,12 @@ from common.reporting.turns import CPU, Rounds, run_benchmark, write_report
 from dataloading.bench.settings import Listed
 from dataloading.bench.sweep import LoaderRun
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
-from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.batches import ImageBatches
 from dataloading.dataset.decoders import decode_pillow, get_decoder, installed
-from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
-from dataloading.dataset.storage import Storage, open_storage
-from dataloading.loader.fast_loader import FastLoader, choose_pool
+from dataloading.dataset.storage import LocalFolder, Storage
+from dataloading.loader.fast_loader import FastLoader
 from dataloading.loader.stock_loader import stock_loader
 from dataloading.synthetic import face_cache
 
@@ -52,7 +51,7 @@ Make = Callable[[int], Iterable[Any]]
 class LadderConfig:
     """Settings of ``dataloading.ladder``."""
 
-    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
+    path_to_folder: str | None = option(None, "folder of the JPEG files (default: drawn faces)")
     augmentation: str = option("none", "augmentation of each image", choices=AUGMENTATIONS)
     workers: int | None = option(None, "workers of every variant but the first (default: the usable cores)", minimum=1)
     batch_size: int = option(64, "images per batch", minimum=1)
@@ -90,7 +89,7 @@ class Spdl:
     Its own decoder needs FFmpeg's libraries; here it has the one of the other rungs.
     """
 
-    def __init__(self, dataset: LFWBatches, keys: Iterable[BatchKey], workers: int) -> None:
+    def __init__(self, dataset: ImageBatches, keys: Iterable[BatchKey], workers: int) -> None:
         self._fetch, self._keys, self._workers = dataset.__getitems__, keys, workers
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,18 +109,15 @@ def main() -> None:
 
 def run(config: LadderConfig) -> dict[str, list[float]]:
     """Let all variants and the ceiling take turns; returns the images/s of each, one entry per round."""
-    with loader_errors(), contextlib.ExitStack() as stack:
-        storage = Listed(open_storage(config.path_to_folder or os.fspath(face_cache.ensure())), MOST_FILES)
-        files = LFWDataset(storage)
+    with loader_errors(), Rounds(config.repeats + 1) as progress:
+        storage = Listed(LocalFolder(config.path_to_folder or os.fspath(face_cache.ensure())), MOST_FILES)
+        files = ImageFiles(storage)
         for sample in range(len(files)):
             files.image(sample)  # a damaged file is named before anything is timed
         ceiling = Ceiling([files.read(sample) for sample in range(len(files))], installed()[0])
         workers = config.workers or usable_cores()
         rungs = _rungs(config, storage, workers, ceiling)
         runs = {name: LoaderRun(make, count, 2 * count, config.batches, CPU) for name, (count, make) in rungs.items()}
-        for one in runs.values():
-            stack.callback(one.close)
-        progress = stack.enter_context(Rounds(config.repeats + 1))
         seconds = interleave(
             runs,
             config.repeats,
@@ -135,17 +131,17 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
     ceiling is the last."""
     from torchvision.transforms import PILToTensor
 
-    def files(decoder: str, **settings: Any) -> LFWDataset:
-        return LFWDataset(storage, decoder=decoder, **settings)
+    def files(decoder: str, **settings: Any) -> ImageFiles:
+        return ImageFiles(storage, decoder=decoder, **settings)
 
     def sampler(dataset: Sized, batches: int) -> ShuffledSampler:
         return ShuffledSampler(len(dataset), length=batches * config.batch_size)
 
-    def per_image(dataset: LFWDataset, workers: int) -> Make:
+    def per_image(dataset: ImageFiles, workers: int) -> Make:
         size = config.batch_size
         return lambda batches: stock_loader(dataset, workers, batch_size=size, sampler=sampler(dataset, batches))
 
-    def whole(dataset: LFWBatches | Ceiling, workers: int = workers) -> Make:
+    def whole(dataset: ImageBatches | Ceiling, workers: int = workers) -> Make:
         return lambda batches: stock_loader(
             dataset,
             workers,
@@ -153,16 +149,15 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
             collate_fn=keep_batch,
         )
 
-    def fast(dataset: LFWDataset, pool: str) -> Make:
+    def fast(dataset: ImageFiles) -> Make:
         return lambda batches: FastLoader(
-            LFWBatches(dataset),
+            ImageBatches(dataset),
             batch_sampler=ShuffledBatches(sampler(dataset, batches), config.batch_size),
             num_workers=workers,
-            pool=pool,
             prefetch_batches=2 * workers,
         )
 
-    def spdl(dataset: LFWBatches) -> Make:
+    def spdl(dataset: ImageBatches) -> Make:
         return lambda batches: Spdl(dataset, ShuffledBatches(sampler(dataset, batches), config.batch_size), workers)
 
     decoder = installed()[0]
@@ -171,14 +166,12 @@ def _rungs(config: LadderConfig, storage: Storage, workers: int, ceiling: Ceilin
     counts = sorted({1, workers, workers + 1, 2 * workers})
     rungs = {f"{COURSE}, {count} workers": (count, per_image(course, count)) for count in counts}
     rungs["uint8 instead of float"] = workers, per_image(files("pillow", transform=PILToTensor(), **augmented), workers)
-    rungs["into the batch's memory, no collate"] = workers, whole(LFWBatches(files("pillow", **augmented)))
+    rungs["into the batch's memory, no collate"] = workers, whole(ImageBatches(files("pillow", **augmented)))
     if decoder != "pillow":
-        rungs[f"{decoder} instead of Pillow"] = workers, whole(LFWBatches(files(decoder, **augmented)))
+        rungs[f"{decoder} instead of Pillow"] = workers, whole(ImageBatches(files(decoder, **augmented)))
     if config.augmentation == "none" and util.find_spec("spdl"):
-        rungs[f"SPDL, {decoder}"] = workers, spdl(LFWBatches(files(decoder)))
-    chosen = choose_pool(LFWBatches(files(decoder, **augmented)).works_per_image)
-    for pool in ("threads" if chosen == "processes" else "processes", chosen):  # the one to use comes last
-        rungs[f"fast loader: memory reused, {pool}"] = workers, fast(files(decoder, **augmented), pool)
+        rungs[f"SPDL, {decoder}"] = workers, spdl(ImageBatches(files(decoder)))
+    rungs["fast loader: memory reused, threads"] = workers, fast(files(decoder, **augmented))
     rungs["ceiling"] = usable_cores(), whole(ceiling, usable_cores())
     return rungs
 

@@ -22,12 +22,11 @@ from common.cli import command, option, parse
 from common.data import DECODERS
 from common.data.loaders import loader_errors
 from common.distributed.process_group import require_alone
-from common.errors import UsageError
 from common.files.run_directory import prepare_output, results_in
 from common.reporting.run_figures import plot_samples
 from dataloading.dataset.augmentation import AUGMENTATIONS, course_transform
 from dataloading.dataset.batches import collate
-from dataloading.dataset.lfw import ON_ERROR, SKIP_LIMIT, LFWDataset
+from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledSampler
 from dataloading.loader.stock_loader import FLOAT_BYTES, stock_loader
 from dataloading.synthetic import face_cache
@@ -40,7 +39,7 @@ SHOWN = 32
 class LFWConfig:
     """Settings of ``dataloading.lfw_dataset``, each also in the style of ``-num_workers 4``."""
 
-    path_to_folder: str | None = option(None, "folder or URL of the JPEG files (default: drawn faces)")
+    path_to_folder: str | None = option(None, "folder of the JPEG files (default: drawn faces)")
     batch_size: int = option(32, "images per batch", minimum=1)
     num_workers: int = option(0, "loader processes; 0 loads in the main process", minimum=0)
     visualize_batch: bool = option(False, "draw a batch, with the people's names")
@@ -49,7 +48,6 @@ class LFWConfig:
     augmentation: str = option("none", "affine is RandomAffine(5, (0.1, 0.1), (0.5, 2.0))", choices=AUGMENTATIONS)
     decoder: str = option("pillow", "decoder of the JPEGs", choices=DECODERS)
     image_size: int | None = option(None, "make every image a square of so many pixels", minimum=1, maximum=4096)
-    on_error: str = option("raise", f"skip leaves out up to {SKIP_LIMIT} files that cannot be read", choices=ON_ERROR)
     output: Path = option(Path("runs/lfw-dataset"), "folder of the picture")
 
 
@@ -66,24 +64,18 @@ def main() -> None:
         transform=course_transform(config.augmentation),
         decoder=config.decoder,
         image_size=config.image_size,
-        on_error=config.on_error,
     )
     height, width, _ = dataset.image_shape()
     print(
-        f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.people):,} people, the first {width}x{height}"
+        f"{dataset.storage.root}: {len(dataset):,} images of {len(dataset.classes):,} people, the first {width}x{height}"
     )
     with loader_errors():
-        batch = next(iter(_loader(config, dataset, batches=1)))
-        if not batch:
-            raise UsageError(f"{dataset.storage.root}: no file of the first batch of {config.batch_size} can be read")
-        images, labels = batch
+        images, labels = next(iter(_loader(config, dataset, batches=1)))
         print(f"a batch: images {images.dtype} {list(images.shape)}, labels {labels.dtype} {list(labels.shape)}")
         if config.visualize_batch:
             _visualize(config, dataset, images, labels)
         if config.get_timing:
             _time(config, dataset)
-    if dataset.skipped:
-        print(f"files skipped: {dataset.skipped}")
 
 
 def _loader(config: LFWConfig, dataset: LFWDataset, batches: int) -> DataLoader[tuple[torch.Tensor, torch.Tensor]]:
@@ -104,22 +96,23 @@ def _visualize(config: LFWConfig, dataset: LFWDataset, images: torch.Tensor, lab
     pixels, people = images[:SHOWN].mul(255).byte().numpy(), labels[:SHOWN].tolist()
     path = config.output / "batch.png"
     with results_in(config.output):
-        plot_samples(path, pixels, people, people, dataset.people, dataset.storage.root)  # as if all were recognized
+        plot_samples(path, pixels, people, people, dataset.classes, dataset.storage.root)  # as if all were recognized
     print(f"the batch is drawn in {path}")
 
 
 def _time(config: LFWConfig, dataset: LFWDataset) -> None:
-    seconds, images = [], 0
+    seconds = []
     for _ in range(PASSES):
         began = time.perf_counter()
-        for batch in _loader(config, dataset, config.batches_to_check):
-            images += len(batch[0]) if batch else 0  # without those that were skipped
+        for _ in _loader(config, dataset, config.batches_to_check):
+            pass
         seconds.append(time.perf_counter() - began)
     mean = statistics.mean(seconds)
     print(
         f"{config.batches_to_check} batches of {config.batch_size} with {config.num_workers} workers: "
         f"{mean:.2f} ± {statistics.stdev(seconds):.2f} s over {PASSES} passes, including the start of the workers; "
-        f"{images / sum(seconds):,.0f} images/s (python -m dataloading.bench finds the best setting)"
+        f"{config.batches_to_check * config.batch_size / mean:,.0f} images/s "
+        "(python -m dataloading.bench finds the best setting)"
     )
 
 

@@ -63,7 +63,7 @@ class TrainConfig(LearningConfig):
     data_dir: str = option(
         None,
         "of fashion-mnist: torchvision's layout or its four *-ubyte.gz files (default: ./data, or Debian's); of lfw: "
-        "a folder or URL with a folder of JPEGs for each person (default: faces drawn for the purpose); of folder: "
+        "a folder with a folder of JPEGs for each person (default: faces drawn for the purpose); of folder: "
         "DIR/CLASS/IMAGE, or DIR/train/CLASS/IMAGE and DIR/test/CLASS/IMAGE",
         per_node=True,
     )
@@ -163,7 +163,7 @@ class TrainConfig(LearningConfig):
         "(default: 0, since data in memory is fetched fastest without; for files 1, and on a GPU the rank's cores but one)",
         minimum=0,
     )
-    persistent_workers: bool = option(True, "keep the workers from epoch to epoch")
+    persistent_workers: bool = option(True, "keep the stock loader's workers from epoch to epoch")
     decoder: str = option(None, "of lfw's JPEGs; the others are faster and extras (default: pillow)", choices=DECODERS)
 
     # The run directory

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.datasets import ImageData, Images, Loader, keep_batch
-from common.data.loaders import stock_loader
+from common.data.loaders import require_room_for_workers, stock_loader
 from common.distributed.process_group import DistEnv
 from common.training.evaluation import evaluation_batch_size
 from common.training.recipes import load_dataset, require_a_batch
@@ -70,17 +70,15 @@ def open_loader(
     workers = default_workers(env) if config.workers is None else config.workers
     with env.fail_together():
         if config.loader == "fast":
-            from common.data.loaders import require_room_for_workers
-            from dataloading.dataset.batches import LFWBatches
+            from dataloading.dataset.batches import ImageBatches
             from dataloading.loader.fast_loader import FastLoader
 
-            assert isinstance(images, LFWBatches)
+            assert isinstance(images, ImageBatches)
             require_room_for_workers(workers, env.local_world_size)
             return FastLoader(
                 images,
                 batch_sampler=batch_sampler,
                 num_workers=workers,
-                persistent_workers=config.persistent_workers,
                 device=env.device,
             )
         source, on_gpu = images, env.device.type == "cuda"

@@ -5,12 +5,12 @@ python fast_loader_own_folder.py PHOTOS
 
 import sys
 
-from dataloading.dataset import ImageFolder, LFWBatches
+from dataloading.dataset import ImageBatches, ImageFolder
 from dataloading.loader import FastLoader
 
 files = ImageFolder(sys.argv[1], image_size=64)
-loader = FastLoader(LFWBatches(files), batch_size=32, shuffle=True, num_workers=2, persistent_workers=True)
-print(f"{len(files)} images of {', '.join(files.people)}")
+loader = FastLoader(ImageBatches(files), batch_size=32, shuffle=True, num_workers=2)
+print(f"{len(files)} images of {', '.join(files.classes)}")
 for epoch in range(2):
     loader.set_epoch(epoch)  # another order
     images_seen, brightness = 0, 0.0
@@ -19,4 +19,3 @@ for epoch in range(2):
         images_seen += len(labels)
         brightness += inputs.mean((1, 2, 3)).sum().item()
     print(f"epoch {epoch}: {images_seen} images, mean brightness {brightness / images_seen:.3f}")
-loader.close()

@@ -162,16 +162,15 @@ def require_shared_memory(needed: int) -> None:
     :param needed: bytes
     :raises UsageError: when fewer bytes are free
     """
-    if os.path.isdir("/dev/shm"):
-        state = os.statvfs("/dev/shm")
-        if state.f_bavail * state.f_frsize < needed:
-            raise UsageError(shared_memory_is_full(needed, state.f_bavail * state.f_frsize))
-
-
-def shared_memory_is_full(needed: int, free: int | None) -> str:
-    """The line for batches of so many bytes."""
-    left = "" if free is None else f" and {free / 1e6:.1f} MB are left"
-    return f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB{left}; {MORE_SHARED_MEMORY}"
+    if not os.path.isdir("/dev/shm"):
+        return
+    state = os.statvfs("/dev/shm")
+    free = state.f_bavail * state.f_frsize
+    if free < needed:
+        raise UsageError(
+            f"shared memory (/dev/shm) is full: its batches need {needed / 1e6:.1f} MB and {free / 1e6:.1f} MB are left; "
+            f"{MORE_SHARED_MEMORY}"
+        )
 
 
 PREFETCH_FACTOR = 2  # DataLoader's own default

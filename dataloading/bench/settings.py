@@ -13,15 +13,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from dataloading.dataset.augmentation import course_transform
-from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.batches import ImageBatches, ThreadedFetch, collate
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.latency import DelayedStorage
-from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
-from dataloading.dataset.storage import Storage, open_storage
+from dataloading.dataset.storage import LocalFolder, Storage
 from dataloading.loader.fast_loader import FastLoader
 from dataloading.loader.stock_loader import FLOAT_BYTES, stock_loader
 
-LOADERS = ("stock", "fast-threads", "fast-processes")
+LOADERS = ("stock", "fast")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Setting:
     """The choices of a user.
 
     :param loader: ``stock``: ``DataLoader`` over images that become float tensors one by one and are collated, as courses
-        teach it; ``fast-threads`` and ``fast-processes``: ``FastLoader`` with this worker pool
-    :param workers: processes or threads; 0 loads in the main process
+        teach it; ``fast``: ``FastLoader``
+    :param workers: processes of ``stock``, threads of ``fast``; 0 loads in the main process
     :param fetch_threads: threads inside each worker that fetch a batch's files in parallel
     :param latency_ms: median delay added to each file; 0 for none
     """
@@ -57,14 +57,9 @@ class Setting:
         if self.workers == 0:
             names |= {"prefetch_factor", "persistent_workers"}
         if self.loader != "stock":
-            # Threads take no time to start; processes, and the main process, fetch file after file.
-            names.add("fetch_threads" if self.uses_processes or self.workers == 0 else "persistent_workers")
+            # Threads take no time to start, and the main process fetches file after file.
+            names.add("persistent_workers" if self.workers else "fetch_threads")
         return names
-
-    @property
-    def uses_processes(self) -> bool:
-        """Whether its workers are processes."""
-        return self.workers > 0 and self.loader in ("stock", "fast-processes")
 
     def label(self, axes: Iterable[str]) -> str:
         """Its values of these fields, in words."""
@@ -80,29 +75,28 @@ def varying(settings: list[Setting]) -> list[str]:
 
 def _phrase(axis: str, value: Any) -> str:
     if axis == "workers":
-        return f"{value} worker{'' if value == 1 else 's'}"
+        return "1 worker" if value == 1 else f"{value} workers"
     if axis == "loader":
         return str(value)
-    if isinstance(value, bool):
-        return axis.replace("_", "-") if value else f"no {axis.replace('_', '-')}"
-    return f"{axis.replace('_', '-')} {value}"
+    name = axis.replace("_", "-")
+    return name if value is True else f"{name} {value}"
 
 
 class Library:
     """Data sets and loaders over one folder, for each way to read it; the folder is listed once.
 
-    :param root: a folder or URL; delays are added in this process before its files are read
-    :param image_size: see :class:`LFWDataset`
+    :param root: a folder; delays are added in this process before its files are read
+    :param image_size: see :class:`ImageFiles`
     """
 
     def __init__(self, root: str, image_size: int | None = None) -> None:
-        self._storage, self.image_size = Listed(open_storage(root)), image_size
+        self._storage, self.image_size = Listed(LocalFolder(root)), image_size
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def dataset(self, setting: Setting) -> LFWDataset:
+    def dataset(self, setting: Setting) -> ImageFiles:
         """The files as the setting reads them; for ``DataLoader`` with the course's ``ToTensor``."""
         latency = setting.latency_ms
-        return LFWDataset(
+        return ImageFiles(
             DelayedStorage(self._storage, latency) if latency else self._storage,
             transform=course_transform("none") if setting.loader == "stock" else None,
             decoder=setting.decoder,
@@ -120,19 +114,16 @@ class Library:
         sampler = ShuffledSampler(len(dataset), length=batches * setting.batch_size)
         if setting.loader == "stock":
             return _stock(setting, dataset, sampler, pin_memory=self.device.type == "cuda")
-        pool = "processes" if setting.uses_processes else "threads"
         return FastLoader(
-            LFWBatches(dataset),
+            ImageBatches(dataset),
             batch_sampler=ShuffledBatches(sampler, setting.batch_size),
-            num_workers=setting.workers * (1 if pool == "processes" else setting.fetch_threads),
-            pool=pool,
+            num_workers=setting.workers * setting.fetch_threads,
             prefetch_batches=max(2, setting.prefetch_factor * setting.workers),
-            persistent_workers=setting.persistent_workers,
             device=self.device,
         )
 
 
-def _stock(setting: Setting, dataset: LFWDataset, sampler: ShuffledSampler, pin_memory: bool) -> DataLoader[Any]:
+def _stock(setting: Setting, dataset: ImageFiles, sampler: ShuffledSampler, pin_memory: bool) -> DataLoader[Any]:
     workers: dict[str, Any] = {}
     if setting.workers:
         workers = {
@@ -164,6 +155,3 @@ class Listed:
 
     def names(self) -> list[str]:
         return self._names
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": []}  # a worker only reads files, and would get its own copy of the list

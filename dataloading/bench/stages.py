@@ -1,6 +1,6 @@
 """The time of one image, stage by stage, and of sending a batch to the main process.
 
-The data set calls ``LFWDataset.span`` around each stage, in one process without other work.
+The data set itself says when a stage begins and ends (``ImageFiles.span``), in one process without other work.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from common.data.datasets import BatchKey
 from dataloading.bench.settings import Setting
-from dataloading.dataset.batches import LFWBatches, collate
-from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.batches import ImageBatches, collate
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.sampler import SampleKey
 from dataloading.loader.stock_loader import stock_loader
 
@@ -27,8 +27,25 @@ SLOW_SAMPLES = 64
 SENT_BATCHES = 60
 
 
-def measure_stages(dataset: LFWDataset, setting: Setting) -> dict[str, float]:
-    """Load some images in this process and record the stages; send batches of them from a worker.
+class StageSeconds:
+    """Adds up the seconds of each stage.
+
+    :ivar seconds: by name, in the order of the first time
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a block of a stage."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
+
+
+def measure_stages(dataset: ImageFiles, setting: Setting) -> dict[str, float]:
+    """Load some images in this process and time the stages; send batches of them from a worker.
 
     :param dataset: from ``Library.dataset`` for the setting
     :returns: seconds per image of each stage that the setting has, in their order
@@ -36,35 +53,25 @@ def measure_stages(dataset: LFWDataset, setting: Setting) -> dict[str, float]:
     rng = np.random.default_rng(0)
     batches = max(1, (SLOW_SAMPLES if setting.latency_ms else SAMPLES) // setting.batch_size)  # only full batches
     samples = rng.permutation(len(dataset))[: batches * setting.batch_size]
-    # LFWBatches decodes a file for the shape, before the stages are recorded.
-    whole = None if setting.loader == "stock" else LFWBatches(dataset)
-    blocks: list[tuple[str, float]] = []  # a list, since several threads may read files
-
-    @contextlib.contextmanager
-    def timed(stage: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        blocks.append((stage, time.perf_counter() - began))
-
-    dataset.span, threads = timed, torch.get_num_threads()
+    # ImageBatches decodes a file for the shape, before the stages are timed.
+    whole = None if setting.loader == "stock" else ImageBatches(dataset)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker
     items = []
     for epoch in range(2):
-        blocks.clear()  # the first epoch warms up
+        dataset.span = stage = StageSeconds()  # the first epoch warms up
         for part in np.split(samples, range(setting.batch_size, len(samples), setting.batch_size)):
             if whole is not None:
                 whole.__getitems__(BatchKey(epoch, part))
             else:
                 items = [dataset[SampleKey(epoch, sample)] for sample in part.tolist()]
-                with timed("collate"):
+                with stage("collate"):
                     collate(items)
     torch.set_num_threads(threads)
-    seconds: dict[str, float] = defaultdict(float)
-    for stage, taken in blocks:
-        seconds[stage] += taken / len(samples)
-    if items and setting.uses_processes:
-        seconds["IPC"] = max(0.0, _send(items) - seconds["collate"])
-    return dict(seconds)
+    costs = {name: seconds / len(samples) for name, seconds in stage.seconds.items()}
+    if items and setting.workers:
+        costs["IPC"] = max(0.0, _send(items) - costs["collate"])
+    return costs
 
 
 class _Ready(Dataset[Any]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
 import time
@@ -60,38 +59,23 @@ def measure(
     :param repeats: rounds that count
     :param after_round: as in :func:`interleave`
     """
-    with contextlib.ExitStack() as stack:
-        runs = {}
-        for setting in settings:
-            runs[setting] = _run(library, setting, batches)
-            stack.callback(runs[setting].close)
-        named = {str(number): run for number, run in enumerate(runs.values())}
-        rounds = len(interleave(named, repeats, after_round=after_round)["0"])
-        return [
-            LoadingMeasurement(setting, run.images, run.first_batch[-rounds:], run.steady[-rounds:])
-            for setting, run in runs.items()
-        ]
+    runs = {setting: _run(library, setting, batches) for setting in settings}
+    named = {str(number): run for number, run in enumerate(runs.values())}
+    rounds = len(interleave(named, repeats, after_round=after_round)["0"])
+    return [
+        LoadingMeasurement(setting, run.images, run.first_batch[-rounds:], run.steady[-rounds:])
+        for setting, run in runs.items()
+    ]
 
 
-def wait_share(library: Library, setting: Setting, step_s: float, batches: int) -> float:
-    """The share of a training loop's time that passes in ``next()``, receiving included, with steps of this length.
-
-    A step here is a sleep, which leaves all cores to the workers, as a step on a GPU does.
-    """
-    run = _run(library, setting, batches, step_s)
-    with contextlib.closing(run):
-        seconds = run()
-        return run.waited / seconds
-
-
-def _run(library: Library, setting: Setting, batches: int, step_s: float = 0.0) -> LoaderRun:
+def _run(library: Library, setting: Setting, batches: int) -> LoaderRun:
     make_loader = functools.partial(library.loader, setting)
     ahead, kept = setting.prefetch_factor * setting.workers, setting.persistent_workers
-    return LoaderRun(make_loader, setting.workers, ahead, batches, library.device, kept, step_s)
+    return LoaderRun(make_loader, setting.workers, ahead, batches, library.device, kept)
 
 
 class LoaderRun:
-    """Repeated runs of one loader; a call makes one run and returns the seconds of its steady part.
+    """Repeated runs of one loader; a call makes one run and returns the seconds of its steady part. Persistent workers end with it.
 
     :param make_loader: makes a loader of a number of batches
     :param workers: threads or processes of the loader
@@ -99,7 +83,6 @@ class LoaderRun:
     :param batches: timed batches, after the warm-up
     :param device: where batches are copied to, if it is not the CPU
     :param persistent: whether its workers are persistent; a run then consumes all batches, so that they are idle at its end
-    :param step_s: seconds that the consumer takes for each batch
     """
 
     def __init__(
@@ -110,17 +93,15 @@ class LoaderRun:
         batches: int,
         device: torch.device,
         persistent: bool = False,
-        step_s: float = 0.0,
     ) -> None:
         # The first batches come before all workers are busy, and the last when some are idle already. So the timed batches
         # lie between, and the prefetched ones at the end are never requested.
-        # Before a slow consumer, the workers first fill all that is prefetched.
-        self._going, self._batches = max(2, workers) + (ahead if step_s else 0), batches
-        self._device, self._persistent, self._step_s = device, persistent, step_s
+        self._going, self._batches = max(2, workers), batches
+        self._device, self._persistent = device, persistent
         self._loader = make_loader(self._going + batches + max(2, ahead))
         self.first_batch: list[float] = []
         self.steady: list[float] = []
-        self.images, self.waited = 0, 0.0  # of the last run's timed batches: those that arrived, seconds in next()
+        self.images = 0  # that arrived in the last run's timed batches
 
     def __call__(self) -> float:
         began = time.perf_counter()
@@ -128,7 +109,7 @@ class LoaderRun:
         self._take(iterator, 1)
         first = time.perf_counter()
         self._take(iterator, self._going - 1)
-        self.images, self.waited = 0, 0.0
+        self.images = 0
         going = time.perf_counter()
         self._take(iterator, self._batches)
         end = time.perf_counter()
@@ -140,22 +121,11 @@ class LoaderRun:
                 pass
         return end - going
 
-    def close(self) -> None:
-        """End persistent workers."""
-        if hasattr(self._loader, "close"):
-            self._loader.close()
-        del self._loader
-
     def _take(self, iterator: Any, batches: int) -> None:
         for _ in range(batches):
-            asked = time.perf_counter()
             batch = next(iterator)
-            self.waited += time.perf_counter() - asked
-            if len(batch):  # if all files were skipped, the batch is an empty list
-                self.images += len(batch[0])
-                if self._device.type != "cpu":
-                    batch[0].to(self._device, non_blocking=True)
-            if self._step_s:
-                time.sleep(self._step_s)
+            self.images += len(batch[0])
+            if self._device.type != "cpu":
+                batch[0].to(self._device, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

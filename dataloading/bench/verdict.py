@@ -1,4 +1,4 @@
-"""From a sweep's numbers to advice: the best setting, its confidence, the changes that help, and whether training would wait.
+"""From a sweep's numbers to advice: the best setting and the changes that help.
 
 A change is advised only after it was measured, in turns with the setting that it improves.
 """
@@ -6,21 +6,19 @@ A change is advised only after it was measured, in turns with the setting that i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from common.reporting.timing import NOISE, paired_ratio
 from dataloading.bench.settings import Setting, varying
 from dataloading.bench.sweep import LoadingMeasurement
 from dataloading.dataset.decoders import installed
-from dataloading.loader.fast_loader import choose_pool
 
 FETCH_THREADS = 16  # of each worker: they hide most of the latency of storage that answers in 20 ms
 BATCH_SIZE = 32  # in a smaller one, the fixed cost of each batch may be the limit
-NO_WAIT = 0.01  # share of a training loop's time
 
 
-def recommend(sweep: list[LoadingMeasurement]) -> list[LoadingMeasurement]:
-    """Those that are as fast as the best, by its median, within noise: the setting to choose first, which is the cheapest.
+def recommend(sweep: list[LoadingMeasurement]) -> LoadingMeasurement:
+    """The cheapest of those that are as fast as the best, by its median, within noise.
 
     Cheapest means: fewest workers, then fewest fetch threads, then the fewest prefetched images.
 
@@ -28,7 +26,7 @@ def recommend(sweep: list[LoadingMeasurement]) -> list[LoadingMeasurement]:
     """
     best = max(sweep, key=lambda measured: measured.images_per_s)
     ratios = [(measured, paired_ratio(measured.per_image, best.per_image)) for measured in sweep]
-    return sorted((one for one, ratio in ratios if ratio.median <= 1 + NOISE or ratio.low <= 1), key=cost)
+    return min((one for one, ratio in ratios if ratio.median <= 1 + NOISE or ratio.low <= 1), key=cost)
 
 
 def cost(measured: LoadingMeasurement) -> tuple[float, ...]:
@@ -38,14 +36,13 @@ def cost(measured: LoadingMeasurement) -> tuple[float, ...]:
     return setting.workers, setting.fetch_threads, memory, -measured.images_per_s
 
 
-def changes(setting: Setting, cores: int, resizes: bool) -> list[Setting]:
+def changes(setting: Setting, cores: int) -> list[Setting]:
     """The settings to compare with this one, each of which differs in what may be its limit.
 
     :param cores: number of usable cores
-    :param resizes: whether images are resized
     """
     alternatives = (
-        {"loader": f"fast-{choose_pool(setting.augmentation != 'none' or resizes)}"},
+        {"loader": "fast"},
         {"workers": cores},
         {"batch_size": max(BATCH_SIZE, setting.batch_size)},
         {"decoder": installed()[0]},
@@ -72,15 +69,3 @@ def explain(now: LoadingMeasurement, tried: Sequence[LoadingMeasurement], sample
     if helpful:
         return [f"measured: with {name}, an epoch is {gains[name]:.2f} times as fast" for name in helpful]
     return [f"no faster, measured: {', '.join(gains)}"]
-
-
-def waiting_for(step_ms: float, shares: Mapping[Setting, float], axes: Iterable[str]) -> str:
-    """Whether training with steps of this length waits for its data, and the setting with which it waits least.
-
-    :param shares: for each setting, the cheapest first, the share of the time that was spent waiting
-    :param axes: the fields by which the settings differ
-    """
-    least = min(shares.values())
-    setting, share = next((one, share) for one, share in shares.items() if share <= max(least, NO_WAIT))
-    waits = "does not wait" if share <= NO_WAIT else "waits"
-    return f"measured: a training step of {step_ms:g} ms {waits} for its batch with {setting.label(axes)} ({share:.1%} of the time)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,23 +17,22 @@ from torch.utils.data import Dataset, default_collate
 
 from common.data.datasets import NO_AUGMENTATION, Augmentation, Batch, BatchKey
 from dataloading.dataset.decoders import Pixels
-from dataloading.dataset.lfw import LFWDataset, Skipped
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.sampler import SampleKey, as_batch_key
-from dataloading.dataset.storage import BadFile, Unskippable
+from dataloading.dataset.storage import BadFile
 
 
 def collate(items: list[Any]) -> Any:
-    """torch's ``default_collate`` without skipped samples; an empty list if all were skipped.
+    """torch's ``default_collate``, with advice in its error.
 
     :raises BadFile: for images of several sizes
     """
-    kept = [item for item in items if not isinstance(item, Skipped)]
-    shapes = sorted({tuple(image.shape) for image, _ in kept if isinstance(image, Tensor)})
+    shapes = sorted({tuple(image.shape) for image, _ in items if isinstance(image, Tensor)})
     if len(shapes) > 1:
-        raise Unskippable(
+        raise BadFile(
             f"images of several sizes make no batch: {shapes[0]} and {shapes[1]}; give image_size (--image-size)"
         )
-    return default_collate(kept) if kept else []
+    return default_collate(items)
 
 
 class ThreadedFetch(Dataset[Any]):
@@ -58,8 +57,8 @@ class ThreadedFetch(Dataset[Any]):
             return list(pool.map(self.dataset.__getitem__, keys))
 
 
-class LFWBatches(Dataset[Any]):
-    """An :class:`LFWDataset` that fills a batch's buffer in place: no tensor per image, no collate, no float.
+class ImageBatches(Dataset[Any]):
+    """An :class:`ImageFiles` that fills a batch's buffer in place: no tensor per image, no collate, no float.
 
     For the fast loader, and for ``DataLoader`` with a batch sampler that yields :class:`BatchKey` and
     ``collate_fn=keep_batch``.
@@ -69,11 +68,11 @@ class LFWBatches(Dataset[Any]):
     :raises ValueError: for files with a ``transform``, which needs an image object for each sample
     """
 
-    def __init__(self, files: LFWDataset, augmentation: Augmentation = NO_AUGMENTATION) -> None:
+    def __init__(self, files: ImageFiles, augmentation: Augmentation = NO_AUGMENTATION) -> None:
         if files.transform is not None:
             raise ValueError(
-                "LFWBatches makes no image object that LFWDataset's transform could be called with: leave transform out and use "
-                "image_size and augmentation, or give the LFWDataset itself to torch's DataLoader"
+                "ImageBatches makes no image object that the files' transform could be called with: leave transform out and use "
+                "image_size and augmentation, or give the files themselves to torch's DataLoader"
             )
         self.files, self._augmentation = files, augmentation
         self.image_shape = files.image_shape()
@@ -86,11 +85,6 @@ class LFWBatches(Dataset[Any]):
         """Channels, height and width of a batch's images."""
         height, width, channels = self.image_shape
         return channels, height, width
-
-    @property
-    def works_per_image(self) -> bool:
-        """Whether images are augmented or resized one by one: work that partly holds the GIL."""
-        return bool(self.files.augmentation) or self.files.image_size is not None
 
     @property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -106,48 +100,38 @@ class LFWBatches(Dataset[Any]):
             batch = self.__getitems__(as_batch_key(key, epoch=0))
             return list(zip(batch.images, batch.labels, strict=True))
         buffer = np.empty((len(key.samples), *self.image_shape), np.uint8)
-        return self.assemble(key, buffer, self.fill(buffer, key))
+        self.fill(buffer, key)
+        return self.assemble(key, buffer)
 
-    def fill(
-        self,
-        buffer: Pixels,
-        key: BatchKey,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> list[int]:
+    def fill(self, buffer: Pixels, key: BatchKey, start: int = 0, stop: int | None = None) -> None:
         """Write the samples ``start`` to ``stop`` of a batch to their positions in its buffer.
 
         :param buffer: uint8 ``[n, height, width, 3]``, of the whole batch
         :param key: the epoch and the samples of the whole batch
-        :returns: the positions of skipped samples
-        :raises BadFile: for a file that cannot be read or decoded, unless such are skipped
+        :raises BadFile: for a file that cannot be read or decoded
         """
         samples = key.samples[start:stop]
         augmentation = self.files.augmentation
         draws = augmentation.draw(self.files.seed, key.epoch, samples) if augmentation else None
-        skipped = []
         for i, sample in enumerate(samples.tolist()):
-            try:
-                self.files.pixels_into(buffer[start + i], sample, None if draws is None else draws[i])
-            except BadFile as error:
-                self.files.skip_or_raise(sample, error)
-                skipped.append(start + i)
-        return skipped
+            self.files.pixels_into(buffer[start + i], sample, None if draws is None else draws[i])
 
-    def assemble(self, key: BatchKey, buffer: Pixels, skipped: list[int]) -> Batch:
-        """The batch of a filled buffer: a view of it, unless samples were skipped.
+    def assemble(self, key: BatchKey, buffer: Pixels) -> Batch:
+        """The batch of a filled buffer, as a view of it.
 
         :param key: the epoch and the samples
         :param buffer: uint8 ``[n, height, width, 3]``
-        :param skipped: positions to leave out
         :returns: images uint8 ``[n, 3, height, width]`` in channels-last memory, as decoded: reordering costs a third of the
             decoding time, and convolutions are fast in this order. So ``flatten`` and ``reshape`` copy, and ``view`` refuses,
             as of every channels-last tensor; ``images.contiguous()`` has the other layout
         """
-        samples = key.samples
-        if skipped:
-            buffer, samples = np.delete(buffer, skipped, axis=0), np.delete(samples, skipped)
         if self._augmentation:
             images = buffer.transpose(0, 3, 1, 2)
-            buffer[:] = self._augmentation(images, self.files.seed, key.epoch, samples).transpose(0, 2, 3, 1)
-        return Batch(torch.from_numpy(buffer).permute(0, 3, 1, 2), torch.from_numpy(self.labels[samples]))
+            buffer[:] = self._augmentation(images, self.files.seed, key.epoch, key.samples).transpose(0, 2, 3, 1)
+        return Batch(torch.from_numpy(buffer).permute(0, 3, 1, 2), torch.from_numpy(self.labels[key.samples]))
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "LFWBatches":
+        raise ImportError("LFWBatches is called ImageBatches now, since it takes any image files")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

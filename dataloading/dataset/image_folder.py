@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.errors import UsageError
-from dataloading.dataset.lfw import LFWDataset
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.storage import LocalFolder
 
 LAYOUT = "DIR/CLASS/IMAGE, or DIR/train/CLASS/IMAGE and DIR/test/CLASS/IMAGE"
 
 
-class ImageFolder(LFWDataset):
-    """The images of a folder with a folder per class; ``people`` are the classes, in the order of their names.
+class ImageFolder(ImageFiles):
+    """The images of a folder with a folder per class; the classes are in the order of their names.
 
     :param root: a local folder
     :param image_size: height and width to which the images are resized
@@ -26,9 +26,10 @@ class ImageFolder(LFWDataset):
     :raises UsageError: when there is no such folder, it has fewer than two classes, or a class has no image
     """
 
+    formats = None
+
     def __init__(self, root: str | Path, *, image_size: int = 64, seed: int = 0) -> None:
         super().__init__(_FolderOfClasses(os.fspath(root)), image_size=image_size, seed=seed)
-        self.formats = None
 
 
 class _FolderOfClasses(LocalFolder):
@@ -42,7 +43,7 @@ class _FolderOfClasses(LocalFolder):
         classes = sorted(entry.name for entry in entries if entry.is_dir() and _is_seen(entry.name))
         if len(classes) < 2:
             raise UsageError(
-                f"{self.root} has {len(classes) or 'no'} folder{'s' * (len(classes) != 1)} of images and two classes are needed: "
+                f"{self.root} needs a folder of images for each of two classes or more, and has {len(classes)}: "
                 f"the layout is {LAYOUT}"
             )
         extensions = _readable_extensions()

@@ -1,37 +1,26 @@
-"""Where a data set's bytes come from: a local folder, or any storage that fsspec has a plugin for (``s3://``, ``http://``, ...).
+"""Where a data set's bytes come from: a folder. Storage elsewhere has to be mounted, or copied.
 
 All threads and processes of a loader read through one storage object, so it holds nothing that a fork would break.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import re
-import stat
-import urllib.parse
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from common.data.loaders import BadSample
-from common.errors import UsageError, one_line
+from common.errors import UsageError
 
 SUFFIXES = (".jpg", ".jpeg")
-ARCHIVES = (".tgz", ".tar", ".tar.gz", ".zip")
 MOST_BYTES = 100_000_000  # of one file: an image of the most pixels takes fewer
-MOST_LETTERS = 200  # of an error's text that are shown
 
 
 class BadFile(BadSample):
     """A file of the data set that cannot be read or decoded. The message names it."""
 
 
-class Unskippable(BadFile):
-    """The cause is not this file but the machine or a setting, so other files would fail too."""
-
-
 class Storage(Protocol):
-    """A folder of image files somewhere."""
+    """A folder of image files."""
 
     root: str
 
@@ -45,31 +34,21 @@ class Storage(Protocol):
         """
 
 
-def open_storage(root: str | Path) -> Storage:
-    """The storage for a folder's path or URL.
-
-    :raises UsageError: when it is missing, is a file, or has an unknown protocol
-    """
-    text = os.fspath(root)
-    if text.startswith("file://"):
-        text = urllib.parse.unquote(text.removeprefix("file://"))
-    return FsspecFolder(text) if "://" in text else LocalFolder(text)
-
-
 class LocalFolder:
-    """A folder on a mounted file system."""
+    """A folder on a mounted file system.
+
+    :raises UsageError: when it is missing, or no folder
+    """
 
     def __init__(self, root: str) -> None:
         self.root = root
-        if root.lower().endswith(ARCHIVES) and os.path.isfile(root):
-            raise UsageError(
-                f"{root} is an archive, which has no random access to its files: unpack it first "
-                f"(tar -xf {root}) and give the folder that comes out"
-            )
-        if not os.path.isdir(root):
-            raise UsageError(
-                f"{root} is {'a file, not' if os.path.exists(root) else 'not there: give'} a folder of JPEGs"
-            )
+        if os.path.isdir(root):
+            return
+        if "://" in root:
+            raise UsageError(f"{root} is a URL: mount it as a folder, or copy it, and give that folder")
+        if not os.path.exists(root):
+            raise UsageError(f"{root} is not there: give a folder of JPEGs")
+        raise UsageError(f"{root} is a file, not a folder of JPEGs (an archive has to be unpacked first)")
 
     def names(self) -> list[str]:
         names = []
@@ -88,20 +67,13 @@ class LocalFolder:
         """The content of a file, by two system calls. To make Python's own file object takes twice as long."""
         path = os.path.join(self.root, name)
         try:
-            # Not blocking: the open of a pipe would wait for a writer.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # not blocking: a pipe would wait for a writer
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                advice = "raise the limit with ulimit -n, or use fewer workers or threads"
-                raise Unskippable(f"{path} cannot be opened: {error.strerror} ({advice})") from error
             raise BadFile(f"{path} cannot be opened: {error.strerror}") from error
         try:
-            status = os.fstat(descriptor)
-            size = status.st_size
-            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # os.read names a folder
-                raise BadFile(f"{path} is no regular file: remove it")
+            size = os.fstat(descriptor).st_size
             if size > MOST_BYTES:
-                raise BadFile(_too_long(path, f"{size:,} bytes"))
+                raise BadFile(f"{path} has {size:,} bytes, and an image may have {MOST_BYTES:,}: remove it")
             data = os.read(descriptor, size)
             while len(data) < size and (more := os.read(descriptor, size - len(data))):
                 data += more
@@ -110,68 +82,6 @@ class LocalFolder:
             raise BadFile(f"{path} cannot be read: {error.strerror}") from error
         finally:
             os.close(descriptor)
-
-
-def _too_long(name: str, size: str) -> str:
-    return f"{name} has {size}, and an image may have {MOST_BYTES:,}: remove it"
-
-
-class FsspecFolder:
-    """A folder of fsspec: ``s3://``, ``http://``, ``memory://`` and so on, with the user's own plugins and settings.
-
-    :raises UsageError: when fsspec cannot open it
-    """
-
-    def __init__(self, root: str) -> None:
-        self._url, self.root = root.rstrip("/"), _without_password(root).rstrip("/")
-        try:
-            files, self._path = self._connect()
-            if not files.isdir(self._path):
-                raise UsageError(f"{self.root} is not there, or not a folder")
-        except UsageError:
-            raise
-        except Exception as error:  # each plugin has its own types of errors
-            extra = isinstance(error, ImportError) and root.startswith(("http:", "https:"))
-            advice = "; pip install 'raw-ddp[remote]'" if extra else ""
-            raise UsageError(f"{self.root} cannot be opened: {_text(error)}{advice}") from error
-
-    def names(self) -> list[str]:
-        try:
-            paths = self._connect()[0].find(self._path, maxdepth=2)
-        except Exception as error:
-            raise UsageError(f"{self.root} cannot be listed: {_text(error)}") from error
-        return [path.removeprefix(f"{self._path.rstrip('/')}/") for path in paths if is_image(path)]
-
-    def read(self, name: str) -> bytes:
-        try:
-            content: bytes = self._connect()[0].cat_file(
-                f"{self._path.rstrip('/')}/{name}", start=0, end=MOST_BYTES + 1
-            )
-        except Exception as error:  # each plugin has its own types of errors
-            raise BadFile(f"{self.root}/{name} cannot be read: {_text(error)}") from error
-        if len(content) > MOST_BYTES:
-            raise BadFile(_too_long(f"{self.root}/{name}", "more bytes"))
-        return content
-
-    def _connect(self) -> tuple[Any, str]:
-        """The plugin's file system and the path in it.
-
-        fsspec caches one file system per process, since most do not survive a fork. So this asks fsspec each time.
-        """
-        import fsspec
-
-        file_system: tuple[Any, str] = fsspec.core.url_to_fs(self._url)
-        return file_system
-
-
-def _text(error: Exception) -> str:
-    """An error's type and text in one line, without the password of a URL that a plugin has quoted."""
-    return f"{type(error).__name__}: {one_line(_without_password(str(error)))[:MOST_LETTERS]}"
-
-
-def _without_password(url: str) -> str:
-    """The URL as it may be printed: ``http://user:***@host/``."""
-    return re.sub(r"(://[^/?#@:]*:)[^/?#]*@", r"\1***@", url)
 
 
 def is_image(name: str) -> bool:

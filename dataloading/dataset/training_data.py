@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 -m ddp.train --dataset lfw
     torchrun --nproc_per_node=2 -m ddp.train --dataset folder --data-dir photos
 
-Of faces, the people with enough images are the classes. A fifth of each class is for testing. The file names alone decide
-which, so the split is the same on every machine and does not change when other classes are added.
+The classes of a folder of faces are the people with enough images. A fifth of each class is for testing. The file names alone
+decide which, so the split is the same on every machine and does not change when other classes are added.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -20,15 +21,16 @@ import numpy.typing as npt
 from common.data.datasets import NO_AUGMENTATION, Augmentation, BatchKey, ImageData, first_samples, mean_and_std
 from common.errors import UsageError
 from common.randomness import hash64
-from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.batches import ImageBatches
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.image_folder import LAYOUT, ImageFolder
 from dataloading.dataset.lfw import LFWDataset
-from dataloading.loader.fast_loader import FastLoader
 from dataloading.synthetic import face_cache
 
 TEST_SHARE = 5  # one in five images of a class is for testing, at least one
 STATISTICS_SAMPLES = 512
 STATISTICS_THREADS = 8  # more than cores, for files on storage with high latency
+CHUNK = 8  # images that a thread takes at a time
 
 Indices = npt.NDArray[np.int64]
 
@@ -46,7 +48,7 @@ def load_lfw(
 ) -> ImageData:
     """The people of a folder as classes, in the order of their names. Files are read when a batch needs them.
 
-    :param folder: or URL, in LFW's layout; the drawn faces when None (see :mod:`dataloading.synthetic.face_cache`)
+    :param folder: in LFW's layout; the drawn faces when None (see :mod:`dataloading.synthetic.face_cache`)
     :param min_images_per_person: people with fewer are left out; at least 2, for a training and a test image
     :param image_size: height and width to which images are resized, in pixels
     :param augmentation: of a training batch; uncovered borders get the training images' mean grey
@@ -92,9 +94,9 @@ def load_folder(
     folders = [os.path.join(folder, part) for part in ("train", "test")]
     if all(map(os.path.isdir, folders)):
         train, test = (_mixed(ImageFolder(part, image_size=image_size, seed=seed)) for part in folders)
-        if train.people != test.people:
-            one = min(set(train.people) ^ set(test.people))
-            there, missing = folders if one in train.people else reversed(folders)
+        if train.classes != test.classes:
+            one = min(set(train.classes) ^ set(test.classes))
+            there, missing = folders if one in train.classes else reversed(folders)
             raise UsageError(f"{there} has a class {one} and {missing} has none: both need the same classes")
     elif any(map(os.path.isdir, folders)):
         there, missing = sorted(folders, key=os.path.isdir, reverse=True)
@@ -104,22 +106,22 @@ def load_folder(
         single = np.flatnonzero(np.bincount(files.labels) < 2)
         if len(single):
             raise UsageError(
-                f"{os.path.join(folder, files.people[single[0]])} holds one image and needs two, for training and for testing"
+                f"{os.path.join(folder, files.classes[single[0]])} holds one image and needs two, for training and for testing"
             )
-        train, test = map(files.subset, split(files, np.arange(len(files.people))))
+        train, test = map(files.subset, split(files, np.arange(len(files.classes))))
     return image_data("folder", train, test, augmentation, train_samples, test_samples)
 
 
-def _mixed(files: LFWDataset) -> LFWDataset:
+def _mixed(files: ImageFiles) -> ImageFiles:
     """The same files in an order that mixes the classes, and depends on nothing but their names."""
-    train, test = split(files, np.arange(len(files.people)))
+    train, test = split(files, np.arange(len(files.classes)))
     return files.subset(np.concatenate([test, train]))
 
 
 def image_data(
     name: str,
-    train: LFWDataset,
-    test: LFWDataset,
+    train: ImageFiles,
+    test: ImageFiles,
     augmentation: Augmentation,
     train_samples: int | None,
     test_samples: int | None,
@@ -139,17 +141,17 @@ def image_data(
         checksum.update(part.labels.tobytes())
     return ImageData(
         name=name,
-        train=LFWBatches(train, replace(augmentation, fill=round(255 * mean))),
-        test=LFWBatches(test),
-        classes=train.people,
+        train=ImageBatches(train, replace(augmentation, fill=round(255 * mean))),
+        test=ImageBatches(test),
+        classes=train.classes,
         mean=mean,
         std=std,
         fingerprint=checksum.hexdigest()[:16],
     )
 
 
-def _people(files: LFWDataset, min_images: int) -> Indices:
-    """The people with enough images, as ascending indices into ``files.people``."""
+def _people(files: ImageFiles, min_images: int) -> Indices:
+    """The people with enough images, as ascending indices into ``files.classes``."""
     images = np.bincount(files.labels)
     people = np.flatnonzero(images >= min_images)
     if len(people) < 2:
@@ -161,7 +163,7 @@ def _people(files: LFWDataset, min_images: int) -> Indices:
     return people
 
 
-def split(files: LFWDataset, people: Indices) -> tuple[Indices, Indices]:
+def split(files: ImageFiles, people: Indices) -> tuple[Indices, Indices]:
     """Indices of the training and of the test images, each in the order of a hash of the file's name."""
     names = np.array([zlib.crc32(name.encode("utf-8", "surrogateescape")) for name in files.files])
     order = np.argsort(hash64("lfw-split", names), kind="stable")
@@ -173,9 +175,10 @@ def split(files: LFWDataset, people: Indices) -> tuple[Indices, Indices]:
     return order[(chosen & ~tested)[order]], order[tested[order]]
 
 
-def _first_images(train: LFWDataset) -> npt.NDArray[np.uint8]:
-    """uint8 ``[n, 3, height, width]``."""
-    key = BatchKey(0, np.arange(min(len(train), STATISTICS_SAMPLES)))
-    loader = FastLoader(LFWBatches(train), batch_sampler=[key], num_workers=STATISTICS_THREADS, pool="threads")
-    (batch,) = loader
-    return batch.images.numpy()
+def _first_images(train: ImageFiles) -> npt.NDArray[np.uint8]:
+    """uint8 ``[n, 3, height, width]``, decoded by threads."""
+    key, batches = BatchKey(0, np.arange(min(len(train), STATISTICS_SAMPLES))), ImageBatches(train)
+    pixels = np.empty((len(key.samples), *batches.image_shape), np.uint8)
+    with ThreadPoolExecutor(STATISTICS_THREADS) as threads:
+        list(threads.map(lambda at: batches.fill(pixels, key, at, at + CHUNK), range(0, len(pixels), CHUNK)))
+    return pixels.transpose(0, 3, 1, 2)

@@ -17,25 +17,12 @@ from common.errors import UsageError
 
 TITLE = "drawn faces"
 PEOPLE = 1000
-_NAME = "faces-v2"  # the number changes with the drawing, so that old files are not taken for new ones
+_NAME = "faces-v3"  # the number changes with the drawing, so that old files are not taken for new ones
 _MEGABYTES = 54  # of a usual file system, in blocks of 4 kB
-_FIRST_NAMES = (
-    "Alex Andrea Ash Bao Casey Dana Devon Eden Emery Gray Hiro Indigo Jamie Kai Kim Lee Mika Nico Noor Quinn Remy Robin Sasha "
-    "Toni Yuki"
-)
-_LAST_NAMES = (
-    "Aldaby Alenko Ander Berg Brami Bramsen Corero Corski Dunfield Dunowe Eldgard Eldson Fenberg Fenton Garaby Garwick Holiani "
-    "Holsen Ingimoto Ingyan Jarowe Jarsten Kelfield Kelski Lindaby Lindero Marenko Marsen Norberg Norwick Osterson Osteryan "
-    "Ronfield Rongard Selaby Selsten Tanimoto Tanowe Velberg Velski"
-)
 
 
 def name_of(person: int) -> str:
-    """``"First_Last"``, unique among the :data:`PEOPLE`."""
-    last, first = divmod(
-        person * 37 % PEOPLE, 25
-    )  # 37 and the number of people share no factor, so no name comes twice
-    return f"{_FIRST_NAMES.split()[first]}_{_LAST_NAMES.split()[last]}"
+    return f"Person_{person:03d}"
 
 
 def images_of(person: int) -> int:
@@ -44,13 +31,13 @@ def images_of(person: int) -> int:
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/raw-ddp/faces-v2``; ``~/.cache`` replaces a variable that is no absolute path."""
+    """``$XDG_CACHE_HOME/raw-ddp/faces-v3``; ``~/.cache`` replaces a variable that is no absolute path."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (cache if cache.is_absolute() else Path(os.path.expanduser("~"), ".cache")) / "raw-ddp" / _NAME
 
 
 def ensure(folder: Path | None = None, *, people: int = PEOPLE) -> Path:
-    """The folder with the faces, drawn now if it is missing: ``<folder>/First_Last/First_Last_0001.jpg``.
+    """The folder with the faces, drawn now if it is missing: ``<folder>/Person_000/Person_000_0001.jpg``.
 
     :param folder: when None, :func:`default_folder`
     :param people: draw the first so many, which have the most images

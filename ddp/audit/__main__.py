@@ -23,6 +23,7 @@ from pathlib import Path
 
 from common.cli import command, option, parse
 from common.errors import UsageError
+from common.foreign_script.run import Outcome
 from ddp.audit import launch
 from ddp.audit.detectors import find
 from ddp.audit.trace import Trace, read
@@ -97,7 +98,7 @@ def _run(
     ranks: int,
     kill_at: int | None = None,
     output: Path | None = None,
-) -> tuple[Trace, launch.Outcome]:
+) -> tuple[Trace, Outcome]:
     """Run the script with this folder of the run, and read what its ranks have written down."""
     arguments = [argument.replace(RUN, os.fspath(folder)) for argument in script]
     with tempfile.TemporaryDirectory(prefix="ddp-audit-") as name:
@@ -127,7 +128,7 @@ def _require_script(script: list[str]) -> None:
         raise UsageError(f"{script[0]}: there is no such script")
 
 
-def _summary(trace: Trace, outcome: launch.Outcome) -> str:
+def _summary(trace: Trace, outcome: Outcome) -> str:
     steps = [len(rank.steps) for rank in trace.ranks]
     epochs = [len(rank.all("epoch")) for rank in trace.ranks]
     return (
@@ -136,7 +137,7 @@ def _summary(trace: Trace, outcome: launch.Outcome) -> str:
     )
 
 
-def _why_unjudged(trace: Trace, outcome: launch.Outcome) -> str | None:
+def _why_unjudged(trace: Trace, outcome: Outcome) -> str | None:
     """Why a run cannot be judged, if it cannot."""
     if trace.errors:
         return f"the audit itself failed: {trace.errors[0]}"

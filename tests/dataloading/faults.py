@@ -32,12 +32,11 @@ from torch.utils.data import DataLoader
 
 from common.data.datasets import keep_batch
 from common.data.loaders import start_worker
-from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.batches import ImageBatches, ThreadedFetch, collate
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.latency import DelayedStorage
-from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import ShuffledBatches, ShuffledSampler
 from dataloading.dataset.storage import BadFile, LocalFolder
-from dataloading.loader import worker_pool
 from dataloading.loader.fast_loader import FastLoader
 
 WIDTH, HEIGHT = 24, 20
@@ -67,7 +66,7 @@ def to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, threads: int = 0) -> Iterator[Any]:
+def stock(files: ImageFiles, epoch: int, batch_size: int, workers: int = 0, threads: int = 0) -> Iterator[Any]:
     """``DataLoader``, which fetches one sample after the other, or a batch's samples in threads."""
     files.transform = to_tensor
     sampler = ShuffledSampler(len(files), seed=files.seed)
@@ -85,14 +84,14 @@ def stock(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, thre
     )
 
 
-def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
+def whole_batches(files: ImageFiles, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
     """``DataLoader`` over a data set that fills whole batches."""
     sampler = ShuffledBatches(ShuffledSampler(len(files), seed=files.seed), batch_size)
     sampler.set_epoch(epoch)
     collate_fn: Any = keep_batch
     return iter(
         DataLoader(
-            LFWBatches(files),
+            ImageBatches(files),
             batch_sampler=sampler,  # type: ignore[arg-type]
             num_workers=workers,
             collate_fn=collate_fn,
@@ -102,18 +101,14 @@ def whole_batches(files: LFWDataset, epoch: int, batch_size: int, workers: int =
     )
 
 
-def fast(files: LFWDataset, epoch: int, batch_size: int, workers: int = 0, **settings: Any) -> Iterator[Any]:
-    """The fast loader; a persistent one is in its second epoch."""
-    loader = FastLoader(LFWBatches(files), batch_size, shuffle=True, num_workers=workers, **settings)
-    if settings.get("persistent_workers"):
-        loader.set_epoch(epoch + 1)
-        for _ in loader:
-            pass
+def fast(files: ImageFiles, epoch: int, batch_size: int, workers: int = 0) -> Iterator[Any]:
+    """The fast loader."""
+    loader = FastLoader(ImageBatches(files), batch_size, shuffle=True, num_workers=workers)
     loader.set_epoch(epoch)
     return iter(loader)
 
 
-Load = Callable[[LFWDataset, int, int], Iterator[Any]]
+Load = Callable[[ImageFiles, int, int], Iterator[Any]]
 
 LOADERS: dict[str, Load] = {
     "stock": stock,
@@ -123,21 +118,17 @@ LOADERS: dict[str, Load] = {
     "whole-batches": whole_batches,
     "whole-batches-2": functools.partial(whole_batches, workers=2),
     "fast": fast,
-    "fast-1-thread": functools.partial(fast, workers=1, pool="threads"),
-    "fast-3-threads": functools.partial(fast, workers=3, pool="threads"),
-    "fast-3-kept-threads": functools.partial(fast, workers=3, pool="threads", persistent_workers=True),
-    "fast-2-processes": functools.partial(fast, workers=2, pool="processes", multiprocessing_context=CONTEXT),
-    "fast-3-kept-processes": functools.partial(fast, workers=3, pool="processes", persistent_workers=True),
+    "fast-1-thread": functools.partial(fast, workers=1),
+    "fast-3-threads": functools.partial(fast, workers=3),
 }
 
 
 def load(
-    loader: str, files: LFWDataset, epoch: int = 0, batch_size: int = BATCH_SIZE
+    loader: str, files: ImageFiles, epoch: int = 0, batch_size: int = BATCH_SIZE
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """An epoch's batches, by a loader of :data:`LOADERS`."""
-    nothing = torch.empty(0, 3, HEIGHT, WIDTH, dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     for batch in LOADERS[loader](files, epoch, batch_size):
-        yield tuple(batch) if len(batch) else nothing  # ``collate`` gives an empty list where all were skipped
+        yield tuple(batch)
 
 
 def error_in(batches: Iterable[Any]) -> str:
@@ -151,7 +142,7 @@ def error_in(batches: Iterable[Any]) -> str:
     raise AssertionError("no file was bad")
 
 
-def order_of(files: LFWDataset, epoch: int = 0) -> list[int]:
+def order_of(files: ImageFiles, epoch: int = 0) -> list[int]:
     """The samples as every loader gives them."""
     return ShuffledSampler(len(files), seed=files.seed).order(epoch)
 
@@ -198,8 +189,6 @@ class Traces:
     descriptors: list[str] = field(default_factory=lambda: _descriptors())
     children: list[int] = field(default_factory=lambda: sorted(child.pid for child in psutil.Process().children(True)))
     threads: list[str] = field(default_factory=lambda: sorted(str(thread.ident) for thread in threading.enumerate()))
-    shared_maps: list[str] = field(default_factory=lambda: _shared_maps())
-    shared_files: list[str] = field(default_factory=lambda: _shared_files())
 
 
 def _descriptors() -> list[str]:
@@ -223,24 +212,12 @@ def _open_now() -> list[str]:
     return sorted(target for target in targets if "/matplotlib/" not in target)  # fonts, which it closes when it likes
 
 
-def _shared_files() -> list[str]:
-    """torch's, of this process and of those that are gone; others may be at work on this machine."""
-    owners = {name: int(name.split("_")[1]) for name in os.listdir("/dev/shm") if re.match(r"torch_\d+_", name)}
-    return sorted(name for name, pid in owners.items() if pid == os.getpid() or not psutil.pid_exists(pid))
-
-
-def _shared_maps() -> list[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line.split()[-1] for line in lines if "/dev/shm/" in line]
-
-
 def main() -> None:
     global CONTEXT
     loader, folder = sys.argv[1:]
     CONTEXT = None  # this process has no other threads
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
-    worker_pool.PARENT_CHECK_S = 0.5
-    files = LFWDataset(DelayedStorage(LocalFolder(folder), latency_ms=150))
+    files = ImageFiles(DelayedStorage(LocalFolder(folder), latency_ms=150))
     for epoch in range(1_000_000):
         for _ in load(loader, files, epoch):
             print("a batch", flush=True)

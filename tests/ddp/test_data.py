@@ -68,12 +68,10 @@ def test_on_a_gpu_data_in_memory_is_kept_there_unless_workers_are_asked_for(
     assert faster_loading(TrainConfig(), in_memory, kept) == []
 
 
-def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
+def test_images_in_files_are_loaded_by_threads_that_fill_pinned_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_gpu: FakeGpu
 ) -> None:
-    """Images in files are loaded by one process on the CPU, and by several that fill pinned memory on a GPU.
-
-    On the CPU by one; on a GPU by several. The batches are the same.
+    """Images in files are loaded by one thread on the CPU, and by several that fill pinned memory on a GPU, to the same batches.
 
     Claim (dataloading/README.md, 9): on a GPU the workers have the rank's cores but one.
     """
@@ -84,9 +82,9 @@ def test_images_in_files_are_loaded_by_processes_that_fill_page_locked_memory(
     loaders = [opened(images, device, config) for device in (CPU, CUDA)]
     for loader, device, workers in zip(loaders, (None, CUDA), (1, 3), strict=True):
         assert isinstance(loader, FastLoader)
-        assert (loader.pool, loader.num_workers, loader.device) == ("processes", workers, device)
+        assert (loader.num_workers, loader.device) == (workers, device)
     expected, late = map(list, loaders)
-    assert fake_gpu.locked
+    assert fake_gpu.ever_pinned
     for batch, same in zip(late, expected, strict=True):
         assert torch.equal(batch.images, same.images) and torch.equal(batch.labels, same.labels)
 

@@ -18,7 +18,7 @@ from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.signals.stop_request import REQUEUE
 from common.training.evaluation import evaluate
-from dataloading.dataset.batches import LFWBatches
+from dataloading.dataset.batches import ImageBatches
 from dataloading.dataset.training_data import load_lfw
 from ddp.config import TrainConfig
 from ddp.data import load_data
@@ -165,7 +165,7 @@ def damage(folder: Path, half: str) -> Path:
     """Truncate a file that is found only when training or evaluation comes to it: not one of the first, of which the mean
     and standard deviation are taken."""
     images = getattr(load_lfw(str(folder), min_images_per_person=2, image_size=16), half)
-    assert isinstance(images, LFWBatches)
+    assert isinstance(images, ImageBatches)
     path = folder / images.files.files[len(images) - 1]
     path.write_bytes(path.read_bytes()[:-40])
     return path

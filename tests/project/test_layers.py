@@ -18,7 +18,7 @@ from tests.support.launch import REPOSITORY
 # Lowest first. A part is a package with all that is in it, less what has a line of its own. It imports from its own layer and
 # from those below.
 LAYERS = (
-    ("common", "common.files", "common.gpu", "common.signals"),
+    ("common", "common.files", "common.foreign_script", "common.gpu", "common.signals"),
     ("common.distributed", "common.data"),
     ("common.training", "common.resilience"),
     ("common.reporting",),

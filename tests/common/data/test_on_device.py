@@ -16,7 +16,6 @@ from common.data import on_device
 from common.data.datasets import Augmentation, Batch, BatchKey, ImageDataset, load
 from common.data.enlarged import EnlargedImages, enlarge
 from common.data.on_device import ImagesOnDevice, copied_ahead, kept_on_device
-from common.data.pinned import pinned_memory
 from tests.support.fake_gpu import CUDA, FakeGpu
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def test_a_batch_is_copied_on_its_own_stream_and_its_memory_is_free_after_that(f
     """
 
     def made() -> Iterator[Batch]:
-        memory = pinned_memory((2,))
+        memory = torch.empty(2, dtype=torch.uint8, pin_memory=True)
         for number in range(3):
             fake_gpu.log.append(f"batch {number} is made")
             memory.fill_(number)  # where the one before was

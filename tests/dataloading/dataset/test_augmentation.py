@@ -52,11 +52,6 @@ def test_affine_is_torchvisions_affine_with_the_same_numbers(shares: list[float]
     assert image.tobytes() == before
 
 
-def test_none_is_false() -> None:
-    assert not ImageAugmentation()
-    assert ImageAugmentation("affine")
-
-
 @given(
     seed=st.integers(0, 1 << 40),
     epoch=st.integers(0, 1000),
@@ -94,12 +89,3 @@ def test_the_courses_transform_is_random_affine_and_to_tensor() -> None:
     assert isinstance(to_tensor, transforms.ToTensor)
     tensor = course_transform("none")(noise(4, 3))
     assert (tensor.dtype, tensor.shape) == (torch.float32, (3, 3, 4))
-
-
-def test_our_numbers_have_the_ranges_of_the_courses_random_affine() -> None:
-    """Equal shares of the unit interval, whose draws are uniform, become torchvision's uniform ranges."""
-    random_affine = course_transform("affine").transforms[0]
-    lowest, highest = (numbers_of(np.full((4,), share, np.float32), 250, 200) for share in (0, 1))
-    angles, right, down, scales = zip(lowest, highest, strict=True)
-    assert (angles, scales) == (tuple(random_affine.degrees), tuple(random_affine.scale))
-    assert (right, down) == ((-25, 25), (-20, 20))

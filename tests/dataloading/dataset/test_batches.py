@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from torchvision.transforms import PILToTensor
 
 from common.data.datasets import BatchKey
-from dataloading.dataset.batches import LFWBatches, ThreadedFetch, collate
+from dataloading.dataset.batches import ImageBatches, ThreadedFetch
 from dataloading.dataset.decoders import installed
-from dataloading.dataset.lfw import LFWDataset, Skipped
+from dataloading.dataset.image_files import ImageFiles
 from dataloading.dataset.sampler import SampleKey
 from dataloading.dataset.storage import BadFile
 from tests.dataloading.conftest import PICTURES
@@ -33,23 +33,22 @@ from tests.dataloading.faults import (
     save_picture,
 )
 
-IN_FIRST_EPOCH = [name for name in LOADERS if "kept" not in name]
 # By default one loader meets every damage, and each other loader one damage in turn; the other pairs are slow.
 LOADERS_AND_DAMAGE = [
     pytest.param(loader, damage, marks=() if loader == "fast" or i % len(DAMAGE) == j else pytest.mark.slow)
-    for i, loader in enumerate(IN_FIRST_EPOCH)
+    for i, loader in enumerate(LOADERS)
     for j, damage in enumerate(DAMAGE)
 ]
 
 
-def expected_samples(files: LFWDataset, epoch: int = 0) -> list[tuple[torch.Tensor, int]]:
+def expected_samples(files: ImageFiles, epoch: int = 0) -> list[tuple[torch.Tensor, int]]:
     """An epoch's samples one by one, by the data set alone: uint8 ``[3, height, width]`` and label."""
     to_tensor, alone = PILToTensor(), plain(files)
     pairs = [alone[SampleKey(epoch, sample)] for sample in order_of(files, epoch)]
     return [(to_tensor(image), label) for image, label in pairs]
 
 
-def plain(files: LFWDataset) -> LFWDataset:
+def plain(files: ImageFiles) -> ImageFiles:
     """The data set without what a loader has set."""
     other = pickle.loads(pickle.dumps(files))
     other.transform = None
@@ -80,33 +79,33 @@ def test_every_loader_gives_the_same_images_and_labels_in_the_same_order(
 
     Claim (dataloading/README.md, 6): every loader and decoder gives the same images.
     """
-    files = LFWDataset(pictures, augmentation=augmentation, seed=7)
+    files = ImageFiles(pictures, augmentation=augmentation, seed=7)
     for epoch in (0, 3):
         assert_batches(list(load(loader, files, epoch)), expected_samples(files, epoch), BATCH_SIZE)
 
 
 @pytest.mark.parametrize("batch_size", [1, PICTURES + 1])
-@pytest.mark.parametrize("loader", ["whole-batches-2", "fast", "fast-3-threads", "fast-3-kept-processes"])
+@pytest.mark.parametrize("loader", ["whole-batches-2", "fast", "fast-3-threads"])
 def test_they_do_so_for_any_batch_size(pictures: Path, loader: str, batch_size: int) -> None:
-    files = LFWDataset(pictures)
+    files = ImageFiles(pictures)
     assert_batches(list(load(loader, files, 1, batch_size)), expected_samples(files, 1), batch_size)
 
 
 @pytest.mark.parametrize("decoder", installed())
-@pytest.mark.parametrize("loader", ["stock", "fast-3-threads", "fast-2-processes"])
+@pytest.mark.parametrize("loader", ["stock", "fast-3-threads"])
 def test_they_do_so_with_every_decoder(pictures: Path, loader: str, decoder: str) -> None:
-    assert_batches(list(load(loader, LFWDataset(pictures, decoder=decoder))), expected_samples(LFWDataset(pictures)), 4)
+    assert_batches(list(load(loader, ImageFiles(pictures, decoder=decoder))), expected_samples(ImageFiles(pictures)), 4)
 
 
-@pytest.mark.parametrize("loader", ["stock-2", "fast-3-threads", "fast-2-processes"])
+@pytest.mark.parametrize("loader", ["stock-2", "fast-3-threads"])
 def test_images_of_several_sizes_are_made_equal_by_all(own_pictures: Path, loader: str) -> None:
     save_picture(own_pictures / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(300, 200))
-    files = LFWDataset(own_pictures, image_size=16)
+    files = ImageFiles(own_pictures, image_size=16)
     assert_batches(list(load(loader, files)), expected_samples(files), BATCH_SIZE)
 
 
 def test_a_batch_lies_in_memory_as_it_was_decoded(pictures: Path) -> None:
-    batch = LFWBatches(LFWDataset(pictures)).__getitems__(BatchKey(0, np.arange(4)))
+    batch = ImageBatches(ImageFiles(pictures)).__getitems__(BatchKey(0, np.arange(4)))
     assert batch.images.shape == (4, 3, HEIGHT, WIDTH)
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
@@ -118,9 +117,9 @@ def test_a_batch_lies_in_memory_as_it_was_decoded(pictures: Path) -> None:
 def test_a_bad_file_is_one_line_in_the_place_of_its_batch(own_pictures: Path, loader: str, damage: str) -> None:
     """A damaged file raises one line that names it, when its batch is due.
 
-    Claim (dataloading/README.md, 8): a bad file is one line; skipping leaves the rest as it is.
+    Claim (dataloading/README.md, 8): a bad file is one line.
     """
-    files = LFWDataset(own_pictures)
+    files = ImageFiles(own_pictures)
     order = order_of(files)
     expected = expected_samples(files)
     bad = next(place for place in range(9, PICTURES) if order[place] != 0)  # 0 tells every image's size
@@ -135,9 +134,9 @@ def test_a_bad_file_is_one_line_in_the_place_of_its_batch(own_pictures: Path, lo
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("loader", IN_FIRST_EPOCH)
+@pytest.mark.parametrize("loader", LOADERS)
 def test_of_several_bad_files_the_first_in_order_is_told(own_pictures: Path, loader: str) -> None:
-    files = LFWDataset(own_pictures)
+    files = ImageFiles(own_pictures)
     order = order_of(files)
     bad = [sample for sample in order[:6] if sample != 0]
     for sample in bad:
@@ -146,67 +145,21 @@ def test_of_several_bad_files_the_first_in_order_is_told(own_pictures: Path, loa
     assert message.startswith(f"{files.path(bad[0])} cannot be opened")
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_skipping_leaves_the_rest_as_it_is_and_is_counted_over_all_workers(own_pictures: Path, loader: str) -> None:
-    """Skipping damaged files leaves the other samples as they are, and counts them over all workers.
-
-    Claim (dataloading/README.md, 8): a bad file is one line; skipping leaves the rest as it is.
-    """
-    files = LFWDataset(own_pictures, on_error="skip")
-    order, expected = order_of(files), expected_samples(files)
-    # One in a batch, all of a batch, and the first and last of all.
-    bad = sorted({0, 2, *range(2 * BATCH_SIZE, 3 * BATCH_SIZE), 13, PICTURES - 1})
-    for place, (do, _) in zip(bad, list(DAMAGE.values()) * 3, strict=False):
-        do(Path(files.path(order[place])))
-    batches = list(load(loader, files))
-    starts = range(0, PICTURES, BATCH_SIZE)
-    assert len(batches) == len(starts)
-    for (images, labels), start in zip(batches, starts, strict=True):
-        wanted = [expected[place] for place in range(start, min(start + BATCH_SIZE, PICTURES)) if place not in bad]
-        assert labels.tolist() == [label for _, label in wanted]
-        assert images.shape == (len(wanted), 3, HEIGHT, WIDTH)
-        assert all(torch.equal(image, wanted_image) for image, (wanted_image, _) in zip(images, wanted, strict=True))
-    assert files.skipped == len(bad)  # in a second epoch too
-
-
-@pytest.mark.parametrize("loader", ["stock", "fast-3-threads", "fast-3-kept-processes"])
-def test_more_bad_files_than_the_limit_over_all_workers_are_an_error(
-    own_pictures: Path, loader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dataloading.dataset.lfw.SKIP_LIMIT", 5)
-    files = LFWDataset(own_pictures, on_error="skip")
-    for sample in range(1, PICTURES):
-        Path(files.path(sample)).unlink()
-    message = error_in(load(loader, files))
-    assert re.fullmatch(r"/.*; more than 5 files could not be read, so this is not skipped", message)
-
-
 @pytest.mark.parametrize("loader", ["stock", "stock-2", "stock-threaded-fetch"])
 def test_images_of_several_sizes_are_one_line_with_what_to_do(own_pictures: Path, loader: str) -> None:
     save_picture(own_pictures / "Ann_Lee" / "Ann_Lee_0001.jpg", 0, size=(30, 31))
-    message = error_in(load(loader, LFWDataset(own_pictures)))
+    message = error_in(load(loader, ImageFiles(own_pictures)))
     assert (
         message == "images of several sizes make no batch: (3, 20, 24) and (3, 31, 30); give image_size (--image-size)"
     )
 
 
-@pytest.mark.parametrize("loader", ["whole-batches-2", "fast-3-threads", "fast-3-kept-processes"])
+@pytest.mark.parametrize("loader", ["whole-batches-2", "fast-3-threads"])
 def test_an_image_of_another_size_is_named_with_what_to_do(own_pictures: Path, loader: str) -> None:
-    files = LFWDataset(own_pictures)
+    files = ImageFiles(own_pictures)
     save_picture(Path(files.path(5)), 0, size=(30, 31))
     message = error_in(load(loader, files))
     assert re.fullmatch(f"{files.path(5)} has 30x31 pixels, .* give image_size \\(--image-size\\)", message)
-
-
-# collate
-
-
-def test_collate_is_torchs_without_what_was_skipped() -> None:
-    items = [(torch.full((2,), i), i) for i in range(4)]
-    images, labels = collate([items[0], Skipped(), items[2], items[3], Skipped()])
-    assert torch.equal(images, torch.tensor([[0, 0], [2, 2], [3, 3]]))
-    assert labels.tolist() == [0, 2, 3]
-    assert collate([Skipped(), Skipped()]) == []
 
 
 # ThreadedFetch
@@ -261,14 +214,14 @@ def test_the_first_error_in_the_batchs_order_is_raised_though_another_came_befor
         fetch.__getitems__([0, 1, 2, 3, 4])
 
 
-# LFWBatches
+# ImageBatches
 
 
 def test_a_part_of_a_batch_fills_its_places_only(pictures: Path) -> None:
-    dataset = LFWBatches(LFWDataset(pictures))
+    dataset = ImageBatches(ImageFiles(pictures))
     buffer = np.full((5, HEIGHT, WIDTH, 3), 77, np.uint8)
     key = BatchKey(0, np.array([4, 3, 2, 1, 0]))
-    assert dataset.fill(buffer, key, 1, 3) == []
+    dataset.fill(buffer, key, 1, 3)
     assert (buffer[[0, 3, 4]] == 77).all()
     np.testing.assert_array_equal(buffer[1], dataset.files[3][0])
     np.testing.assert_array_equal(buffer[2], dataset.files[2][0])

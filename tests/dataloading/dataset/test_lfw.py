@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ from torchvision import transforms
 from common.errors import UsageError
 from dataloading.dataset.augmentation import ImageAugmentation
 from dataloading.dataset.decoders import installed
-from dataloading.dataset.lfw import LFWDataset, Skipped
+from dataloading.dataset.lfw import LFWDataset
 from dataloading.dataset.sampler import SampleKey
-from dataloading.dataset.storage import LocalFolder, Unskippable
 from tests.dataloading.conftest import PEOPLE, PICTURES
-from tests.dataloading.faults import DAMAGE, HEIGHT, WIDTH, save_picture
+from tests.dataloading.faults import HEIGHT, WIDTH, save_picture
 
 
 def pixels(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -31,7 +28,7 @@ def test_a_folder_of_lfws_layout_gives_its_files_by_name_and_their_people(pictur
     files = LFWDataset(pictures)
     paths = sorted(pictures.glob("*/*.jpg"), key=lambda path: str(path.relative_to(pictures)))
     assert len(files) == len(paths) == PICTURES
-    assert files.people == PEOPLE
+    assert files.classes == PEOPLE
     assert [files.path(sample) for sample in range(PICTURES)] == [str(path) for path in paths]
     for sample, path in enumerate(paths):
         image, person = files[sample]
@@ -46,7 +43,7 @@ def test_files_directly_in_the_folder_are_of_the_people_that_their_names_say(tmp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         save_picture(tmp_path / f"{name}.jpg", number)
     files = LFWDataset(tmp_path)
-    assert files.people == ("Ann_Lee", "Bo_Ek", "Cyd_Ray", "portrait")
+    assert files.classes == ("Ann_Lee", "Bo_Ek", "Cyd_Ray", "portrait")
     assert files.labels.tolist() == [0, 0, 1, 2, 3]
     assert files.labels.dtype == np.int64
 
@@ -67,12 +64,6 @@ def test_a_folder_without_a_jpeg_is_refused_with_what_it_should_be(tmp_path: Pat
         LFWDataset(tmp_path)
     assert str(refused.value).startswith(f"{tmp_path} holds no JPEG file, nor do the folders in it: a data set is ")
     assert "<folder>/<Person_Name>/<Person_Name>_<NNNN>.jpg" in str(refused.value)
-
-
-@pytest.mark.parametrize("index", [-1, PICTURES])
-def test_there_is_no_sample_before_the_first_and_after_the_last(pictures: Path, index: int) -> None:
-    with pytest.raises(IndexError):
-        LFWDataset(pictures)[index]
 
 
 @pytest.mark.parametrize("decoder", installed())
@@ -96,72 +87,9 @@ def test_pixels_in_a_batch_are_those_of_the_image(
         assert (batch[[0, 2]] == 77).all()
 
 
-# on_error="skip"
-
-
-def test_a_file_that_cannot_be_read_is_skipped_with_a_warning_that_names_it(
-    own_pictures: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = LFWDataset(own_pictures, on_error="skip")
-    paths = [Path(files.path(sample)) for sample in range(len(DAMAGE))]
-    for path, (do, _) in zip(paths, DAMAGE.values(), strict=True):
-        do(path)
-    with caplog.at_level(logging.WARNING, "dataloading"):
-        assert all(isinstance(files[sample], Skipped) for sample in range(len(DAMAGE)))
-    assert files.skipped == len(DAMAGE)
-    for path, (_, reason), line in zip(paths, DAMAGE.values(), caplog.messages, strict=True):
-        assert line.startswith(f"skipped: {path} {reason}")
-    assert not isinstance(files[len(DAMAGE)], Skipped)
-
-
-def test_a_file_that_is_met_again_is_skipped_again_but_counted_and_said_once(
-    own_pictures: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = LFWDataset(own_pictures, on_error="skip")
-    for sample in (0, 3):
-        Path(files.path(sample)).unlink()
-    with ThreadPoolExecutor(4) as threads:
-        met = list(threads.map(files.__getitem__, [0, 3] * 50))
-    assert all(isinstance(item, Skipped) for item in met)
-    assert files.skipped == 2
-    said = {record.message for record in caplog.records}
-    assert len(said) == 2
-    assert all(any(files.path(sample) in line for line in said) for sample in (0, 3))
-
-
-def test_what_is_not_the_files_fault_is_not_skipped(own_pictures: Path) -> None:
-    class Exhausted(LocalFolder):
-        def read(self, name: str) -> bytes:
-            raise Unskippable("too many open files")
-
-    files = LFWDataset(Exhausted(str(own_pictures)), on_error="skip")
-    with pytest.raises(Unskippable, match="too many open files"):
-        files[0]
-    assert files.skipped == 0
-
-
-def test_the_shape_is_that_of_the_first_file_that_can_be_read_and_looking_for_it_skips_none(
-    own_pictures: Path,
-) -> None:
-    files = LFWDataset(own_pictures, on_error="skip")
-    for sample in range(2):
-        Path(files.path(sample)).write_bytes(b"")
-    assert files.image_shape() == (HEIGHT, WIDTH, 3)
-    assert files.skipped == 0
-
-
-def test_a_folder_in_which_nothing_can_be_read_is_one_line(own_pictures: Path) -> None:
-    files = LFWDataset(own_pictures, on_error="skip")
-    for sample in range(len(files)):
-        Path(files.path(sample)).write_bytes(b"")
-    with pytest.raises(UsageError, match=f"^{own_pictures}: none of its {PICTURES} files can be decoded$"):
-        files.image_shape()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"on_error": "ignore"}, r"^on_error \(--on-error\) is 'ignore': it must be raise or skip$"),
         ({"image_size": 0}, r"^image_size \(--image-size\) is 0: it must be at least 1$"),
         ({"augmentation": "all"}, r"^there is no augmentation 'all' \(--augmentation\): none, affine$"),
     ],

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from common.foreign_script.run import INJECT, WATCH_VARIABLE
 from ddp.audit.detectors import find
 from ddp.audit.detectors.finding import Finding
-from ddp.audit.launch import INJECT
+from ddp.audit.launch import WATCH
 from ddp.audit.trace import Trace, read
 from ddp.audit.vary import RUN
 from tests.support.launch import run_ranks
@@ -54,6 +55,7 @@ def _run_watched(arguments: Sequence[str], directory: Path, kill_at: int | None)
     for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "ddp")]:
         del sys.modules[name]  # they are imported anew, once torch is watched
     np.random.seed()
+    os.environ[WATCH_VARIABLE] = os.fspath(WATCH)
     os.environ["DDP_AUDIT_DIRECTORY"] = os.fspath(directory)
     os.environ["DDP_AUDIT_KILL_AT"] = str(kill_at or 0)
     runpy.run_path(str(INJECT / "sitecustomize.py"))["_load_watch"]().install()

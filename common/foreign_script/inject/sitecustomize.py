@@ -1,7 +1,7 @@
-"""Python runs this at its start in every process of an audited script, since the audit puts this folder on PYTHONPATH.
+"""Python runs this at its start in every process of a watched script, since this folder is on PYTHONPATH.
 
-It waits for torch to be imported, and then lets :mod:`ddp.audit.watch` watch it. The watching code is loaded under another name
-than ``ddp``, because the script may have a module of that name.
+It waits for torch to be imported, and then lets the module of ``FOREIGN_SCRIPT_WATCH`` watch it. That module is loaded under a name
+of its own, because the script may have modules with the names of our packages. So nothing of the project is imported here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
-NAME = "_ddp_audit_watch"
+NAME = "_foreign_script_watch"
+WATCH_VARIABLE = "FOREIGN_SCRIPT_WATCH"
 
 
 class WatchTorch:
@@ -38,7 +39,7 @@ class WatchTorch:
 
 
 def _load_watch() -> Any:
-    return _execute(importlib.util.spec_from_file_location(NAME, HERE.parent / "watch" / "__init__.py"))
+    return _execute(importlib.util.spec_from_file_location(NAME, os.environ[WATCH_VARIABLE]))
 
 
 def _execute(spec: ModuleSpec | None) -> Any:
@@ -53,5 +54,5 @@ def _execute(spec: ModuleSpec | None) -> Any:
 _execute(  # a sitecustomize of the machine's own, which this one hides
     PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if Path(entry or ".").resolve() != HERE])
 )
-if "DDP_AUDIT_DIRECTORY" in os.environ:
+if WATCH_VARIABLE in os.environ:
     sys.meta_path.insert(0, WatchTorch())

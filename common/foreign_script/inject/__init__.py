@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH; a package, too, so that it is installed."""
