@@ -11,7 +11,6 @@ checksums of its own format). Nothing in a file is executed (``weights_only=True
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import pickle
@@ -78,8 +77,6 @@ def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise TypeError(f"state {key!r} holds what torch.load(weights_only=True) refuses: {reason}") from error
-    except (OSError, RuntimeError):
-        pass  # the file system cannot map files: not tried
     return size_and_digest(path)
 
 
@@ -134,17 +131,14 @@ def verify(path: str | Path) -> Checkpoint:
 def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:
     """Read one entry of a verified checkpoint's state, its tensors on the CPU; nothing in it is executed.
 
-    :param mapped: map the file instead of reading it, where the file system can; the tensors must not be written to
+    :param mapped: map the file instead of reading it; the tensors must not be written to
     :raises Damaged: when it cannot be loaded
     """
     import torch  # here, so that a program may import this module without torch
 
     path = Path(path)
-    if mapped:
-        with contextlib.suppress(Exception):
-            return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True, mmap=True)
     try:
-        return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True)
+        return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # its type depends on what the file holds
         raise Damaged(path, f"{key}.pt cannot be loaded ({type(error).__name__})") from error
 

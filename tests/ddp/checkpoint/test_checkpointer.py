@@ -120,7 +120,7 @@ def test_saves_come_one_after_another(tmp_path: Path) -> None:
 
 
 def failing(folder: Path) -> list[str]:
-    """What each call raises while the directory cannot be written; at the end it can."""
+    """The error of each call while the directory cannot be written; at the end it can."""
     with process_group(threads=1) as env:
         job, checkpointers, folders = started(folder, env)
         at_once, later = checkpointers[False], checkpointers[True]

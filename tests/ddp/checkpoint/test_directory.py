@@ -1,4 +1,4 @@
-"""ddp/checkpoint/directory.py: checkpoints of one's own loop, with a scheduler, an EMA and own state; nothing of the trainer."""
+"""ddp/checkpoint/directory.py: checkpoints of one's own loop, with any state; nothing of the trainer."""
 
 from __future__ import annotations
 
@@ -23,47 +23,16 @@ LIFTED = (
 )  # fmt: skip
 
 
-class Loop:
-    """A training loop of one's own: a scheduler, an EMA of the weights, and a generator of random numbers."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
-        self.ema = AveragedModel(self.model, use_buffers=True)
-        self.generator = torch.Generator().manual_seed(1)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.model(torch.randn(6, 4, generator=self.generator)).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            self.ema.update_parameters(self.model)
-
-    def state(self) -> dict[str, Any]:
-        own = {"generator": self.generator.get_state(), "seen": (3, [1.5, None])}
-        return {name: getattr(self, name).state_dict() for name in STATEFUL} | {"own": own}
-
-
-STATEFUL = ("model", "optimizer", "scheduler", "ema")
-
-
-def test_a_loop_of_one_s_own_continues_bit_for_bit(tmp_path: Path) -> None:
-    whole, part, resumed = Loop(), Loop(), Loop()
-    whole.train(10)
+def test_any_state_is_saved_and_found_again(tmp_path: Path) -> None:
+    """A whole loop, with a scheduler, is in tests/examples/test_lifted.py."""
+    ema = AveragedModel(nn.Linear(4, 2)).state_dict()
+    state = {"ema": ema, "own": {"generator": torch.get_rng_state(), "seen": (3, [1.5, None])}}
     for step in range(1, 5):
-        part.train(1)
-        save(tmp_path / "checkpoints", step, part.state(), {"seed": 0, "rate": 0.1})
+        path = save(tmp_path / "checkpoints", step, state, {"seed": 0, "rate": 0.1})
     found = newest(tmp_path / "checkpoints")
-    assert found is not None and found == verify(found.path)
-    assert found == Checkpoint(tmp_path / "checkpoints" / "step-00000004", 4, {"seed": 0, "rate": 0.1})
-    for name in STATEFUL:
-        getattr(resumed, name).load_state_dict(load(found.path, name))
-    resumed.generator.set_state(load(found.path, "own")["generator"])
-    resumed.train(6)
-    assert bits(resumed.state()) == bits(whole.state())
+    assert found == verify(path) == Checkpoint(path, 4, {"seed": 0, "rate": 0.1})
+    assert path == tmp_path / "checkpoints" / "step-00000004"
+    assert bits({name: load(path, name) for name in state}) == bits(state)
 
 
 def test_sha256sum_reads_the_digests(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_all_pairs_of_strategies(tmp_path: Path, expected: list[float], before: 
 def test_batchnorm_channels_last_and_momentum_travel(tmp_path: Path) -> None:
     """BatchNorm's buffers, channels-last parameters and momentum survive a change of strategy.
 
-    Of another model, whose buffers are no parameters, and whose parameters lie in another order in memory.
+    It is another model: its buffers are no parameters, and its parameters lie in another order in memory.
 
     Claim (ddp/sharded/README.md, 9): a checkpoint is resumed in all pairs of strategies, with BatchNorm,
     channels-last and momentum.
@@ -139,7 +139,7 @@ def test_no_rank_reads_more_than_its_part(tmp_path: Path) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Of this process, without what it has mapped from files."""
+    """Bytes of this process, without those that it has mapped from files."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return 1024 * int(found[1])

@@ -24,7 +24,7 @@ from tests.ddp.checkpoint.samples import (
     write,
 )
 
-# What is written is read again
+# A checkpoint is read as it was written
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
