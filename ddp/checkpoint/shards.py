@@ -221,9 +221,10 @@ def _wrong_shards(shards: Sequence[Shard], shape: tuple[int, ...]) -> str | None
     """
     if not shards:
         return "nowhere"
-    (values, (_, saved_shape, order)), at = shards[0], 0
+    values, (_, saved_shape, order) = shards[0]
     if saved_shape != shape:
         return f"of shape {list(saved_shape)} instead of {list(shape)}"
+    at = 0
     for part, region in shards:
         if region[1:] != (shape, order) or part.dtype != values.dtype or (part.numel() and region.begin != at):
             return f"in shards that do not fit together at element {at}"
