@@ -36,7 +36,7 @@ def choose_fastest(config: TrainConfig, env: DistEnv, before: dict[str, Any]) ->
     devices: list[str | None] = [None] * env.world_size
     dist.all_gather_object(devices, None if multiplies_bf16(env.device) else f"the {env.device.type} of {env.host}")
     strategy, all_reduce, why = _averaging(config, env, before)
-    precision, why_precision = _precision(config, next(filter(None, devices), None), before)
+    precision, why_precision = _precision(config.precision, next(filter(None, devices), None), before)
     with env.fail_together():
         chosen = dataclasses.replace(config, strategy=strategy, all_reduce=all_reduce, precision=precision)
     summed = f" --all-reduce {chosen.all_reduce}" if chosen.all_reduce else ""
@@ -62,13 +62,14 @@ def _averaging(config: TrainConfig, env: DistEnv, before: dict[str, Any]) -> tup
     return (config.strategy, "backend", obstacle) if config.strategy else ("torch", None, obstacle)
 
 
-def _precision(config: TrainConfig, lacking: str | None, before: dict[str, Any]) -> tuple[str, str]:
+def _precision(given: str | None, lacking: str | None, before: dict[str, Any]) -> tuple[str, str]:
     """``precision`` and the reason.
 
+    :param given: by its own flag
     :param lacking: a device without instructions for bf16; None if all have them
     """
-    if config.precision is not None:
-        return config.precision, "as given"
+    if given is not None:
+        return given, "as given"
     if before:
         slow = f", but {lacking} has no instructions for it" if lacking and before["precision"] == "bf16" else ""
         return before["precision"], AS_BEFORE + slow

@@ -28,11 +28,9 @@ import torch
 
 import ddp.train
 from common.data.datasets import ImageData
-from common.error_line import PRINT_AFTER
 from common.files.atomic_files import SCRATCH
 from common.training.metrics import read_metrics
-from ddp.checkpoint import directory, storage
-from ddp.checkpoint.storage import KINDS
+from ddp.checkpoint import directory, load, storage
 from ddp.job import Job
 from tests.support.launch import REPOSITORY, clean_environment, error_lines
 
@@ -107,20 +105,14 @@ class Run:
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float = 120.0) -> int:
-        """The exit status of the command, when the last line of its output is written.
+        """The exit status of the command.
 
         :raises AssertionError: with its output, if it does not end in time
         """
         try:
-            status = self._process.wait(timeout_s)
+            return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {timeout_s} s:\n{self.output}") from None
-        for process in psutil.process_iter():  # a process that prints below torchrun's report, see common/error_line.py
-            with contextlib.suppress(psutil.NoSuchProcess):
-                arguments = process.cmdline()
-                if PRINT_AFTER in arguments and str(self._process.pid) in arguments:
-                    process.wait(10)
-        return status
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
         """Poll until ``condition()`` is true; False if the command ends before.
@@ -302,7 +294,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     newest = storage.newest(run_dir)
     assert newest is not None, f"{run_dir} has no checkpoint"
     path, manifest = newest
-    contents = {kind: storage.read(path, kind) for kind in KINDS}
+    contents = {file.stem: load(path, file.stem) for file in path.glob("*.pt")}
     for rank in contents["ranks"]:
         rank["window"] = rank["window"][:3]  # then come its seconds
     contents["progress"] = manifest.progress

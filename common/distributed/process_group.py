@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
 from common.distributed.rank_logging import rank_logging
 from common.errors import UsageError, leaves_together
-from common.files.run_directory import LOG_FOLDER
 from common.launchers import TORCHRUN_VARIABLES
 from common.signals.stop_request import stop_signals, to_be_requeued
 
@@ -156,12 +154,10 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
         offer_interface(os.environ.get("MASTER_ADDR", "localhost"), interface)
     if "RANK" not in os.environ:  # a group of one needs no rendezvous, and so no port
         return dist.HashStore()  # type: ignore[attr-defined]
-    from common.native_stderr import frames_to_log  # only in a job of ranks
-
     timeout = datetime.timedelta(seconds=timeout_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # otherwise rank 0 serves the store
-    with frames_to_log(_log_of(env, settings)), _store_errors(env, address, port):
+    with _store_errors(env, address, port):
         if not by_agent:
             from common.distributed.addresses import require_master_address
 
@@ -174,12 +170,6 @@ def open_store(env: DistEnv, timeout_s: float, settings: Any = None) -> Store:
 
             return PrefixStore(agree_on_prefix(store, env.rank, env.world_size, timeout_s), store)
         return store  # which ranks come is checked by the caller
-
-
-def _log_of(env: DistEnv, settings: Any) -> Path | None:
-    """The rank's log of a command that has a directory for its run."""
-    folder = getattr(settings, "run_dir", None)
-    return folder and folder / LOG_FOLDER / f"rank{env.rank}.log"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -79,32 +78,6 @@ def require_only_a_run(folder: Path) -> None:
         )
 
 
-def require_regular_files(folder: Path) -> None:
-    """A pipe in place of a file would make a reader wait forever, and a device would take what is written.
-
-    :raises UsageError: naming the first of a run's files that is something else. (Checkpoints are verified when they are read.)
-    """
-    for path in (*(folder / name for name in FILES), *(folder / LOG_FOLDER).glob("*")):
-        if path.is_dir() and not path.is_symlink():
-            if path.parent == folder:  # there may be folders among the logs: torchrun's --log-dir
-                raise UsageError(f"{path} is a folder: move it away, or give another --run-dir")
-        elif path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no regular file: remove it, or give another --run-dir")
-
-
-def read_regular(path: Path) -> bytes:
-    """The content of a file.
-
-    :raises OSError: when it cannot be read, or is no regular file: a pipe would make the reader wait forever
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read()
-
-
 def lock_run(folder: Path) -> TextIO:
     """Lock a directory until the returned file is closed, or this process ends: a second run in it is refused until then.
 
@@ -139,7 +112,7 @@ def require_lock(folder: Path) -> None:
     :raises UsageError: when the lock file was removed or is another process's: another run may write into the directory
     """
     try:
-        holder = read_regular(folder / LOCK_FILE).decode(errors="replace")
+        holder = (folder / LOCK_FILE).read_text(errors="replace")
     except OSError:
         holder = "no process\n"
     if holder != _this_process():
@@ -164,7 +137,6 @@ def prepare(folder: Path, *, overwrite: bool, resume: bool = False, resumable: b
     """
     try:
         exists = folder.is_dir() and any(not _precedes_a_run(entry.name) for entry in folder.iterdir())
-        require_regular_files(folder)
         is_run = holds_run(folder)
         if resume and not is_run:
             raise UsageError(f"--resume: {folder} holds no run; start it without --resume, or name its --run-dir")
@@ -222,7 +194,7 @@ def has_config(folder: Path) -> bool:
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``. Empty when it is missing or damaged."""
     try:
-        content = json.loads(read_regular(folder / CONFIG_FILE))
+        content = json.loads((folder / CONFIG_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

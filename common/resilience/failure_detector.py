@@ -4,11 +4,8 @@ A failure spreads. In a ring, rank 1 sees rank 0's connection close, gives up an
 close. So no rank decides alone which rank failed first. Each reports what it sees. A rank that has to know reads all reports
 and proposes a decision, and the first proposal that reaches the store is the decision of all ranks.
 
-There are two kinds of reports, for two kinds of failures:
-
-- *heartbeats*: where a rank's main thread is, once a second, or that it has failed; for ranks that wait without end. They go on in
-  a thread; :mod:`common.resilience.watchdog` reads them when it has waited for too long.
-- *suspicions*: which rank should have answered; from ranks whose send or receive failed (:mod:`common.resilience.suspicions`).
+The reports are *heartbeats*: where a rank's main thread is, once a second, or that it has failed. They go on in a thread, while the
+main thread may wait without end; :mod:`common.resilience.watchdog` reads them when it has waited for too long.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class FailureDetector:
 
     def __init__(self, key: str, rank: int, world_size: int) -> None:
         self._report_keys = [f"{key}/report/{rank}" for rank in range(world_size)]
-        self._own_key, self._decision_key, self._count_key = self._report_keys[rank], f"{key}/decision", f"{key}/count"
+        self._own_key, self._decision_key = self._report_keys[rank], f"{key}/decision"
         self._job_store: Any = dist.distributed_c10d._get_default_store()
         self._store = self._job_store
 
@@ -68,10 +65,6 @@ class FailureDetector:
     def decision(self) -> Any:
         """The decision; None if no rank has proposed one."""
         return json.loads(self._store.get(self._decision_key)) if self._store.check([self._decision_key]) else None
-
-    def count(self) -> int:
-        """How often the ranks have called this, all together."""
-        return int(self._store.add(self._count_key, 1))
 
 
 class Position(NamedTuple):

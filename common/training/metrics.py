@@ -16,7 +16,7 @@ from typing import Any
 
 from common.errors import UsageError
 from common.files.atomic_files import write_bytes
-from common.files.run_directory import CONTINUE, METRICS_FILE, read_regular, writing
+from common.files.run_directory import CONTINUE, METRICS_FILE, writing
 
 Record = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def read_metrics(folder: Path) -> list[Record]:
     :raises OSError: when the file cannot be read
     """
     try:
-        lines = read_regular(folder / METRICS_FILE).decode("utf-8", errors="replace").split("\n")
+        lines = (folder / METRICS_FILE).read_bytes().decode("utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
     return [record for record in map(_record_in, lines[:-1]) if record is not None]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import Any
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,9 +22,6 @@ def another_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return other
 
 
-Watch = Callable[[], contextlib.AbstractContextManager[Any]]
-
-
 class Backend(ShardedAllReduce):
     """``dist.all_reduce``, and a reduce-scatter and an all-gather alone: over TCP with gloo, over NVLink or the network with NCCL.
 
@@ -36,40 +29,34 @@ class Backend(ShardedAllReduce):
     torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
 
     :param group: the default group when None
-    :param watch: makes a context in which each sum is awaited, which may turn an error into one that names the lost rank
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, watch: Watch = contextlib.nullcontext) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self._group, self._watch = group, watch
+        self._group = group
 
     def run(self, buffer: Tensor) -> None:
         self.start(buffer).wait()
 
     def start(self, buffer: Tensor) -> Pending:
-        return _InBackend(dist.all_reduce(buffer, group=self._group, async_op=True), self._watch)
+        return _pending(dist.all_reduce(buffer, group=self._group, async_op=True))
 
     def reduce_scatter(self, buffer: Tensor) -> None:
         self.start_reduce_scatter(buffer).wait()
 
     def start_reduce_scatter(self, buffer: Tensor) -> Pending:
-        return _InBackend(_reduce_scatter(self._own(buffer), buffer, group=self._group, async_op=True), self._watch)
+        return _pending(_reduce_scatter(self._own(buffer), buffer, group=self._group, async_op=True))
 
     def all_gather(self, buffer: Tensor) -> None:
         self.start_all_gather(buffer).wait()
 
     def start_all_gather(self, buffer: Tensor) -> Pending:
-        return _InBackend(_all_gather(buffer, self._own(buffer), group=self._group, async_op=True), self._watch)
+        return _pending(_all_gather(buffer, self._own(buffer), group=self._group, async_op=True))
 
     def _own(self, buffer: Tensor) -> Tensor:
         return buffer.chunk(dist.get_world_size(self._group))[dist.get_rank(self._group)]
 
 
-class _InBackend:
-    def __init__(self, work: dist.Work | None, watch: Watch) -> None:
-        self._work, self._watch = work, watch
-
-    def wait(self) -> None:
-        assert self._work is not None
-        with self._watch():
-            self._work.wait()
+def _pending(work: dist.Work | None) -> Pending:
+    assert work is not None
+    return work

@@ -16,7 +16,7 @@ class Pending(Protocol):
     def wait(self) -> Any:
         """Return when the tensor holds the sum.
 
-        :raises RankLost: when a rank was lost before
+        :raises RuntimeError: when a rank has ended, or did not answer in time
         """
 
 
@@ -38,7 +38,7 @@ class AllReduce(abc.ABC):
     def run(self, buffer: Tensor) -> None:
         """Sum ``buffer`` over the ranks.
 
-        :raises RankLost: naming the rank that ended or did not answer in time
+        :raises RuntimeError: when a rank has ended, or did not answer in time
         """
 
     def start(self, buffer: Tensor) -> Pending:

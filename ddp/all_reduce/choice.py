@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -19,13 +18,13 @@ from ddp.all_reduce.shared_memory import SharedMemory
 from ddp.all_reduce.tree import Tree
 
 
-def watched_backend(p2p: P2P) -> Backend:
-    """The backend's all-reduce, which names the rank that was lost, as the hand-written ones do."""
-    return Backend(p2p.group, functools.partial(p2p.blaming, None))
+def backend(p2p: P2P) -> Backend:
+    """The backend's all-reduce, for the same ranks."""
+    return Backend(p2p.group)
 
 
 _BY_NAME: dict[str, Callable[[P2P], AllReduce]] = {
-    "backend": watched_backend,
+    "backend": backend,
     "naive": Naive,
     "ring": Ring,
     "halving-doubling": HalvingDoubling,

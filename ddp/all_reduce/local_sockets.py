@@ -49,7 +49,7 @@ class LocalSockets:
                     p2p.send(torch.tensor(list(invitation), dtype=torch.uint8), peer)
                     self._connections[peer] = _accept(listener, invitation[-SECRET_BYTES:])
             except OSError as error:
-                raise p2p.lost(peer, error) from error
+                raise RuntimeError(f"rank {p2p.members[peer]} is lost: {error}") from error
 
     def meet(self, what: str, *files: int) -> list[int]:
         """A barrier: return when all ranks have called this.
@@ -57,8 +57,7 @@ class LocalSockets:
         :param what: the purpose of the call, which must be the same on all ranks
         :param files: a file descriptor for the other ranks, or none; on all ranks alike. The caller closes it.
         :returns: the file descriptors of all ranks, in rank order
-        :raises RankLost: if a rank has ended, or does not call in time
-        :raises RuntimeError: if the purposes differ
+        :raises RuntimeError: if a rank has ended, or does not call in time, or the purposes differ
         """
         own = what.encode()
         enclosed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
@@ -74,13 +73,13 @@ class LocalSockets:
                 ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
                 if not ready:
                     peer = min(waiting.values())
-                    raise TimeoutError(f"rank {peer} did not come {what}")
+                    raise TimeoutError(f"it did not come {what} within {self._p2p.timeout_s:g} s")
                 for descriptor, _ in ready:
                     poll.unregister(descriptor)
                     peer = waiting.pop(descriptor)
                     theirs, received, *_ = self._connections[peer].recvmsg(MESSAGE_BYTES, FILE_BYTES)
                     if not theirs:
-                        raise ConnectionResetError(f"rank {peer} has closed its connection")
+                        raise ConnectionResetError("it has closed its connection")
                     if theirs != own:
                         raise RuntimeError(
                             f"on {self._p2p.hosts[peer]}, rank {self._p2p.rank} came {what}, but rank {peer} came "
@@ -89,7 +88,8 @@ class LocalSockets:
                         )
                     gathered[peer] = [file for _, _, data in received for file in array.array("i", data)]
         except OSError as error:
-            raise self._p2p.lost(peer, error) from error
+            self.close()  # sums that are queued behind this one fail at once, here and on the other ranks
+            raise RuntimeError(f"rank {self._p2p.members[peer]} is lost: {error}") from error
         return [file for peer in sorted(gathered) for file in gathered[peer]]
 
     def close(self) -> None:

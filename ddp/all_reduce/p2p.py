@@ -1,20 +1,13 @@
-"""Point-to-point messages between the ranks of a group, and the base of all-reduces that are made of them.
-
-If a message does not arrive, all ranks name the rank that was lost.
-
-Gloo's own errors name no rank, or the wrong one: when rank 0 ends, rank 1 gives up and leaves, and rank 2 sees the connection
-of rank 1 close. So ranks report which rank they suspect (:mod:`common.resilience.suspicions`) and agree on the lost one.
-"""
+"""Point-to-point messages between the ranks of a group, and the base of all-reduces that are made of them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UsageError
-from common.resilience.suspicions import RankLost, Suspicions
 from ddp.all_reduce.base import AllReduce
 
 
@@ -33,7 +25,8 @@ class P2P:
     object, or of the group's collectives in another thread. Its methods are for one thread at a time.
 
     ``hosts`` has the host name of each rank, ``host_ids`` what only the ranks of one host share, ``group`` is the whole group (also
-    after :meth:`among`), ``timeout_s`` is how long that waits for a rank, and ``sent_bytes`` counts what this object has sent.
+    after :meth:`among`), ``members`` are the ranks' numbers in it, ``timeout_s`` is how long that waits for a rank, and ``sent_bytes``
+    counts what this object has sent.
 
     :param group: the default group when None
     """
@@ -45,94 +38,65 @@ class P2P:
         self.timeout_s = group._get_backend(group._device_types[0]).options._timeout.total_seconds()
         self.group = group
         self.sent_bytes = 0
-        introductions = [("", "", 0, 0)] * self.size
-        own = socket.gethostname(), host_id(), os.getpid(), secrets.randbits(31)
+        introductions = [("", "", 0)] * self.size
+        own = socket.gethostname(), host_id(), secrets.randbits(31)
         dist.all_gather_object(introductions, own, group)
-        hosts, host_ids, pids, tags = zip(*introductions, strict=True)
+        hosts, host_ids, tags = zip(*introductions, strict=True)
         self.hosts, self.host_ids, self._tag = list(hosts), list(host_ids), tags[0]
-        self._members = list(range(self.size))  # in the group
-        processes = list(zip(hosts, pids, strict=True))
-        self._suspicions = Suspicions(f"rank-lost/{self._tag}", self.rank, processes, self.timeout_s)
+        self.members = list(range(self.size))
 
     def among(self, ranks: Sequence[int]) -> P2P:
-        """The same for some ``ranks`` only, this one among them, renumbered in their order; no communication.
-
-        :class:`RankLost` still names ranks as the group counts them.
-        """
+        """The same for some ``ranks`` only, this one among them, renumbered in their order; no communication."""
         few = copy.copy(self)
         few.rank, few.size = list(ranks).index(self.rank), len(ranks)
         few.hosts = [self.hosts[rank] for rank in ranks]
         few.host_ids = [self.host_ids[rank] for rank in ranks]
-        few._members = [self._members[rank] for rank in ranks]
+        few.members = [self.members[rank] for rank in ranks]
         return few
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send ``tensor``, of any shape but contiguous; returns when it may be overwritten.
 
-        :raises RankLost: naming the rank that was lost
+        :raises RuntimeError: when the other rank has ended, or does not answer in time
         """
-        self._wait(self._isend(tensor, to), to)
+        _wait(self._isend(tensor, to))
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Fill ``tensor`` with what ``source`` sends: as many elements, of the same dtype.
 
-        :raises RankLost: naming the rank that was lost
+        :raises RuntimeError: when the other rank has ended, or does not answer in time
         """
-        self._wait(self._irecv(tensor, source), source)
+        _wait(self._irecv(tensor, source))
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
         """:meth:`send` and :meth:`receive` at once: two ranks that both sent first would wait for each other without end.
 
-        :raises RankLost: naming the rank that was lost
+        :raises RuntimeError: when another rank has ended, or does not answer in time
         """
         receiving = self._irecv(incoming, source)
         sending = self._isend(outgoing, to)
-        self._wait(receiving, source)
-        self._wait(sending, to)
+        _wait(receiving)
+        _wait(sending)
 
     def _isend(self, tensor: Tensor, to: int) -> dist.Work | None:
         if not tensor.numel():  # an empty tensor needs no message, as both sides know
             return None
         self.sent_bytes += tensor.nbytes
-        with self.blaming(to):
-            return dist.isend(tensor, group=self.group, tag=self._tag, group_dst=self._members[to])
+        return dist.isend(tensor, group=self.group, tag=self._tag, group_dst=self.members[to])
 
     def _irecv(self, tensor: Tensor, source: int) -> dist.Work | None:
         if not tensor.numel():
             return None
-        with self.blaming(source):
-            return dist.irecv(tensor, group=self.group, tag=self._tag, group_src=self._members[source])
+        return dist.irecv(tensor, group=self.group, tag=self._tag, group_src=self.members[source])
 
-    def _wait(self, work: dist.Work | None, suspect: int) -> None:
-        if work is not None:
-            with self.blaming(suspect):
-                work.wait()
 
-    @contextlib.contextmanager
-    def blaming(self, suspect: int | None) -> Iterator[None]:
-        """A block that needs ``suspect``, or all ranks if None: its ``RuntimeError`` becomes the :class:`RankLost` of
-        :meth:`lost`.
-
-        After a loss no block is entered any more, and the same error is raised again: ranks that gave up at different points
-        would wait for each other.
-        """
-        self._suspicions.raise_if_lost()
-        try:
-            yield
-        except RuntimeError as error:  # gloo raises no other
-            raise self.lost(suspect, error) from error
-
-    def lost(self, suspect: int | None, cause: Exception) -> RankLost:
-        """The error to raise, the same on every rank: see :meth:`common.resilience.suspicions.Suspicions.report`.
-
-        :param suspect: the rank that should have answered; None if it might be any
-        :param cause: what this rank saw
-        """
-        return self._suspicions.report(None if suspect is None else self._members[suspect], cause)
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def host_id() -> str:
-    """What only the ranks of one host share.
+    """A text that only the ranks of one host share.
 
     A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
     """

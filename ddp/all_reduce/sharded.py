@@ -22,7 +22,7 @@ class ShardedAllReduce(AllReduce):
         """Sum this rank's shard over the ranks. The other shards hold nothing of use afterwards.
 
         :param buffer: ``[p * s]``, contiguous
-        :raises RankLost: naming the rank that ended or did not answer in time
+        :raises RuntimeError: when a rank has ended, or did not answer in time
         """
 
     @abc.abstractmethod
@@ -30,7 +30,7 @@ class ShardedAllReduce(AllReduce):
         """Fill in the shards of the other ranks.
 
         :param buffer: ``[p * s]``, contiguous, of which this rank's shard counts
-        :raises RankLost: naming the rank that ended or did not answer in time
+        :raises RuntimeError: when a rank has ended, or did not answer in time
         """
 
     def start_reduce_scatter(self, buffer: Tensor) -> Pending:

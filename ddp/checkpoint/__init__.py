@@ -24,9 +24,14 @@ A model in shards (ddp/sharded) is saved by all ranks together: ``save_sharded``
 ``ddp.checkpoint.sharded_state``; examples/own_loop_sharded.py has a whole loop.
 
 To copy it, take ddp/checkpoint/folder.py and directory.py, common/files/atomic_files.py and common/errors.py: they
-import nothing else of this project. Tensors of sharded models are cut in shards.py. The other modules here are the trainer's: its
-manifest and names (storage.py), its state (state.py, sharded_state.py), when it is saved (checkpointer.py), and
-``python -m ddp.checkpoint``.
+import nothing else of this project. From the ground up:
+
+- folder.py: one checkpoint, a folder whose every byte can be checked
+- directory.py: the checkpoints of a run: each is complete or absent, and the newest that is whole is taken
+- shards.py: its tensors, cut into shards, for any number of ranks
+- sharded_state.py: what each rank of a sharded model writes and reads
+- storage.py, state.py, checkpointer.py: the trainer's: names and manifest; the state of a job; when it is saved
+- ``python -m ddp.checkpoint``: inspect and export
 """
 
 from ddp.checkpoint.directory import clean, list_checkpoints, newest, prune, save

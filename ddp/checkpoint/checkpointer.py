@@ -3,19 +3,18 @@
 Rank 0 writes, because all ranks hold the same weights. The state that differs between ranks is gathered first. If the model is
 sharded, each rank writes its own part (shards.py).
 
-With ``--async-checkpoint``, training waits only until rank 0 has a copy in memory; on a GPU, not even for that. A thread
-writes the copy while training continues, and the next checkpoint begins only after that thread has ended.
+With ``--async-checkpoint``, training waits only until rank 0 has a copy in the host's memory. A thread writes the copy while
+training continues, and the next checkpoint begins only after that thread has ended.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,34 +24,26 @@ from common.files.run_directory import writing
 from common.training.metrics import MetricsWriter
 from common.training.optimization import STATE_OF, local
 from ddp.checkpoint import directory, storage
-from ddp.checkpoint.state import manifest_of, saved_buffers, state_of_job, state_of_rank
+from ddp.checkpoint.state import copy_on_host, manifest_of, saved_buffers, state_of_job, state_of_rank
 from ddp.checkpoint.storage import Manifest
 from ddp.config import TrainConfig
 from ddp.job import Job
 
-if TYPE_CHECKING:
-    from ddp.checkpoint.state_copy import StateCopy
-
-logger = logging.getLogger(__name__)
-
 
 def require_room(job: Job) -> None:
-    """Look whether the disk has room for the checkpoints, before the first step. On rank 0, which writes into the directory.
+    """Look whether the disk has room for a checkpoint, before the first step. On rank 0, which writes into the directory.
 
-    :raises UsageError: when there is too little for one; too little for all that are there at a time is a warning
+    :raises UsageError: when there is too little
     """
-    config, folder = job.config, job.config.run_dir / storage.FOLDER
+    config = job.config
     entries = STATE_OF[type(job.optimizer)].values() if config.momentum or config.optimizer != "sgd" else ()
     own = sum(local(parameter).nbytes for parameter in job.network.parameters())
     size = own * (1 + sum(entries)) * (job.env.world_size if config.is_sharded else 1)
     free = shutil.disk_usage(config.run_dir).free
-    lack = f"{config.run_dir} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f}"
     if free < size:
-        raise UsageError(f"{lack}: make room, or give another --run-dir")
-    kept = config.keep_last + 2  # with the best, and the one that is being written
-    if free < size * (kept - len(directory.list_checkpoints(folder))):
-        logger.warning(
-            f"{lack}; a run keeps up to {kept} at a time: make room, or lower --keep-last {config.keep_last}"
+        raise UsageError(
+            f"{config.run_dir} has {free / 1e6:,.1f} MB free, and a checkpoint takes {size / 1e6:,.1f}: make room, or give another "
+            "--run-dir"
         )
 
 
@@ -72,7 +63,6 @@ class Checkpointer:
         self._count_time()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._copy: StateCopy | None = None  # made by the first save in the background
 
     def due(self, step: int) -> bool:
         """True on every rank when ``--checkpoint-every`` is a number of steps and this is a multiple of it."""
@@ -89,14 +79,22 @@ class Checkpointer:
         :param wait: return only when it is on the disk, also with ``--async-checkpoint``
         :raises UsageError: on every rank, when this checkpoint or the previous one could not be written
         """
+        sharded = job.config.is_sharded
         job.watchdog.at(job.step, "checkpoint")
         ranks: list[Any] = [None] * self._env.world_size
         dist.all_gather_object(ranks, state_of_rank(job))
         with job.watchdog.paused():  # a disk may take longer than a collective may
-            if job.config.is_sharded:
+            with self._env.fail_together():
+                if self._env.is_main:
+                    self._join()
+                    if job.user_error is not None:  # the metrics of this step may have failed to be written
+                        raise job.user_error
+                    if sharded:
+                        self._begin()
+                    else:
+                        self._write_for_all(job, ranks, wait)
+            if sharded:
                 self._write_together(job, ranks)
-            else:
-                self._write_on_rank_0(job, ranks, wait)
         self._count_time()
 
     def finish(self) -> None:
@@ -114,47 +112,23 @@ class Checkpointer:
     def __exit__(self, *exception: object) -> None:
         self._thread.shutdown()  # if the run has failed, its last checkpoint is completed
 
-    def _write_on_rank_0(self, job: Job, ranks: list[Any], wait: bool) -> None:
-        """Rank 0 writes for all, or starts a thread that does."""
-        state: dict[str, Any] = {}
-        later = self._config.async_checkpoint and not wait
-        with self._env.fail_together():
-            if self._env.is_main:
-                self._join()
-                if job.user_error is not None:  # the metrics of this step may have failed to be written
-                    raise job.user_error
-                manifest, state = manifest_of(job), state_of_job(job, ranks)
-                if later:
-                    if self._copy is None:
-                        from ddp.checkpoint.state_copy import StateCopy
+    def _write_for_all(self, job: Job, ranks: list[Any], wait: bool) -> None:
+        """Rank 0 writes, or starts a thread that does."""
+        manifest, state = manifest_of(job), state_of_job(job, ranks)
+        if self._config.async_checkpoint and not wait:
+            self._writing = self._thread.submit(self._write, manifest, copy_on_host(state, self._env.device))
+        else:
+            self._write(manifest, state)
 
-                        self._copy = StateCopy(self._env.device)
-                    self._copy.make_room(state)
-                else:
-                    self._write(manifest, lambda: state)
-        if self._copy is not None and later and self._env.is_main:
-            # Only now: a collective of NCCL would wait for copies that were queued before it.
-            self._copy.take(state)
-            self._writing = self._thread.submit(self._write, manifest, self._copy.read)
-
-    def _write(self, manifest: Manifest, read: Callable[[], dict[str, Any]]) -> None:
-        """:param read: gives the state, when it is there"""
-        self._metrics.sync()
-        self._may_write()
-        storage.write(self._config.run_dir, manifest, read())
+    def _write(self, manifest: Manifest, state: dict[str, Any]) -> None:
+        self._begin()
+        storage.write(self._config.run_dir, manifest, state)
         self._prune(manifest)
 
     def _write_together(self, job: Job, ranks: list[Any]) -> None:
         """Each rank writes its part."""
-        from ddp.checkpoint.sharded_state import state_of_shard
-        from ddp.checkpoint.shards import write_together
+        from ddp.checkpoint.sharded_state import state_of_shard, write_together  # only for a sharded model
 
-        with self._env.fail_together():
-            if self._env.is_main:
-                if job.user_error is not None:
-                    raise job.user_error
-                self._metrics.sync()
-                self._may_write()
         manifest = manifest_of(job)
         own = state_of_shard(job.network, job.optimizer, saved_buffers(job, ranks), self._env.is_main)
         path = self._config.run_dir / storage.FOLDER / manifest.name
@@ -162,6 +136,10 @@ class Checkpointer:
         with self._env.fail_together():
             if self._env.is_main:
                 self._prune(manifest)
+
+    def _begin(self) -> None:
+        self._metrics.sync()
+        self._may_write()
 
     def _prune(self, manifest: Manifest) -> None:
         folder = self._config.run_dir / storage.FOLDER

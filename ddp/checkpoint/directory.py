@@ -144,7 +144,7 @@ def prune(directory: str | Path, keep_last: int, keep: Collection[str] = ()) -> 
     if removed:
         sync_folder(directory)
     for path in removed:
-        _remove(path)
+        shutil.rmtree(path)
 
 
 def clean(directory: str | Path) -> None:
@@ -155,45 +155,38 @@ def clean(directory: str | Path) -> None:
     directory = Path(directory)
     for entry in list(directory.iterdir()) if directory.is_dir() else []:
         place = directory / entry.name.removeprefix(REPLACED).rpartition("-")[0]
-        if entry.name.startswith(REPLACED) and not os.path.lexists(place):
+        if entry.name.startswith(REPLACED) and not place.exists():
             os.rename(entry, place)  # the process was killed before it moved the new one there
             sync_folder(directory)
         elif entry.name.startswith((SAVING, REPLACED, REMOVED)):
-            _remove(entry)
+            shutil.rmtree(entry)
 
 
 def move_into_place(scratch: Path, path: Path) -> None:
     """Give a complete checkpoint its name. A folder cannot be renamed onto another, so an older one is moved away first."""
     replaced = path.with_name(f"{REPLACED}{path.name}-{uuid.uuid4().hex}")
-    occupied = os.path.lexists(path)
+    occupied = path.exists()
     try:
         if occupied:
             os.rename(path, replaced)
         os.rename(scratch, path)
     except BaseException:
-        if os.path.lexists(replaced) and not os.path.lexists(path):
+        if replaced.exists() and not path.exists():
             os.rename(replaced, path)
         raise
     try:
         sync_folder(path.parent)
     finally:
         if occupied:
-            _remove(replaced)
+            shutil.rmtree(replaced)
 
 
 def _set_aside(path: Path) -> None:
     """:raises OSError: when it cannot be renamed"""
     target, number = path.with_name(f"damaged-{path.name}"), 1
-    while os.path.lexists(target):
+    while target.exists():
         number += 1
         target = path.with_name(f"damaged-{path.name}-{number}")
     os.rename(path, target)
     sync_folder(path.parent)
     logger.warning("%s is now %s", path.name, target.name)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -11,18 +11,14 @@ checksums of its own format). Nothing in a file is executed (``weights_only=True
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
 import pickle
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from common.errors import UsageError
 from common.files.atomic_files import new_file, sync_folder
@@ -33,7 +29,7 @@ MANIFEST, DIGESTS = "manifest.json", "SHA256SUMS"
 CHUNK = 1 << 20  # bytes hashed at a time
 
 _KEY = re.compile(r"\w[\w-]*", re.ASCII)  # of a state's entry: never a path such as ../elsewhere
-_DIGEST_LINES = re.compile(rb"(?:[0-9a-f]{64}  [\w.-]+\n)+")
+_DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)\n", re.ASCII)
 
 
 class Damaged(UsageError):
@@ -81,8 +77,6 @@ def write_entry(folder: Path, key: str, content: Any) -> tuple[int, str]:
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise TypeError(f"state {key!r} holds what torch.load(weights_only=True) refuses: {reason}") from error
-    except (OSError, RuntimeError):
-        pass  # the file system cannot map files: not tried
     return size_and_digest(path)
 
 
@@ -92,14 +86,14 @@ def complete(folder: Path, step: int, facts: Mapping[str, Any], entries: Mapping
     :param entries: by key, what :func:`write_entry` returned, in this process or in another
     :raises OSError: when they cannot be written
     """
-    read_back = {f"{key}.pt": entry for key, entry in entries.items()}
-    files = {name: size for name, (size, _) in read_back.items()}
+    files = {f"{key}.pt": size for key, (size, _) in entries.items()}
+    digests = {f"{key}.pt": digest for key, (_, digest) in entries.items()}
     manifest = {"format": FORMAT, "step": step, "facts": dict(facts), "files": files}
     with new_file(folder / MANIFEST) as file:
         file.write((json.dumps(manifest, indent=2) + "\n").encode("ascii"))
-    read_back[MANIFEST] = size_and_digest(folder / MANIFEST)
+    _, digests[MANIFEST] = size_and_digest(folder / MANIFEST)
     with new_file(folder / DIGESTS) as file:
-        file.write("".join(f"{digest}  {name}\n" for name, (_, digest) in read_back.items()).encode("ascii"))
+        file.write(_digest_lines(digests))
     sync_folder(folder)
 
 
@@ -111,7 +105,10 @@ def verify(path: str | Path) -> Checkpoint:
         ``SHA256SUMS``, so that it is not mistaken for damage.
     """
     path = Path(path)
-    digests = _read_digests(path)
+    lines = _read(path, DIGESTS)
+    digests = {name: digest for digest, name in _DIGEST_LINE.findall(lines.decode("ascii", errors="replace"))}
+    if not digests or _digest_lines(digests) != lines:
+        raise Damaged(path, f"{DIGESTS} has other content than was written")
     encoded = _read(path, MANIFEST)
     if hashlib.sha256(encoded).hexdigest() != digests.get(MANIFEST):
         raise Damaged(path, f"{MANIFEST} has other content than was written (SHA-256)")
@@ -134,29 +131,16 @@ def verify(path: str | Path) -> Checkpoint:
 def load(path: str | Path, key: str, *, mapped: bool = False) -> Any:
     """Read one entry of a verified checkpoint's state, its tensors on the CPU; nothing in it is executed.
 
-    :param mapped: map the file instead of reading it, where the file system can; the tensors must not be written to
+    :param mapped: map the file instead of reading it; the tensors must not be written to
     :raises Damaged: when it cannot be loaded
     """
     import torch  # here, so that a program may import this module without torch
 
     path = Path(path)
-    if mapped:
-        with contextlib.suppress(Exception):
-            return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True, mmap=True)
     try:
-        return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True)
+        return torch.load(path / f"{key}.pt", map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # its type depends on what the file holds
         raise Damaged(path, f"{key}.pt cannot be loaded ({type(error).__name__})") from error
-
-
-def shard_keys(path: Path) -> list[str]:
-    """The entries of a verified checkpoint that hold shards, one of each rank that wrote it; none if it is not sharded. Files that
-    it does not list do not count.
-
-    :raises Damaged: when it has no manifest
-    """
-    files = _parse_manifest(path, _read(path, MANIFEST))["files"]
-    return [name.removesuffix(".pt") for name in files if name.startswith("rank-")]
 
 
 def save_tensors(file: BinaryIO, content: Any) -> None:
@@ -166,78 +150,15 @@ def save_tensors(file: BinaryIO, content: Any) -> None:
     """
     import torch  # see load
 
-    stream = _ErrorKeepingStream(file)
     try:
-        torch.save(content, cast(IO[bytes], stream))  # it calls only write and flush
-    except RuntimeError as error:
-        # If a signal handler raised within write, torch replaces that by a complaint about the unfinished archive.
-        if not isinstance(error.__context__, KeyboardInterrupt | SystemExit):
-            raise
-        stop: BaseException = error.__context__
-    else:
-        if stream.error is not None:
-            raise stream.error
+        torch.save(content, file)
         return
-    raise stop  # outside the handler, so that torch's complaint is not shown with it
-
-
-class _ErrorKeepingStream:
-    """The file object that ``torch.save`` writes to. It keeps the first error and drops what follows: an exception raised
-    here would cross torch's C++, which turns it into another without the errno."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.error: OSError | None = None
-        self._file = file
-
-    def write(self, data: memoryview) -> int:
-        if self.error is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self.error = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Done when the file is closed."""
-
-
-def _read_digests(path: Path) -> dict[str, str]:
-    """The digest of each file that ``SHA256SUMS`` lists."""
-    lines = _read(path, DIGESTS)
-    pairs = [line.split("  ") for line in lines.decode("ascii").splitlines()] if _DIGEST_LINES.fullmatch(lines) else []
-    digests = {name: digest for digest, name in pairs}
-    if not digests or len(digests) != len(pairs):  # malformed, or a name twice
-        raise Damaged(path, f"{DIGESTS} has other content than was written")
-    return digests
-
-
-def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
-    """The manifest, whose digest was right; it may still be another version's.
-
-    Names that lead out of the folder are damage. No other content is doubted: with right digests, any content can be written.
-    """
-    try:
-        manifest: dict[str, Any] = json.loads(encoded)
-        version, step, files = manifest["format"], manifest["step"], manifest["files"]
-        names = [name.removesuffix(".pt") for name in files]
-        of_another_step = not path.name.endswith(f"step-{step:08d}")
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise Damaged(path, f"{MANIFEST} is not one of a checkpoint") from error
-    if version != FORMAT:
-        raise UsageError(f"{path} has the format {version}, this version reads {FORMAT}: use the one that wrote it")
-    if not all(map(_KEY.fullmatch, names)):
-        raise Damaged(path, f"{MANIFEST} lists files that are not in its folder")
-    if of_another_step:
-        raise Damaged(path, f"{MANIFEST} is that of step {step}")
-    return manifest
-
-
-def _read(path: Path, name: str) -> bytes:
-    try:
-        with _open(path / name) as file:
-            return file.read()
-    except OSError as error:
-        raise Damaged(path, f"{name} cannot be read ({error.strerror})") from error
+    except RuntimeError as error:
+        # If write raises, or a signal handler within it, torch may complain about the unfinished archive instead.
+        if not isinstance(error.__context__, OSError | KeyboardInterrupt | SystemExit):
+            raise
+        cause: BaseException = error.__context__
+    raise cause  # outside the handler, so that torch's complaint is not shown with it
 
 
 def size_and_digest(path: Path) -> tuple[int, str]:
@@ -245,16 +166,36 @@ def size_and_digest(path: Path) -> tuple[int, str]:
 
     :raises OSError: when it cannot be read
     """
-    size, digest = 0, hashlib.sha256()
-    with _open(path) as file:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
-            size += len(chunk)
             digest.update(chunk)
-    return size, digest.hexdigest()
+        return file.tell(), digest.hexdigest()
 
 
-def _open(path: Path) -> BinaryIO:
-    """:raises OSError: also for what is no regular file: opening a pipe would wait for a writer"""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file")
-    return open(path, "rb")
+def _digest_lines(digests: Mapping[str, str]) -> bytes:
+    """The content of ``SHA256SUMS``, with the digest of each file."""
+    return "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode("ascii")
+
+
+def _parse_manifest(path: Path, encoded: bytes) -> dict[str, Any]:
+    """The manifest, whose digest was right; it may still be another version's. No other content is doubted: with right digests, any
+    content can be written."""
+    try:
+        manifest: dict[str, Any] = json.loads(encoded)
+        version, step = manifest["format"], manifest["step"]
+        of_another_step = not path.name.endswith(f"step-{step:08d}")
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        raise Damaged(path, f"{MANIFEST} is not one of a checkpoint") from error
+    if version != FORMAT:
+        raise UsageError(f"{path} has the format {version}, this version reads {FORMAT}: use the one that wrote it")
+    if of_another_step:
+        raise Damaged(path, f"{MANIFEST} is that of step {step}")
+    return manifest
+
+
+def _read(path: Path, name: str) -> bytes:
+    try:
+        return (path / name).read_bytes()
+    except OSError as error:
+        raise Damaged(path, f"{name} cannot be read ({error.strerror})") from error

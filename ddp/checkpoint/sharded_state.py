@@ -5,20 +5,32 @@ No rank ever has more than its own part and, while it reads, one whole tensor.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.distributed.dist_env import DistEnv
+from common.errors import UsageError
+from common.files.run_directory import writing
 from common.training.models import persistent_buffers
-from common.training.optimization import STATE_OF, local
-from ddp.checkpoint.contents import NUMBER, Part, fill, memory_of, open_tensors, restore_state
-from ddp.checkpoint.directory import newest
-from ddp.checkpoint.folder import Checkpoint, Damaged, load
-from ddp.checkpoint.shards import WEIGHT, Region, Shard, shard_content, write_together
+from common.training.optimization import STATE_OF
+from ddp.checkpoint.directory import move_into_place, newest, scratch_in
+from ddp.checkpoint.folder import Checkpoint, complete, load, write_entry
+from ddp.checkpoint.shards import (
+    WEIGHT,
+    Part,
+    Region,
+    Shard,
+    memory_of,
+    open_tensors,
+    restore_optimizer,
+    shard_content,
+)
 from ddp.sharded.strategies import FullyShard
 from ddp.sharded.zero1 import ZeRO1
 
@@ -66,6 +78,41 @@ def load_sharded(directory: str | Path, model: nn.Module, optimizer: torch.optim
     return checkpoint
 
 
+def write_together(
+    path: Path, step: int, facts: Mapping[str, Any], own: Any, more: Mapping[str, Any], env: DistEnv
+) -> None:
+    """Write a sharded checkpoint into one folder, which gets its name when it is complete. A collective.
+
+    :param path: of the checkpoint's folder, on rank 0; one that is there is replaced
+    :param facts: of its manifest, on rank 0
+    :param own: what this rank writes, see :func:`state_of_shard`
+    :param more: further entries, by their keys, which rank 0 writes
+    :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
+    """
+    with contextlib.ExitStack() as at_the_end:
+
+        @writing(path)
+        def begun() -> Path:
+            return at_the_end.enter_context(scratch_in(path.parent))
+
+        scratch = env.from_rank_0(begun)
+        with env.fail_together(), writing(path):
+            if not scratch.is_dir():
+                raise UsageError(
+                    f"{path.parent} on {env.host} is not that of rank 0: every rank of --strategy zero1, zero2, zero3 and fsdp2 "
+                    "writes its part there, so give a --run-dir that all hosts share"
+                )
+            key = f"rank-{env.rank}-of-{env.world_size}"
+            entry = key, write_entry(scratch, key, own)
+        entries: list[Any] = [None] * env.world_size
+        dist.all_gather_object(entries, entry)
+        with env.fail_together(), writing(path):
+            if env.is_main:
+                entries += [(key, write_entry(scratch, key, content)) for key, content in more.items()]
+                complete(scratch, step, facts, dict(entries))
+                move_into_place(scratch, path)
+
+
 def layout_of(network: nn.Module) -> dict[str, Part]:
     """The parts of all parameters by name, in the order of the plain module's ``named_parameters()``.
 
@@ -91,18 +138,15 @@ def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
 def _of_fully_shard(network: FullyShard) -> Iterator[tuple[str, Part]]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for part in network.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # the root stays whole after a forward pass without gradients
     for name, parameter in network.named_parameters():
         assert isinstance(parameter, DTensor)
-        shape = tuple(parameter.shape)
-        _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-        own = local(parameter)
-        # A rank without rows is told that its part begins where the tensor ends.
-        begin = offset[0] * (parameter.numel() // shape[0]) if own.numel() else 0
+        shape, mesh = tuple(parameter.shape), parameter.device_mesh
+        rows = -(-shape[0] // mesh.size())  # of each rank but the last ones, as torch.chunk cuts
+        begin = min(rows * mesh.get_local_rank(), shape[0]) * (parameter.numel() // shape[0])
         yield name, Part(parameter, Region(begin, shape, tuple(range(len(shape)))))
 
 
@@ -128,7 +172,7 @@ def state_of_shard(
             if value.dim():
                 shards[f"{key}:{name}"] = Shard(memory_of(value), part.region)
             elif first:  # Adam's count of steps, the same on every rank
-                shards[f"{key}:{name}"] = Shard(value.view(1), NUMBER)
+                shards[f"{key}:{name}"] = Shard.of_whole(value)
     if first:
         shards |= {f"{WEIGHT}:{name}": Shard.of_whole(value) for name, value in buffers.items()}
     return shard_content(shards, list(layout), _tied(network.get_submodule("module")))
@@ -141,17 +185,12 @@ def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Pa
     :raises Damaged: when it holds other tensors than this network's
     """
     layout, plain = layout_of(network), network.get_submodule("module")
-    saved = open_tensors(path, list(layout))
-    buffers = persistent_buffers(plain)
-    optimizer.state.clear()
-    try:
-        restore_state(optimizer, layout, saved, (*layout, *_tied(plain), *buffers))
-        for name, buffer in buffers.items():
-            fill(buffer, saved, f"{WEIGHT}:{name}", Region.of_whole(buffer))
-        for name, part in layout.items():
-            fill(part.parameter, saved, f"{WEIGHT}:{name}", part.region)
-    except LookupError as error:
-        raise Damaged(path, str(error.args[0])) from error
+    saved, buffers = open_tensors(path, list(layout)), persistent_buffers(plain)
+    restore_optimizer(optimizer, layout, saved, (*layout, *_tied(plain), *buffers))
+    for name, buffer in buffers.items():
+        saved.fill(buffer, f"{WEIGHT}:{name}", Region.of_whole(buffer))
+    for name, part in layout.items():
+        saved.fill(part.parameter, f"{WEIGHT}:{name}", part.region)
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

@@ -7,25 +7,21 @@ A *shard* is a run of consecutive elements of a tensor, in the order in which th
 such runs: parts of flat parameters (ZeRO), rows along the first dimension (``fully_shard``), and whole tensors (replicas).
 So a reader needs to know where each shard begins, and nothing about its writer.
 
-Files are mapped, not read: only the elements that a rank takes come into its memory.
+Files are mapped, not read: only the elements that a rank takes come into its memory. Shapes and dtypes are compared with the run's own
+before anything is copied: a fused optimizer would write over the end of a momentum buffer that is too short.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from common.distributed.dist_env import DistEnv
-from common.errors import UsageError
-from common.files.run_directory import writing
-from ddp.checkpoint import directory, folder
-from ddp.checkpoint.folder import Damaged
+from common.training.optimization import STATE_OF, local
+from ddp.checkpoint.folder import Damaged, load
 
 WEIGHT = "model"  # tensors are named "model:NAME" and, after the optimizer's own words, "exp_avg:NAME"
 
@@ -60,7 +56,69 @@ class Shard(NamedTuple):
         return cls(in_memory_order(tensor, memory_order(tensor)), Region.of_whole(tensor))
 
 
-Saved = dict[str, list[Shard]]  # the shards of each tensor, by its name
+class Part(NamedTuple):
+    """This rank's part of one parameter.
+
+    :param parameter: what the optimizer has: a shard, a DTensor, or a whole parameter
+    :param replicated: every rank has it whole
+    :param in_full: it is a shard in the memory of whole parameters
+    """
+
+    parameter: nn.Parameter
+    region: Region
+    replicated: bool = False
+    in_full: bool = False
+
+
+class SavedTensors(NamedTuple):
+    """The weights and the optimizer's state in a verified checkpoint.
+
+    :param shards: of each tensor, by its name
+    """
+
+    path: Path
+    shards: Mapping[str, Sequence[Shard]]
+
+    def read(self, name: str, numel: int, region: Region) -> Tensor:
+        """The ``numel`` elements of a tensor at this region, ``[numel]``.
+
+        If they were saved in another memory order, the whole tensor is put together first.
+
+        :raises Damaged: when it is lacking, has another shape, or its shards are not those of one tensor
+        """
+        shards = sorted(self.shards.get(name, ()), key=lambda shard: shard.region.begin)
+        if problem := _wrong_shards(shards, region.shape):
+            raise Damaged(self.path, f"has {name} {problem}")
+        begin, end = region.begin, region.begin + numel
+        if shards[0].region.order != region.order:
+            return in_memory_order(self.whole(name), region.order)[begin:end]
+        found = [
+            values[max(0, begin - own.begin) : max(0, end - own.begin)]
+            for values, own in shards
+            if own.begin < end and begin < own.begin + values.numel()
+        ]
+        return torch.cat(found) if found else shards[0].values[:0]
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor, laid out in memory as it was saved.
+
+        :raises Damaged: as :meth:`read`
+        """
+        _, shape, order = self.shards[name][0].region
+        flat = self.read(name, torch.Size(shape).numel(), Region(0, shape, order))
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return flat.view([shape[dim] for dim in order]).permute(back)
+
+    def fill(self, target: Tensor, name: str, region: Region) -> None:
+        """Copy this rank's part of a tensor into its memory.
+
+        :raises Damaged: as :meth:`read`, and for another dtype
+        """
+        memory = memory_of(target)
+        values = self.read(name, memory.numel(), region)
+        if values.dtype != memory.dtype:
+            raise Damaged(self.path, f"has {name} in {values.dtype} instead of {memory.dtype}")
+        memory.copy_(values)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -73,149 +131,102 @@ def in_memory_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return tensor.permute(order).reshape(-1)
 
 
-def read(name: str, shards: Sequence[Shard], numel: int, region: Region) -> Tensor:
-    """The ``numel`` elements at this region, ``[numel]``.
-
-    :param shards: of the whole tensor. If they are in another memory order, the whole tensor is put together first
-    :raises LookupError: when they are not the shards of such a tensor, naming it
-    """
-    if problem := _wrong_shards(shards, region.shape):
-        raise LookupError(f"has {name} {problem}")
-    if shards[0].region.order != region.order:
-        whole = assemble(name, shards)
-        return in_memory_order(whole, region.order)[region.begin : region.begin + numel]
-    values = torch.empty(numel, dtype=shards[0].values.dtype)
-    for shard in shards:
-        first = max(region.begin, shard.region.begin)
-        last = min(region.begin + numel, shard.region.begin + shard.values.numel())
-        if first < last:
-            values[first - region.begin : last - region.begin] = shard.values[
-                first - shard.region.begin : last - shard.region.begin
-            ]
-    return values
+def memory_of(tensor: Tensor) -> Tensor:
+    """This rank's part as it lies in memory: ``[n]``, to be read or written."""
+    own = local(tensor.detach())
+    return own.permute(memory_order(own)).view(-1)
 
 
-def assemble(name: str, shards: Sequence[Shard]) -> Tensor:
-    """The whole tensor, laid out in memory as it was saved.
-
-    :raises LookupError: as :func:`read`
-    """
-    _, shape, order = shards[0].region
-    flat = read(name, shards, torch.Size(shape).numel(), Region(0, shape, order))
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return flat.view([shape[dim] for dim in order]).permute(back)
-
-
-class Shards(NamedTuple):
-    """All files of a sharded checkpoint.
+def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
+    """The content of one rank's file, in the types that ``torch.load(weights_only=True)`` reads.
 
     :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
     :param tied: for each further name of a parameter that several modules hold, its first
     """
-
-    shards: Saved
-    parameters: list[str]
-    tied: dict[str, str]
-
-
-def shard_content(shards: Mapping[str, Shard], parameters: list[str], tied: dict[str, str]) -> dict[str, Any]:
-    """The content of one rank's file, in the types that ``torch.load(weights_only=True)`` reads; see :class:`Shards`."""
     packed = {name: (values, *region) for name, (values, region) in shards.items()}
     return {"shards": packed, "parameters": parameters, "tied": tied}
 
 
-def write_together(
-    path: Path, step: int, facts: Mapping[str, Any], own: Any, more: Mapping[str, Any], env: DistEnv
-) -> None:
-    """Write a sharded checkpoint into one folder, which gets its name when it is complete. A collective.
+def shard_keys(path: Path) -> list[str]:
+    """The entries of a checkpoint that hold shards, one of each rank that wrote it; none if it is not sharded."""
+    return [file.stem for file in sorted(path.glob("rank-*-of-*.pt"))]
 
-    :param path: of the checkpoint's folder, on rank 0; one that is there is replaced
-    :param facts: of its manifest, on rank 0
-    :param own: what this rank writes, see :func:`shard_content`
-    :param more: further entries, by their keys, which rank 0 writes
-    :raises UsageError: on every rank, when one cannot write; earlier checkpoints are untouched
+
+def open_tensors(path: Path, parameters: Sequence[str]) -> SavedTensors:
+    """All tensors of a verified checkpoint of any strategy, mapped from its files; each tensor of replicas is one shard.
+
+    :param parameters: the names of the model's parameters, in the order in which an optimizer numbers them
     """
-    with contextlib.ExitStack() as at_the_end:
-
-        @writing(path)
-        def begun() -> Path:
-            return at_the_end.enter_context(directory.scratch_in(path.parent))
-
-        scratch = env.from_rank_0(begun)
-        with env.fail_together(), writing(path):
-            if not scratch.is_dir():
-                raise UsageError(
-                    f"{path.parent} on {env.host} is not that of rank 0: every rank of --strategy zero1, zero2, zero3 and fsdp2 "
-                    "writes its part there, so give a --run-dir that all hosts share"
-                )
-            key = f"rank-{env.rank}-of-{env.world_size}"
-            entry = key, folder.write_entry(scratch, key, own)
-        entries: list[Any] = [None] * env.world_size
-        dist.all_gather_object(entries, entry)
-        with env.fail_together(), writing(path):
-            if env.is_main:
-                entries += [(key, folder.write_entry(scratch, key, content)) for key, content in more.items()]
-                folder.complete(scratch, step, facts, dict(entries))
-                directory.move_into_place(scratch, path)
+    shards: dict[str, list[Shard]] = {}
+    for key in shard_keys(path):
+        for name, (values, *region) in load(path, key, mapped=True)["shards"].items():
+            shards.setdefault(name, []).append(Shard(values, Region(*region)))
+    if not shards:
+        weights, optimizer = load(path, "model", mapped=True), load(path, "optimizer", mapped=True)
+        tensors = {f"{WEIGHT}:{name}": value for name, value in weights.items()}
+        for number, state in optimizer["state"].items():
+            named = {f"{key}:{parameters[number]}": value for key, value in state.items()}
+            tensors |= {name: value for name, value in named.items() if value is not None}
+        shards = {name: [Shard.of_whole(value)] for name, value in tensors.items()}
+    return SavedTensors(path, shards)
 
 
-def open_shards(path: Path) -> Shards:
-    """All shards of a verified sharded checkpoint, mapped from its files.
+def whole_weights(path: Path) -> dict[str, Tensor]:
+    """The state dict of the plain module, put together from a verified sharded checkpoint.
 
-    :raises Damaged: when a file holds something else
-    """
-    shards: Saved = {}
-    for key in folder.shard_keys(path):
-        content = folder.load(path, key, mapped=True)
-        try:
-            for name, (values, begin, shape, order) in content["shards"].items():
-                if not (values.dim() == 1 and values.is_contiguous()):
-                    raise ValueError(name)  # an expanded tensor seems larger than its file
-                shards.setdefault(name, []).append(Shard(values, Region(begin, tuple(shape), tuple(order))))
-            whole = Shards(shards, content["parameters"], content["tied"])
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Damaged(path, f"{key}.pt holds something else than shards") from error
-    return whole
-
-
-def assembled(path: Path, kind: str) -> Any:
-    """The state that a job of replicas would have written, put together from a verified sharded checkpoint.
-
-    :param kind: ``"model"`` or ``"optimizer"``
-    :returns: the state dict of the plain module, or that of the optimizer without the settings of its parameter groups
     :raises Damaged: when the shards are not those of whole tensors
     """
-    shards, parameters, tied = open_shards(path)
-    numbers = {name: number for number, name in enumerate(parameters)}
-    weights: dict[str, Tensor] = {}
-    state: dict[int, dict[str, Tensor]] = {}
-    try:
-        for key_and_name, parts in shards.items():
-            key, _, name = key_and_name.partition(":")
-            if kind == WEIGHT == key:
-                weights[name] = assemble(key_and_name, parts)
-            elif kind != WEIGHT != key:
-                state.setdefault(numbers[name], {})[key] = assemble(key_and_name, parts)
-        if kind == WEIGHT:
-            return weights | {alias: weights[name] for alias, name in tied.items()}
-    except LookupError as error:
-        raise Damaged(path, str(error.args[0])) from error
-    return {"state": state, "param_groups": [{"params": list(numbers.values())}]}
+    saved = open_tensors(path, ())
+    kinds = {name: name.partition(":") for name in saved.shards}
+    weights = {short: saved.whole(name) for name, (kind, _, short) in kinds.items() if kind == WEIGHT}
+    tied: dict[str, str] = load(path, shard_keys(path)[0], mapped=True)["tied"]
+    return weights | {alias: weights[name] for alias, name in tied.items()}
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, parts: Mapping[str, Part], saved: SavedTensors, weights: Iterable[str]
+) -> None:
+    """Take this rank's part of the optimizer's state. A parameter that has never had a gradient has none.
+
+    :param weights: names of the parameters and buffers that may be saved too
+    :raises Damaged: when the state, or a weight, is not of this model and optimizer
+    """
+    known = {f"{WEIGHT}:{name}" for name in weights}
+    known |= {f"{key}:{name}" for key in STATE_OF[type(optimizer)] for name in parts}
+    if unknown := sorted(saved.shards.keys() - known):
+        raise Damaged(saved.path, f"has {unknown[0]}, which the run has not")
+    optimizer.state.clear()
+    for name, part in parts.items():
+        state = new_state(optimizer, part.parameter)
+        if any(f"{key}:{name}" in saved.shards for key in state):
+            optimizer.state[part.parameter] = state
+            for key, value in state.items():
+                saved.fill(value, f"{key}:{name}", part.region if value.dim() else Region.of_whole(value))
+
+
+def new_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Zeros for the optimizer's state of one parameter, all of them on its device, where fused optimizers want them."""
+    return {
+        key: torch.zeros_like(parameter, requires_grad=False)
+        if like_parameter
+        else torch.zeros((), device=parameter.device)
+        for key, like_parameter in STATE_OF[type(optimizer)].items()
+    }
 
 
 def _wrong_shards(shards: Sequence[Shard], shape: tuple[int, ...]) -> str | None:
-    """The first thing that is wrong with the shards of a tensor that should have this shape, or None."""
+    """The first thing that is wrong with the shards of a tensor that should have this shape, or None.
+
+    :param shards: sorted by where they begin
+    """
     if not shards:
         return "nowhere"
-    _, saved_shape, order = shards[0].region
+    values, (_, saved_shape, order) = shards[0]
     if saved_shape != shape:
         return f"of shape {list(saved_shape)} instead of {list(shape)}"
-    numel, dtype = torch.Size(shape).numel(), shards[0].values.dtype
     at = 0
-    for values, region in sorted(shards, key=lambda shard: shard.region.begin):
-        if (region.shape, region.order, values.dtype) != (shape, order, dtype):
-            return "in shards that are of different tensors"
-        if values.numel() and region.begin != at:
-            return f"in shards with a gap or an overlap at element {min(at, region.begin)}"
-        at += values.numel()
-    return None if at == numel else f"in shards of {at} elements instead of {numel}"
+    for part, region in shards:
+        if region[1:] != (shape, order) or part.dtype != values.dtype or (part.numel() and region.begin != at):
+            return f"in shards that do not fit together at element {at}"
+        at += part.numel()
+    return None if at == torch.Size(shape).numel() else f"in shards of {at} elements"

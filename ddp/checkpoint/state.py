@@ -15,23 +15,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from common.training.models import persistent_buffers
 from common.training.optimization import begin_momentum, set_learning_rate
 from common.training.window import WindowState, WindowTotals
 from ddp.batchnorm import statistics
 from ddp.checkpoint import storage
-from ddp.checkpoint.folder import Damaged
+from ddp.checkpoint.shards import Part, Region, memory_of, new_state, open_tensors, restore_optimizer
 from ddp.checkpoint.storage import Manifest
 from ddp.job import Job
 
 
 def state_of_rank(job: Job) -> dict[str, Any]:
     """The state that differs between ranks: this rank's buffers and metrics window, on the CPU."""
-    buffers = {name: value.to("cpu", non_blocking=True) for name, value in job.named_module.named_buffers()}
-    if job.env.device.type == "cuda":  # into pinned memory, with one wait for all of them
-        torch.cuda.current_stream(job.env.device).synchronize()
+    buffers = copy_on_host(dict(job.named_module.named_buffers()), job.env.device)
     return {"buffers": buffers, "window": tuple(job.window.state())}
+
+
+def copy_on_host(state: Any, device: torch.device) -> Any:
+    """A copy of nested dicts, lists and tensors in the CPU's memory, which further steps do not change."""
+    copy = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True, copy=True), state)
+    if device.type == "cuda":  # into pinned memory, with one wait for all tensors
+        torch.cuda.current_stream(device).synchronize()
+    return copy
 
 
 def state_of_job(job: Job, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,17 +92,13 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     """
     env, progress = job.env, manifest.progress
     ranks = env.from_rank_0(lambda: storage.read(path, "ranks"))
-    with env.fail_together():
-        if len(ranks) != manifest.world_size:
-            raise Damaged(path, f"ranks.pt has {len(ranks)} ranks instead of {manifest.world_size}")
     if job.config.is_sharded:
-        from ddp.checkpoint.sharded_state import restore_shard
+        from ddp.checkpoint.sharded_state import restore_shard  # only for a sharded model
 
         with env.fail_together():
             restore_shard(job.network, job.optimizer, path)
     else:
-        nothing_kept = manifest.config.get("momentum") == 0 or manifest.config.get("precision") == "fp16"
-        _restore_optimizer(job, path, nothing_kept or progress["skipped_steps"] >= manifest.step)
+        _restore_optimizer(job, path)
     begin_momentum(job.optimizer)
     if progress["scaler"] and job.scaler.is_enabled():  # empty if the run was not in fp16 before
         job.scaler.load_state_dict(progress["scaler"])
@@ -112,26 +115,14 @@ def restore(job: Job, path: Path, manifest: Manifest) -> None:
     job.skipped_steps, job.accuracy, job.best = progress["skipped_steps"], progress["accuracy"], progress["best"]
 
 
-def _restore_optimizer(job: Job, path: Path, may_be_empty: bool) -> None:
+def _restore_optimizer(job: Job, path: Path) -> None:
     """The optimizer's state, which rank 0 reads and sends to all. Each tensor is broadcast by itself: none is pickled."""
-    # Only when something is read:
-    from ddp.checkpoint.contents import Part, memory_of, new_state, open_tensors, restore_state
-    from ddp.checkpoint.shards import Region
-
     env, optimizer = job.env, job.optimizer
     parts = {name: Part(parameter, Region.of_whole(parameter)) for name, parameter in job.network.named_parameters()}
     optimizer.state.clear()  # first, so that memory never holds it twice
 
     def names_of_restored() -> list[str]:
-        try:
-            restore_state(optimizer, parts, open_tensors(path, list(parts)), job.network.state_dict())
-        except LookupError as error:
-            raise Damaged(path, str(error.args[0])) from error
-        # DDP gives each of them a gradient in every step, so they have all been updated or none.
-        trained = [name for name, part in parts.items() if part.parameter.requires_grad]
-        lacking = [name for name in trained if parts[name].parameter not in optimizer.state]
-        if lacking and not (may_be_empty and lacking == trained):
-            raise Damaged(path, f"lacks the optimizer's state of {lacking[0]}")
+        restore_optimizer(optimizer, parts, open_tensors(path, list(parts)), job.network.state_dict())
         return [name for name, part in parts.items() if part.parameter in optimizer.state]
 
     for name in env.from_rank_0(names_of_restored):

@@ -23,9 +23,10 @@ from common.errors import UsageError
 from common.files.run_directory import CHECKPOINT_FOLDER, CONFIG_FILE, writing
 from ddp.checkpoint import directory, folder
 from ddp.checkpoint.folder import MANIFEST, Checkpoint, Damaged
+from ddp.checkpoint.shards import shard_keys, whole_weights
 
 FOLDER = CHECKPOINT_FOLDER
-KINDS: dict[str, type] = {"model": dict, "optimizer": dict, "ranks": list}  # each file KIND.pt, and what it holds
+KINDS = ("model", "optimizer", "ranks")  # each is a file KIND.pt
 BEST = "best"
 CHOICE = f"name of one, or {BEST} (default: the newest that is whole)"
 
@@ -128,17 +129,12 @@ def verify(path: Path) -> Manifest:
 def read(path: Path, kind: str) -> Any:
     """A file of a verified checkpoint, its tensors on the CPU; nothing in it is executed.
 
-    :param kind: ``"model"``, ``"optimizer"`` or ``"ranks"``; of a sharded checkpoint, put together
-    :raises Damaged: when it cannot be loaded, or holds something else
+    :param kind: one of :data:`KINDS`. The model of a sharded checkpoint is put together
+    :raises Damaged: when it cannot be loaded
     """
-    if kind != "ranks" and folder.shard_keys(path):
-        from ddp.checkpoint.shards import assembled  # only for a sharded model
-
-        return assembled(path, kind)
-    content = folder.load(path, kind)
-    if not isinstance(content, KINDS[kind]):
-        raise Damaged(path, f"{kind}.pt holds a {type(content).__name__} instead of a {KINDS[kind].__name__}")
-    return content
+    if kind == "model" and shard_keys(path):
+        return whole_weights(path)
+    return folder.load(path, kind)
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
@@ -148,15 +144,15 @@ def load_weights(network: nn.Module, path: Path) -> None:
 
     :raises UsageError: when they are those of another network, or of other data: other classes, or other images
     """
-    from ddp.checkpoint.contents import wrong_tensors  # only when something is read
-
-    weights, expected = read(path, "model"), network.state_dict()
-    if problem := wrong_tensors(weights, expected):
+    weights = read(path, "model")
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        _, problem, *_ = [*str(error).splitlines(), ""]  # below a title
         raise UsageError(
-            f"{path} was trained on other data than is there now, with other classes or images, or is of another model (its "
-            f"model.pt {problem}): give its --data-dir"
-        )
-    network.load_state_dict(weights)
+            f"{path} was trained on other data than is there now, with other classes or images, or is of another model "
+            f"({problem.strip()}): give its --data-dir"
+        ) from error
 
 
 def newest(run_dir: Path, *, set_aside: bool = False) -> RunCheckpoint | None:

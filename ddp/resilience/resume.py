@@ -39,7 +39,6 @@ from common.files.run_directory import (
     holds_run,
     prepare,
     read_config,
-    read_regular,
     require_writable,
     writing,
 )
@@ -261,7 +260,7 @@ def how_it_begins(config: TrainConfig, agents: list[str]) -> tuple[bool, bool]:
 def is_restart(run_dir: Path, agents: list[str]) -> bool:
     """Whether one of the agents has worked in the directory."""
     try:
-        before = json.loads(read_regular(run_dir / LAUNCH_FILE))
+        before = json.loads((run_dir / LAUNCH_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(before, list) and any(agent in before for agent in agents)

@@ -19,7 +19,8 @@ from common.reporting import report
 from common.training.device_meter import DeviceTotals
 from common.training.evaluation import evaluate
 from common.training.metrics import TIMES, read_metrics
-from ddp.checkpoint import storage
+from ddp.checkpoint import load, storage
+from ddp.checkpoint.shards import WEIGHT, open_tensors, shard_keys
 from ddp.checkpoint.storage import RunCheckpoint
 from ddp.config import TrainConfig
 from ddp.data import load_data
@@ -104,8 +105,15 @@ def newest(run_dir: Path) -> RunCheckpoint:
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds of weights, of the optimizer's state, and of each rank's buffers, flat."""
     tensors = {f"model.{name}": value for name, value in storage.read(path, "model").items()}
-    for index, state in storage.read(path, "optimizer")["state"].items():
-        tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+    if keys := shard_keys(path):
+        saved, parameters = open_tensors(path, ()), load(path, keys[0])["parameters"]
+        for name in saved.shards:
+            kind, _, parameter = name.partition(":")
+            if kind != WEIGHT:
+                tensors[f"optimizer.{parameters.index(parameter)}.{kind}"] = saved.whole(name)
+    else:
+        for index, state in load(path, "optimizer")["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
     for rank, own in enumerate(storage.read(path, "ranks")):
         tensors |= {f"rank{rank}.{name}": value for name, value in own["buffers"].items()}
     return tensors

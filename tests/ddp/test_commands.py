@@ -143,7 +143,7 @@ def test_two_ranks_say_it_once() -> None:
 
     Rank 0 alone finds it. (The attempts have what both ranks find.)
 
-    Claim (README.md): bad input is told once per node, not once per rank, and below torchrun's report.
+    Claim (README.md): bad input is told once per node, not once per rank.
     """
     done = run_torchrun(2, "ddp.train", "--run-dir", "/proc/cannot")
     assert len(error_lines(done.stderr)) == 1

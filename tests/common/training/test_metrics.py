@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -115,12 +114,6 @@ def test_epochs_without_a_record_are_named_on_resume(tmp_path: Path, caplog: pyt
     with MetricsWriter(tmp_path, after=(30, 3)):
         pass
     assert "it lacks the records of epochs 1, 3;" in caplog.text
-
-
-def test_a_pipe_in_its_place_is_named(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / FILE)
-    with pytest.raises(UsageError, match=rf"{tmp_path / FILE} cannot be written \(Not a regular file\)"):
-        MetricsWriter(tmp_path, after=(1, 0))
 
 
 def test_nothing_but_the_records_is_left_in_the_folder(tmp_path: Path) -> None:

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.distributed.process_group import process_group
-from common.resilience.suspicions import RankLost
 from ddp.all_reduce import shared_memory
 from ddp.all_reduce.base import AllReduce
-from ddp.all_reduce.choice import watched_backend
+from ddp.all_reduce.choice import backend
 from ddp.all_reduce.halving_doubling import HalvingDoubling
 from ddp.all_reduce.hierarchical import Hierarchical
 from ddp.all_reduce.naive import Naive
@@ -36,7 +35,7 @@ from tests.support.launch import run_ranks, run_with_victim
 
 Build = Callable[[P2P], AllReduce]
 BY_HAND: list[Build] = [Naive, Ring, HalvingDoubling, Tree]
-ALGORITHMS: list[Build] = [watched_backend, *BY_HAND]
+ALGORITHMS: list[Build] = [backend, *BY_HAND]
 TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-5, torch.float64: 1e-12}
 DTYPES = [torch.uint8, torch.int32, torch.int64, *TOLERANCES]
 CPU = torch.device("cpu")
@@ -156,7 +155,7 @@ def test_algorithms_at_once_and_the_groups_own_collectives_do_not_disturb_each_o
 
 
 def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: float) -> str:
-    """All-reduces without end, during which the victim sends itself a signal; returns what this rank says of the lost one."""
+    """All-reduces without end, during which the victim sends itself a signal; returns the error of this rank."""
     with process_group(timeout_s=600) as env:
         dist.barrier()  # ranks start at different times; the short timeout is for their sums
         group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
@@ -170,9 +169,9 @@ def sum_until_lost(victim: int, build: Build, death: signal.Signals, timeout_s: 
             while True:
                 for pending in [algorithm.start(buffer) for _ in range(3)]:
                     pending.wait()
-        except RankLost as lost:
+        except RuntimeError as error:
             algorithm.close()
-            return str(lost)
+            return str(error)
 
 
 def hierarchical(hosts: str, p2p: P2P) -> Hierarchical:
@@ -185,38 +184,16 @@ def on_hosts(hosts: str) -> Build:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    ("build", "ranks", "victim"),
-    [
-        *((build, 4, victim) for build in ALGORITHMS for victim in (0, 2)),
-        (SharedMemory, 3, 0),
-        *(
-            (on_hosts(hosts), len(hosts), victim)
-            for hosts, victim in [("aabb", 0), ("aaab", 2), ("aaab", 3), ("abc", 1)]
-        ),
-    ],
-)
-def test_survivors_name_the_rank_that_was_killed(build: Build, ranks: int, victim: int) -> None:
-    """All survivors name the rank that was killed.
+@pytest.mark.parametrize(("build", "ranks"), [*((build, 3) for build in ALGORITHMS), (on_hosts("aabb"), 4)])
+def test_a_killed_rank_ends_the_sums_of_the_others(build: Build, ranks: int) -> None:
+    """All others get an error; none waits for ever.
 
-    Claim (ddp/all_reduce/README.md): all survivors name the rank that was lost.
+    Claim (ddp/all_reduce/README.md): a killed rank ends the others' all-reduce with an error.
     """
-    survivors = run_with_victim(sum_until_lost, ranks, victim, build, signal.SIGKILL, 600.0)
-    for message in survivors.values():
-        assert message.startswith(f"rank {victim} (pid ")
-        assert message.endswith(" ended during an all-reduce")
+    assert len(run_with_victim(sum_until_lost, ranks, 1, build, signal.SIGKILL, 600.0)) == ranks - 1
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    "build", [watched_backend, Ring, HalvingDoubling, SharedMemory, on_hosts("aabb"), on_hosts("aaab")]
-)
-def test_survivors_name_the_rank_that_does_not_answer(build: Build) -> None:
-    """All survivors name the rank that does not answer.
-
-    Claim (ddp/all_reduce/README.md): all survivors name the rank that was lost.
-    """
-    survivors = run_with_victim(sum_until_lost, 4, 1, build, signal.SIGSTOP, 2.0)
-    for message in survivors.values():
-        assert message.startswith("rank 1 (pid ")
-        assert message.endswith(" did not answer within 2 s during an all-reduce")
+@pytest.mark.parametrize("build", [backend, Ring, SharedMemory])
+def test_a_rank_that_does_not_answer_ends_the_sums_of_the_others(build: Build) -> None:
+    assert len(run_with_victim(sum_until_lost, 3, 1, build, signal.SIGSTOP, 2.0)) == 2

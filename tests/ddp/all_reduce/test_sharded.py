@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.distributed.process_group import process_group
-from ddp.all_reduce.choice import watched_backend
+from ddp.all_reduce.choice import backend
 from ddp.all_reduce.p2p import P2P
 from ddp.all_reduce.ring import Ring
 from ddp.all_reduce.sharded import ShardedAllReduce
@@ -67,7 +67,7 @@ def check(build: Callable[[P2P], ShardedAllReduce], examples: Sequence[Case]) ->
         algorithm.close()
 
 
-@pytest.mark.parametrize("build", [watched_backend, Ring, SharedMemory])
+@pytest.mark.parametrize("build", [backend, Ring, SharedMemory])
 @settings(max_examples=1, phases=[Phase.generate])
 @given(examples=st.lists(cases, min_size=5, max_size=5, unique=True))
 def test_both_are_torchs_and_together_the_all_reduce(

@@ -90,6 +90,6 @@ def sign(path: Path) -> None:
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``function(*arguments)`` returns in a new process."""
+    """The value of ``function(*arguments)`` in a new process."""
     with FORK_SERVER.Pool(1) as pool:
         return pool.apply(function, arguments)

@@ -1,4 +1,4 @@
-"""What the tests of sharded checkpoints let each rank do: a tiny transformer, saved by one strategy and resumed by another."""
+"""The jobs of the tests of sharded checkpoints: a tiny transformer, saved by one strategy and resumed by another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
 
 
 class Resumed(NamedTuple):
-    """What a job of another layout made of a checkpoint.
+    """The outcome of a job of another layout that continued from a checkpoint.
 
     :param differences: names of tensors that are not the same bits, when it saves them again at once
     :param losses: of the global batch, in each step after the checkpoint

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import stat
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,10 +18,9 @@ import pytest
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
 from common.files import atomic_files
-from ddp.checkpoint import clean, folder, list_checkpoints, prune, storage
+from ddp.checkpoint import clean, list_checkpoints, prune, storage
 from ddp.checkpoint.storage import FOLDER
 from tests.ddp.checkpoint.samples import (
-    FILES,
     NEWER,
     assert_is,
     in_a_process,
@@ -157,23 +155,27 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, kills: int) -> None:
     assert seen  # some kills interrupted a save or a removal
 
 
-class _StoppedStream(folder._ErrorKeepingStream):
+class _StoppedFile(_FailingFile):
     """SIGTERM arrives at the n-th write of each file, while torch's C++ is below us."""
 
     stop_at = 0
 
-    def write(self, data: memoryview) -> int:
-        self.stop_at -= 1
-        if self.stop_at == 0:
+    def __init__(self, path: Path, mode: str) -> None:
+        super().__init__(open(path, mode), self._write)  # noqa: SIM115
+        self._writes = 0
+
+    def _write(self, data: memoryview) -> Any:
+        self._writes += 1
+        if self._writes == self.stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return super().write(data)
+        return self._file.write(data)
 
 
 def _stopped_at_every_write(run_dir: Path) -> list[tuple[str, list[str]]]:
-    folder._ErrorKeepingStream = _StoppedStream  # type: ignore[misc]
+    atomic_files.open = _StoppedFile  # type: ignore[attr-defined]
     results = []
     for stop_at in range(1, 25):
-        _StoppedStream.stop_at = stop_at
+        _StoppedFile.stop_at = stop_at
         try:
             with stop_signals():
                 write(run_dir, 20)
@@ -188,10 +190,3 @@ def test_a_stop_signal_within_torch_save_is_no_error_of_torch(tmp_path: Path) ->
     assert results == [(f"SystemExit({128 + signal.SIGTERM})", [])] * 24
     assert_is(older, 10)
     assert list_checkpoints(tmp_path / FOLDER) == [older]
-
-
-def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
-    path = write(tmp_path, 10)
-    (tmp_path / "other").touch()
-    mode = stat.S_IMODE((tmp_path / "other").stat().st_mode)
-    assert {stat.S_IMODE((path / name).stat().st_mode) for name in FILES} == {mode}

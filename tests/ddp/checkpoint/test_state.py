@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.distributed.process_group import process_group
-from ddp.checkpoint import storage
-from ddp.checkpoint.state import manifest_of, restore, saved_buffers, state_of_job, state_of_rank
+from common.cli import from_settings
+from common.distributed.process_group import find_dist_env, process_group
+from common.errors import UsageError
+from ddp.checkpoint import load, storage
+from ddp.checkpoint.folder import Damaged
+from ddp.checkpoint.state import copy_on_host, manifest_of, restore, saved_buffers, state_of_job, state_of_rank
 from ddp.config import TrainConfig
 from ddp.data import load_data
+from ddp.evaluate import settings_of_run
 from ddp.job import Job
 from ddp.train import build_job
+from tests.ddp.checkpoint.samples import forge
 from tests.ddp.jobs import newest, small, start
 from tests.support.launch import run_ranks
 
@@ -103,3 +113,90 @@ def test_within_an_epoch_the_saved_model_has_batchnorm_s_averages_and_rank_0_s_o
     assert saved["0.running_mean"].tolist() == [1.5, 1.5]
     assert torch.equal(saved["1.running_mean"], buffers["1.running_mean"])
     assert saved["last"].is_contiguous()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_copy_holds_the_state_at_the_time_of_the_call(device: str) -> None:
+    """Also where the device is behind when it is taken. It lies in memory as its source."""
+    weights = torch.zeros(1 << 8, 3, 1 << 6, 1 << 6, device=device).to(memory_format=torch.channels_last)
+    if device == "cuda":
+        torch.cuda._sleep(50_000_000)
+    weights.add_(1)
+    copy = copy_on_host({"model": [weights, 0.1]}, torch.device(device))
+    weights.mul_(-1)
+    assert (copy["model"][0] == 1).all() and copy["model"][1] == 0.1
+    assert copy["model"][0].stride() == weights.stride()
+
+
+# Contents that do not fit the job
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
+    """A job of one rank after one step, and its checkpoint, which no test changes."""
+    folder = tmp_path_factory.mktemp("whole")
+    with process_group(threads=1):
+        job, _ = start(small(**SETTINGS, run_dir=folder), find_dist_env("cpu"), steps=1)
+        yield job, storage.write(folder, manifest_of(job), state_of_job(job, [state_of_rank(job)]))
+
+
+@pytest.fixture
+def path(whole: tuple[Job, Path], tmp_path: Path) -> Path:
+    """A copy of that checkpoint, to be forged."""
+    return Path(shutil.copytree(whole[1], tmp_path / whole[1].name))
+
+
+def take_up(job: Job, path: Path) -> None:
+    manifest = storage.verify(path)
+    storage.load_weights(job.network, path)
+    restore(job, path, manifest)
+
+
+MOMENTUM = ("state", 0, "momentum_buffer")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "problem"),
+    [
+        ("optimizer", MOMENTUM, torch.zeros(3), r"has momentum_buffer:features\.0\.weight of shape \[3\] instead of"),
+        ("optimizer", MOMENTUM, torch.zeros(32, 1, 3, 3, dtype=torch.int8), "in torch.int8 instead of torch.float32"),
+        ("optimizer", ("state", 0), {"exp_avg": torch.zeros(3)}, r"has exp_avg:features\.0\.weight, which the run has not"),
+        ("model", ("extra",), torch.zeros(3), r'another model \(Unexpected key\(s\) in state_dict: "extra"'),
+        ("model", ("features.0.weight",), torch.zeros(3), r"other data than is there now.* \(size mismatch for features\.0"),
+    ],
+)  # fmt: skip
+def test_contents_that_do_not_fit_are_refused(
+    whole: tuple[Job, Path], path: Path, kind: str, place: tuple[Any, ...], value: Any, problem: str
+) -> None:
+    """Contents of another shape, dtype or name are refused with their place, whatever the digests say.
+
+    Claim (ddp/README.md, 9): contents that do not fit the job are refused.
+    """
+    job, _ = whole
+    content = copy.deepcopy(load(path, kind))
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    torch.save(content, path / f"{kind}.pt")
+    forge(path)
+    with pytest.raises(UsageError, match=problem):
+        take_up(job, path)
+
+
+def test_settings_of_another_version_are_refused_by_evaluation(path: Path) -> None:
+    config = json.loads((path / "manifest.json").read_bytes())["facts"]["config"]
+    for change, words in (({"speed": 3}, "--speed=3"), ({"lr": "fast"}, "--lr"), ({"model": 5}, "--model")):
+        forge(path, config=config | change)
+        with pytest.raises(Damaged, match=f"has settings that this version does not take: .*{words}"):
+            settings_of_run(path, storage.verify(path))
+
+
+def test_settings_come_back_from_json() -> None:
+    others: list[dict[str, Any]] = [
+        {"augment": False, "precision": "fp16", "clip_norm": 1.0},
+        {"dataset": "lfw", "resume": True},
+    ]
+    for settings in ({}, *others):
+        config = TrainConfig(**settings)
+        assert from_settings(TrainConfig, "ddp.train", json.loads(json.dumps(config.as_json()))) == config
