@@ -94,7 +94,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a run is to meet.
+    """An event that a run is to meet.
 
     :param victim: of :data:`WHOM`; :param at: when, as a share of the undisturbed run's time, or of its checkpoints
     """
@@ -105,7 +105,7 @@ class Fault:
 
 @dataclass
 class Story:
-    """What became of a run.
+    """The history of a run.
 
     :param killed: for each kill, whom, when (s after the run's directory was one) and the last step that was written down
     :param refused: starts that were, since ranks that had outlived their torchrun still held the directory

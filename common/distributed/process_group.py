@@ -22,7 +22,7 @@ import torch.distributed as dist
 # functions, which would keep the group and its threads alive after destroy_process_group: a gloo thread that frees a tensor
 # while Python shuts down aborts the process. Imported here, the module finds no group.
 import torch.distributed.nn.functional
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone
@@ -113,6 +113,7 @@ def _leave_group(env: DistEnv, together: bool) -> None:
         dist.destroy_process_group()
         return
     with contextlib.suppress(RuntimeError):  # the error that ends the block is the one to report
+        # HACK: the public destroy waits. If torch renames it, a rank that leaves alone raises AttributeError over its own error.
         dist.distributed_c10d._abort_process_group()
 
 

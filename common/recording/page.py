@@ -45,7 +45,7 @@ def _run(title: str, run: Recording) -> str:
 
 
 def _data(run: Recording) -> dict[str, Any]:
-    """What the page's script needs."""
+    """The data that the page's script needs."""
     return {
         "end": run.end,
         "milestones": run.milestones,

@@ -164,7 +164,7 @@ def _bytes(values: Any) -> int:
 
 
 def _result(label: str, args: tuple[Any, ...], value: Any) -> str:
-    """What a call has come to, if a number tells it."""
+    """The result of a call, if it is a number."""
     if label == "optimizer step":
         parameters = (one for group in args[0].param_groups for one in group["params"])
         first = next(parameter for parameter in parameters if parameter.grad is not None)

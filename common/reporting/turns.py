@@ -128,7 +128,7 @@ class Rounds(Progress):
         return self
 
     def until_stopped(self, subjects: Iterable[T]) -> Iterator[T]:
-        """What is measured one after another, until the user stops the benchmark."""
+        """Variants that are measured one after another, until the user stops the benchmark."""
         return itertools.takewhile(lambda _: not Rounds.stopped, subjects)
 
     def round_done(self, facts: str) -> bool:

@@ -132,7 +132,7 @@ class P2P:
 
 
 def host_id() -> str:
-    """What only the ranks of one host share.
+    """An identifier that only the ranks of one host share.
 
     A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
     """

@@ -88,7 +88,7 @@ def start(
 
 
 def is_missing(attempt: Attempt) -> str | None:
-    """What this machine lacks for an attempt, or None."""
+    """Name what this machine lacks for an attempt, or None."""
     words = attempt.command.split()
     if any(limit in words for limit in NEED_MOUNTS) and not can_mount():
         return "no mount namespace can be made here"

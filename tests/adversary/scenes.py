@@ -1,4 +1,4 @@
-"""What stands around attempts: a finished run, photos, damage."""
+"""The surroundings of attempts: a finished run, photos, damage."""
 
 from __future__ import annotations
 

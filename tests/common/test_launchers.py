@@ -28,7 +28,7 @@ TORCHRUN = {**FOURTH_OF_FOUR, "TORCHELASTIC_RUN_ID": "none"}
 
 
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is set then."""
+    """The variables that are set then."""
     after = dict(environment)
     adopt_launcher(after)
     return after
@@ -89,7 +89,7 @@ def test_a_process_by_itself_stays_so(alone: dict[str, str]) -> None:
 
 
 def test_a_shell_of_srun_is_no_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What is typed there is one process; what srun starts there is a rank, though it inherits the shell's variables."""
+    """A typed command is one process there; srun starts a rank, though it inherits the shell's variables."""
     shell = SRUN | {"SLURM_PTY_PORT": "40000"}
     monkeypatch.setattr(os, "isatty", lambda descriptor: True)
     assert adopted(shell) == shell

@@ -20,7 +20,7 @@ def dataset(samples: int) -> TensorDataset:
 def global_batches(
     samples: int, batch_size: int, world_size: int, grad_accumulation_steps: int, epoch: int, seed: int
 ) -> list[set[int]]:
-    """What all ranks and micro-steps together take in each optimizer step."""
+    """The samples that all ranks and micro-steps together take in each optimizer step."""
     steps: list[list[int]] = []
     for rank in range(world_size):
         sampler = MicroBatchSampler(dataset(samples), batch_size, grad_accumulation_steps, world_size, rank, seed)

@@ -72,7 +72,7 @@ def test_micro_steps_equal_one_big_batch() -> None:
 
 
 def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
-    """What DDP hands to the network in each of three steps, and what one set of gradients weighs."""
+    """The bytes that DDP sends in each of three steps, and the bytes of one set of gradients."""
     with process_group() as env:
         job, batches = start(config, env)
         sent: list[int] = []

@@ -51,7 +51,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Machines:
-    """What launchers need, made when the first one asks for it."""
+    """The machines that launchers need, made when the first one asks for it."""
 
     stack: contextlib.ExitStack
     folder: Path
@@ -130,14 +130,14 @@ def lsf(machines: Machines) -> list[Start]:
 
 
 def kubernetes(machines: Machines) -> list[Start]:
-    """What Kubeflow's Trainer sets in each pod, and torchrun reads."""
+    """Kubeflow's Trainer sets these in each pod, and torchrun reads them."""
     sizes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{number}"}
     meeting = {"PET_MASTER_ADDR": machines.hosts.a.hostname, "PET_MASTER_PORT": "29500"}
     return machines.on_both(lambda number, host: ("torchrun", *TRAIN), {**sizes, **meeting})
 
 
 def azure(machines: Machines) -> list[Start]:
-    """What Azure ML sets for each rank of a job with ``distribution: type: pytorch``."""
+    """The variables that Azure ML sets for each rank of a job with ``distribution: type: pytorch``."""
     ranks = {
         "RANK": "{number}",
         "WORLD_SIZE": "2",

@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What finds the cluster, this Python and this project. Jobs get it too."""
+        """The variables that lead to the cluster, this Python and this project. Jobs get them too."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         paths = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "SLURM_CONF": str(self.folder / "slurm.conf")}
         return clean_environment() | paths

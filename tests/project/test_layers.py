@@ -77,7 +77,7 @@ def test_no_import_points_up() -> None:
 
 
 def test_the_subjects_are_siblings() -> None:
-    """Of the three subjects, only ``ddp/data.py`` and the benchmark of strategies import another."""
+    """Only ``ddp/data.py`` and the benchmark of strategies import another of the three subjects."""
     subjects = {"dataloading", "dataparallel", "ddp"}
     between = {
         edge: (part, other)

@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class FakeStream:
-    """What is queued on it runs in order, up to an event that somebody waits for."""
+    """Its queue runs in order, up to an event that somebody waits for."""
 
     def __init__(self, gpu: FakeGpu, name: str) -> None:
         self.gpu, self.name = gpu, name

@@ -234,7 +234,7 @@ def _collect(ranks: Sequence[Rank], awaited: Iterable[int], timeout_s: float) ->
 
 def _serve(pipe: Connection) -> None:
     """A rank's life: one function after another, until the tests end."""
-    # Of loader workers: as on a command line, not as this process was started.
+    # The start method of loader workers, as on a command line. This process was started otherwise.
     multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # torch's objects are so many that looking through all of them takes 0.2 s, which each job would do
     fresh = False

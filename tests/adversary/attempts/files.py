@@ -19,7 +19,7 @@ CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
 IN_A_CHECKPOINT = ("manifest.json", "SHA256SUMS", "model.pt", "optimizer.pt", "ranks.pt")
 
 
-# What may become of a file.
+# The changes that a file may suffer.
 
 
 def missing(path: Path) -> None:
@@ -88,7 +88,7 @@ def renamed(name: str) -> Callable[[Path], None]:
 
 
 class Code:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)
@@ -100,7 +100,7 @@ def with_code(here: Path) -> None:
     forge(path)
 
 
-# What could harm the memory of the run that continues. Evaluation needs none of it. (tests/ddp/checkpoint/test_contents.py has more.)
+# Contents that could harm the memory of the run that continues. Evaluation needs none of it. (See tests/ddp/checkpoint/test_contents.py.)
 OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
     (
         of_tensors("optimizer", with_momentum(torch.zeros(3))),
@@ -108,7 +108,7 @@ OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
     ),
     (of_tensors("ranks", lambda content: []), r"has 0 ranks instead of 1"),
 ]
-# What could harm any memory, runs code, names files elsewhere, or is another checkpoint than it says.
+# Contents that could harm any memory, runs code, names files elsewhere, or is another checkpoint than it says.
 OF_BOTH: list[tuple[Callable[[Path], None], str]] = [
     (of_tensors("model", lambda content: {}), r"model\.pt lacks"),
     (of_tensors("model", lambda content: dict.fromkeys(content, torch.zeros(2))), r"as float32 \[2\] instead of"),

@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 def meet(
     everyone: list[tuple[int, int, Facts]], timeout_s: float = PATIENCE_S, late_s: float = 0.0
 ) -> list[str | None]:
-    """What each rank of (rank, WORLD_SIZE, facts) is told. Rank 0 serves the store, and the last one comes late."""
+    """The answers to each rank of (rank, WORLD_SIZE, facts). Rank 0 serves the store, and the last one comes late."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank(number: int) -> str | None:

@@ -89,7 +89,7 @@ NONE_USABLE = r"no CUDA device is usable here \(Found no NVIDIA driver on your s
 def test_device_and_backend(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, backend: str, outcome: str | tuple[str, str]
 ) -> None:
-    """Of a node's second rank of two, to which so many GPUs are shown."""
+    """The device of a node's second rank of two, to which so many GPUs are shown."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "init", no_driver)

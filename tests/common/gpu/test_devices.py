@@ -73,7 +73,7 @@ def test_no_word_where_there_is_no_driver(caplog: pytest.LogCaptureFixture) -> N
 
 
 def built(variable: str | None) -> list[str]:
-    """What ``process_group`` builds under the name "nccl"."""
+    """The classes that ``process_group`` builds under the name "nccl"."""
     if variable is not None:
         os.environ[NCCL2_VARIABLE] = variable
     with pretended_gpus(["a"]) as names, process_group() as env:

@@ -1,4 +1,4 @@
-"""What a GPU's metrics tell: times by CUDA events, memory, and the share of the GPU's peak. A scripted GPU stands for one."""
+"""A GPU's metrics: times by CUDA events, memory, and the share of the GPU's peak. A scripted GPU stands for one."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_flops_are_those_of_the_formulas() -> None:
 
 
 def flops_of(strategies: list[str]) -> list[int]:
-    """Of a job's micro-batch, as the job tells its meter."""
+    """The FLOPs of a job's micro-batch, as the job tells its meter."""
     with process_group(threads=1) as env:
         return [flops_with(strategy, env) for strategy in strategies]
 

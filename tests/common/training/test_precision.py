@@ -95,7 +95,7 @@ def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(device: torch.dev
 
 
 def settings_on_a_gpu(tf32: bool, deterministic: bool) -> tuple[object, ...]:
-    """What torch says after it, by its new names and by the old ones, which fail if they contradict each other."""
+    """The settings that torch reports after it, by its new names and by the old ones, which fail if they contradict each other."""
     before = torch.get_float32_matmul_precision()
     set_arithmetic(torch.device("cpu"), not tf32, False, False)
     assert torch.get_float32_matmul_precision() == before  # oneDNN's too

@@ -1,4 +1,4 @@
-"""What people get wrong with several hosts: one line where it is wrong, with the cure."""
+"""Mistakes with several hosts: one line where it is wrong, with the cure."""
 
 from __future__ import annotations
 

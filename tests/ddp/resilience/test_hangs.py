@@ -42,7 +42,7 @@ CASES = {
 
 
 class Hung(NamedTuple):
-    """What became of it; the run has ended, but for a stopped rank that was continued and ended then."""
+    """The result of a run that hung; the run has ended, but for a stopped rank that was continued and ended then."""
 
     run: Run
     statuses: list[int | None]

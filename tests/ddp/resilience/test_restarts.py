@@ -64,7 +64,7 @@ STARTS: list[tuple[dict[str, Any], bool]] = [  # each with its flags, and whethe
 
 
 def started_again(run_dir: Path, below_torchrun: bool) -> list[str | None]:
-    """What each of :data:`STARTS` finds."""
+    """The findings of each of :data:`STARTS`."""
     if below_torchrun:
         os.environ["TORCHELASTIC_RUN_ID"] = "none"
     with process_group(threads=1) as env:
