@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from common.distributed import STORE_POLL_S
 from common.errors import UsageError

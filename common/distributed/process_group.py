@@ -22,7 +22,7 @@ import torch.distributed as dist
 # functions, which would keep the group and its threads alive after destroy_process_group: a gloo thread that frees a tensor
 # while Python shuts down aborts the process. Imported here, the module finds no group.
 import torch.distributed.nn.functional
-from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from common.distributed import BACKENDS, DEVICES
 from common.distributed.dist_env import DistEnv, find_dist_env, require_alone

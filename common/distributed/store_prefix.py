@@ -16,7 +16,7 @@ import time
 import uuid
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from common.distributed import STORE_POLL_S
 

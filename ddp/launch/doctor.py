@@ -39,7 +39,7 @@ if __name__ == "__main__" and any(argument.partition("=")[0] == "--explain" for 
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from common.cli import command, option, parse
 from common.distributed.addresses import addresses_by_interface, interface_towards

@@ -33,6 +33,11 @@ def finished_run() -> Path:
     return folder
 
 
+def finished_copy(folder: Path) -> Path:
+    """A copy of that directory in ``folder/run``."""
+    return shutil.copytree(finished_run(), folder / "run", symlinks=True)
+
+
 @functools.cache
 def photos() -> Path:
     """A folder of 24 photos of four people, in the layout of Labeled Faces in the Wild, made once."""

@@ -18,7 +18,7 @@ import pytest
 
 from common.distributed.worker_group import rendezvous
 from tests.adversary.run import start
-from tests.faults import differences, outcome, scratch_files
+from tests.support.harm.left import differences, litter, outcome
 from tests.support.launch import clean_environment
 from tests.support.ranks import kill_tree, run_forked
 
@@ -29,7 +29,7 @@ RUN = (
 ANSWERS = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 END_S = 60.0
 
-# What the log or the directory shows last, and so what the run is at.
+# The last word of the log or the directory tells the phase of the run.
 PHASES: tuple[tuple[str, Callable[[Path, str], bool]], ...] = (
     ("exit", lambda folder, log: "of each step waits" in log),
     ("drawing", lambda folder, log: "epoch 2 of 2" in log),
@@ -135,7 +135,7 @@ def disturbed(folder: Path, seed: int, whole: dict[int, tuple[float, dict[str, A
     for done in run_forked(*RUN, *flags, "--run-dir", folder / "run", world_size=ranks if ranks > 1 else 0):
         assert done.returncode == 0, f"{case}\n{said}\nand then\n{done.stderr}"
     assert differences(folder / "run", expected) == [], case
-    assert scratch_files(folder / "run") == [], case
+    assert litter(folder / "run") == [], case
     assert (folder / "run" / "result.json").exists(), case
     return phase
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,11 +82,6 @@ def test_without_set_epoch_the_order_repeats() -> None:
     sampler = MicroBatchSampler(dataset(60), 12, 1, 1, 0, seed=0)
     first, second = ([key.samples.tolist() for key in sampler] for _ in range(2))
     assert first == second
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not divide"):
-        MicroBatchSampler(dataset(60), 10, 2, 3, 0, seed=0)
 
 
 @given(samples=st.integers(1, 60), batch_size=st.integers(1, 20), world_size=st.integers(1, 7))

@@ -155,7 +155,7 @@ def test_gradients_in_bf16_train_to_the_same_bits_by_torch_and_by_hand() -> None
 def buckets(configs: list[TrainConfig]) -> list[list[int]]:
     """For each job, the bytes of the buckets of its second backward pass, in their order."""
     with process_group() as env:
-        group, bytes_of_jobs = dist.distributed_c10d._get_default_group(), []
+        group, bytes_of_jobs = dist.group.WORLD, []
         for config in configs:
             job, batches = start(config, env)
             sent: list[int] = []

@@ -3,7 +3,7 @@
     python -m tests.launchers            # all; needs root, slurm-wlm and munge
     python -m tests.launchers standalone by-hand
 
-Two ranks. Where a launcher is for several hosts, there is a rank on each of two (tests/hosts.py). SLURM is a real one
+Two ranks. Where a launcher is for several hosts, there is a rank on each of two (tests/support/harm/network.py). SLURM is a real one
 (tests/launchers/slurm.py); LSF's ``blaunch`` is a stand-in; what Kubernetes and Azure ML set is set here.
 """
 
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp.checkpoint import storage
-from tests.hosts import Host, TwoHosts, two_hosts
 from tests.launchers import slurm
 from tests.launchers.slurm import Cluster
+from tests.support.harm.network import Host, TwoHosts, two_hosts
 from tests.support.launch import REPOSITORY, free_port, start_program
 
 JOB = (

@@ -11,23 +11,15 @@ from typing import Any
 import torch
 
 from tests.adversary.attempt import Attempt, made_by
-from tests.adversary.attempts.replaced import a_dangling_link, a_device, a_folder, a_pipe
 from tests.adversary.scenes import EVALUATE, RESUME
 from tests.ddp.checkpoint.samples import forge
+from tests.support.harm.disk import a_dangling_link, a_device, a_folder, a_pipe, empty, missing
 
 CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
 IN_A_CHECKPOINT = ("manifest.json", "SHA256SUMS", "model.pt", "optimizer.pt", "ranks.pt")
 
 
 # The changes that a file may suffer.
-
-
-def missing(path: Path) -> None:
-    path.unlink()
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def cut(path: Path) -> None:

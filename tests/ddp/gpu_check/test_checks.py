@@ -21,7 +21,7 @@ from ddp.gpu_check.gaps import GapsConfig
 from ddp.gpu_check.pinned import PinnedConfig
 from ddp.launch.doctor import DoctorConfig
 from ddp.timeline.config import StepTimelineConfig
-from tests.support.timed_gpu import pretend_gpus
+from tests.support.fake_gpu import pretend_gpus
 
 CONFIGS: dict[str, type[Any]] = {
     "ddp.train": TrainConfig,

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from common.training.metrics import read_metrics
-from tests.ddp.jobs import assert_identical, final_state
-from tests.ddp.resilience.interrupting import FLAGS, litter, processes_of, steps_done, training, wait_for_step
+from tests.support.harm.kill import JOB, forked_training, steps_done, training, wait_for_step
+from tests.support.harm.left import assert_ends_as, litter, outcome
 from tests.support.launch import free_port, start_command
 
 pytestmark = pytest.mark.faults
@@ -27,40 +26,22 @@ AT_ANY_WORLD_SIZE = ("--sync-batchnorm", "--dropout", "0")
 NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def rank_below(torchrun: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process of a rank, by its environment."""
-    for process in psutil.Process(torchrun.pid).children():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank):
-                return process
-    raise AssertionError(f"torchrun has no rank {rank}")
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, victim: int) -> None:
     """A killed rank costs the steps since the last checkpoint.
 
     Claim (ddp/resilience/README.md): a rank that is killed costs the steps since the last checkpoint.
     """
-    with training(tmp_path / "undisturbed") as run:
-        run.finish()
-    folder = tmp_path / "run"
-    # --overwrite is for the first start alone: what the job has saved since is its own.
-    job = ("-m", "ddp.train", *FLAGS, "--checkpoint-every", "5", "--run-dir", str(folder), "--overwrite")
-    torchrun_flags = ("--standalone", "--max-restarts=3", "--nproc_per_node=2")
-    with start_command("torch.distributed.run", *torchrun_flags, *job, env=NEW_STORES) as torchrun:
-        wait_for_step(folder, 12)
-        rank_below(torchrun, victim).kill()
-        _, said = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, said
-    (resumed,) = re.findall(r"resuming after step (\d+),", said)
-    assert int(resumed) >= 10 and int(resumed) % 5 == 0
-    tensors, records = final_state(folder)
-    expected_tensors, expected_records = final_state(tmp_path / "undisturbed")
-    assert_identical(tensors, expected_tensors)
-    assert records == expected_records
-    assert not litter(folder)
-    assert not processes_of(folder)
+    with forked_training(tmp_path / "undisturbed") as undisturbed:
+        undisturbed.finish()
+    # --overwrite is for the first start alone: checkpoints that the job has saved since are its own.
+    restarts = ("--standalone", "--max-restarts=3")
+    with training(tmp_path / "run", "--overwrite", torchrun=restarts, env=NEW_STORES) as run:
+        run.wait_for_step(12)
+        run.ranks()[victim].kill()
+        assert_ends_as(outcome(undisturbed.run_dir), run)
+        (resumed,) = re.findall(r"resuming after step (\d+),", run.output)
+        assert int(resumed) >= 9 and int(resumed) % 3 == 0
 
 
 # 220 steps of a tenth of a second: time for a node to go and for another to come.
@@ -89,7 +70,7 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
     """
     folder = tmp_path / "run"
     port = free_port()
-    job = ("-m", "ddp.train", *FLAGS, *LONG, *AT_ANY_WORLD_SIZE, "--run-dir", str(folder))
+    job = ("-m", "ddp.train", *JOB, *LONG, *AT_ANY_WORLD_SIZE, "--run-dir", str(folder))
     with agent(port, tmp_path / "first", *job, holds_store=True) as first:
         with agent(port, tmp_path / "second", *job, holds_store=False):
             wait_for_step(folder, 40)
@@ -102,9 +83,9 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
     assert sorted(sizes) == ["1", "2", "2"]  # each said once, by rank 0
     records = [record for record in read_metrics(folder) if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, LONG_STEPS + 1))
-    with training(tmp_path / "undisturbed", *LONG, *AT_ANY_WORLD_SIZE) as run:
+    with forked_training(tmp_path / "undisturbed", *LONG, *AT_ANY_WORLD_SIZE) as run:
         run.finish(240)
-    expected = [record for record in read_metrics(run.folder) if record["kind"] == "step"]
+    expected = [record for record in read_metrics(run.run_dir) if record["kind"] == "step"]
     losses, expected_losses = ([record["loss"] for record in each] for each in (records, expected))
     np.testing.assert_allclose(losses, expected_losses, atol=0.01)
     assert not litter(folder)

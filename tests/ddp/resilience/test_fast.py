@@ -11,7 +11,7 @@ from unittest import mock
 from common.distributed.process_group import process_group
 from ddp.config import TrainConfig
 from ddp.fast import choose_fastest
-from tests.support.launch import error_lines, run_forked, run_ranks
+from tests.support.launch import run_forked, run_ranks
 
 SHARED = {"strategy": "handwritten", "all_reduce": "shared-memory"}
 # The flags, the ranks that have instructions for bf16, the hosts; and what is chosen.
@@ -85,11 +85,3 @@ def test_the_log_says_what_and_why(tmp_path: Path) -> None:
     )
     recorded = json.loads((tmp_path / "config.json").read_text())["config"]
     assert recorded["fast"] and recorded["all_reduce"] == "shared-memory"
-
-
-def test_what_contradicts_is_refused_once(tmp_path: Path) -> None:
-    """Settings that contradict each other end in one line, as without ``--fast``."""
-    flags = "--fast --bucket-mib 1 --strategy naive --device cpu"
-    ranks = run_forked("ddp.train", *flags.split(), "--run-dir", tmp_path, world_size=2)
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert len([line for rank in ranks for line in error_lines(rank.stderr)]) == 1

@@ -21,8 +21,8 @@ from ddp.timeline.__main__ import measure
 from ddp.timeline.config import StepTimelineConfig
 from ddp.timeline.parts import COMPUTE, divide, phase
 from ddp.timeline.recording import RecordedBackend
+from tests.support.fake_gpu import TimedGPU, pretend_gpus
 from tests.support.launch import run_command
-from tests.support.timed_gpu import TimedGPU, pretend_gpus
 from tests.support.user_errors import UserError
 
 PHASES = ("data", "forward", "backward", "optimizer")

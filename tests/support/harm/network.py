@@ -49,7 +49,7 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What starts another command on this host."""
+        """The words that start another command on this host."""
         return ("ip", "netns", "exec", self.name)
 
     def start(
@@ -196,7 +196,7 @@ def _remove(name: str) -> None:
 
 
 def _pids(name: str) -> list[str]:
-    """Of the processes in the namespace, if there is one."""
+    """The processes in the namespace, if there is one."""
     return subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
 
 
