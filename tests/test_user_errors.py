@@ -215,18 +215,20 @@ def test_a_mistake_is_one_line(
 
     Claim (README.md): bad input is one line, exit status 2.
     """
-    names = {"here": str(tmp_path)}
+    here = tmp_path / "here"
+    here.mkdir()
+    names = {"here": str(here)}
     if "{run}" in typed:
-        names["run"] = str(finished_copy(tmp_path))
+        names["run"] = str(finished_copy(here))
     if "{faces}" in typed:
         names["faces"] = str(photos())
-    before = files_below(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    before = files_below(here)
+    monkeypatch.chdir(here)
     module, *arguments = (word.format(**names) for word in shlex.split(typed))
     program = importlib.import_module(module)
     if hasattr(program, "__path__"):
         program = importlib.import_module(f"{module}.__main__")
     assert re.search(line, user_error(program.main, *arguments))
-    after = files_below(tmp_path)
+    after = files_below(here)
     changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
     assert not [name for name in changed if not any(fnmatch.fnmatch(name, allowed) for allowed in BEFORE_A_RUN)]

@@ -156,6 +156,7 @@ def buckets(configs: list[TrainConfig]) -> list[list[int]]:
     """For each job, the bytes of the buckets of its second backward pass, in their order."""
     with process_group() as env:
         group, bytes_of_jobs = dist.group.WORLD, []
+        assert group is not None
         for config in configs:
             job, batches = start(config, env)
             sent: list[int] = []

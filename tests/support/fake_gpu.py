@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class _WithStreams:
-    current: Any
+    current: Any  # a FakeStream, or the name of one of the timed
 
     @contextlib.contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
@@ -87,7 +87,7 @@ class FakeGpu(_WithStreams):
         self.status = 0
         self.ever_locked = self.ever_pinned = 0
         self.current = FakeStream(self, "the computing stream")
-        self._streams = [self.current]
+        self._streams: list[FakeStream] = [self.current]
         for name, fake in {
             "is_available": lambda: True,
             "device_count": lambda: 1,

@@ -17,7 +17,7 @@ import pytest
 from tests.ddp.across_hosts import digests_as_if
 from tests.support.harm.kill import JOB, is_alive, wait_for_step
 from tests.support.harm.left import differences
-from tests.support.harm.network import TwoHosts, two_hosts
+from tests.support.harm.network import NEW_STORES, TwoHosts, two_hosts
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.faults
@@ -71,10 +71,6 @@ def test_a_job_over_two_hosts_comes_to_the_bits_of_one(tmp_path: Path, hosts: Tw
         said = [agent.communicate(timeout=200)[1] for agent in (one, two)]
     assert (one.returncode, two.returncode) == (0, 0), "\n".join(said)
     assert json.loads(file.read_text()) == run_ranks(digests_as_if, 2 * ranks, ranks, timeout_s=200)[0]
-
-
-# torchrun's agent would keep its store over restarts, in which ranks find the addresses of those that died (torch 2.15).
-NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def cut_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:

@@ -95,13 +95,11 @@ class Job:
 class Program:
     """A loop of the user's own.
 
-    :param broadcast: ``broadcast_buffers``, which one wrapper has
     :param actions: names of methods of :class:`Loop`
     """
 
     model: Model
     wrapper: str = "handwritten"
-    broadcast: bool = False
     actions: tuple[str, ...] = ()
 
 
@@ -200,7 +198,7 @@ class Wrapped:
     """One rank's model in a wrapper, with the face of :class:`tests.ddp.models.reference.Replicas`."""
 
     def __init__(self, program: Program) -> None:
-        sends_all = program.broadcast or program.wrapper != "handwritten"  # rank 0's values, buffers too
+        sends_all = program.wrapper != "handwritten"  # rank 0's values, buffers too
         network = Network(replace(program.model, seed=program.model.seed + dist.get_rank() * sends_all))
         self.model: Any = wrap(network, program)
         self.networks, self.optimizers = [network], [plain_sgd(self.model.parameters())]
@@ -230,7 +228,7 @@ def wrap(network: nn.Module, program: Program) -> nn.Module:
         return NaiveDistributedDataParallel(network)
     if program.wrapper.startswith("zero"):
         return shard(network, int(program.wrapper[-1]), units=units_of(network))
-    return HandwrittenDistributedDataParallel(network, broadcast_buffers=program.broadcast)
+    return HandwrittenDistributedDataParallel(network, broadcast_buffers=False)
 
 
 def units_of(network: Any) -> list[nn.Module]:
@@ -242,8 +240,6 @@ class Emulated(reference.Replicas):
 
     def __init__(self, program: Program) -> None:
         super().__init__(lambda: Network(program.model), dist.get_world_size(), plain_sgd)
-        self.broadcasts = program.broadcast and program.wrapper == "handwritten"
-        self.synchronized = True
 
     def whole(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -251,10 +247,7 @@ class Emulated(reference.Replicas):
     def add_gradients(
         self, batches: list[reference.Batch], weight: float = 1.0, synchronize: bool = True
     ) -> list[float]:
-        if self.broadcasts and self.synchronized:
-            self.give_buffers_of_rank_0()
         losses = super().add_gradients(batches, weight)
-        self.synchronized = synchronize
         if synchronize:
             self.average()
         return losses
@@ -489,7 +482,7 @@ def jobs(draw: st.DrawFn) -> Job:
 def programs(draw: st.DrawFn) -> Program:
     wrapper = draw(st.sampled_from(["naive", "handwritten", "zero1", "zero2", "zero3"]))
     actions = draw(st.lists(st.sampled_from((*ACTIONS, *ACTIONS[:8])), min_size=3, max_size=8))
-    return Program(draw(models()), wrapper, draw(st.booleans()), ("step", *actions, "step"))
+    return Program(draw(models()), wrapper, ("step", *actions, "step"))
 
 
 def only(kind: str, variant: int = 0, *others: Part, **options: Any) -> Model:

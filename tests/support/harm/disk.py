@@ -2,7 +2,8 @@
 
     python -m tests.support.harm.disk LIMIT COMMAND ARGUMENTS
 
-sets a limit of its own process, such as ``full_disk`` or ``small_shared_memory``, and runs the command.
+sets a limit of its own process, such as ``full_disk`` or ``small_shared_memory``, and runs ``python -m COMMAND ARGUMENTS``. A
+command that begins with the path of Python is started as it is.
 """
 
 from __future__ import annotations
@@ -180,8 +181,11 @@ def a_device(path: Path) -> None:
 
 
 def main() -> None:
-    limit, module, *arguments = sys.argv[1:]
-    run = load_command(module, *arguments)
+    limit, program, *arguments = sys.argv[1:]
+    if program == sys.executable:
+        globals()[limit]()
+        os.execv(program, [program, *arguments])
+    run = load_command(program, *arguments)  # before the limit, which its imports might not fit
     globals()[limit]()
     run()
 
