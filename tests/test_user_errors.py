@@ -1,6 +1,6 @@
 """One line for a user error: flags of every command with values that make no sense, alone or together.
 
-Nothing may be written, and nothing heavy done. tests/common/test_cli.py has each kind of value that the parser itself refuses.
+Nothing may be written, and nothing heavy done.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         ("--bach-size 3", r"unrecognized arguments: --bach-size 3: did you mean --batch-size\?"),
     ],
     "ddp.train": [
+        ("--seed many", r"--seed: invalid int value: 'many' \(python -m ddp\.train --help lists what there is\)$"),
+        ("--lr fast", r"--lr: invalid float value: 'fast' \("),
+        ("--lr 1e999", r"--lr inf is out of range: it must be finite and above 0$"),
+        ("--dropout -0.1", r"--dropout -0\.1 is out of range: it must be at least 0 and below 1$"),
+        ("--seed", r"--seed: expected one argument \("),
+        ("--batch 3", r"unrecognized arguments: --batch 3: did you mean --batch-size\? \("),
+        ("stray", r"unrecognized arguments: stray \("),
         ("--download", r"--download is for fashion-mnist"),
         ("--loader fast", r"--loader fast is for lfw and folder: glyphs"),
         ("--min-images-per-person 40", r"--min-images-per-person is for lfw: glyphs"),

@@ -54,7 +54,7 @@ def run(attempt: Attempt) -> Outcome:
             env = {**environment, **attempt.env, **attempt.rank_env.get(rank, {})}
             env = {key: _filled(value, names) for key, value in env.items()}
             streams = (Path(name, f"stdout{rank}"), Path(name, f"stderr{rank}"), Path(name, f"bytes{rank}"))
-            processes.append(start(words, env, here, attempt.stdout, streams))
+            processes.append(_start(words, env, here, attempt.stdout, streams))
         seconds, left = _watch(attempt, processes, Path(name))
         out, err = (
             "".join(path.read_text(errors="replace") for path in sorted(Path(name).glob(f"{kind}?")))
@@ -73,7 +73,7 @@ def run(attempt: Attempt) -> Outcome:
         )
 
 
-def start(
+def _start(
     words: list[str], env: Mapping[str, str], here: Path, stdout: str, streams: tuple[Path, Path, Path]
 ) -> ForkServerProcess:
     """Start ``python -m WORDS`` in a process that is forked with torch imported.

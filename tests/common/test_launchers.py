@@ -11,6 +11,7 @@ import torch
 from common.distributed.dist_env import find_dist_env
 from common.errors import UsageError
 from common.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
+from tests.support.fake_gpu import pretend_gpus
 
 SRUN = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -186,8 +187,7 @@ def test_a_rank_takes_a_gpu_of_those_that_it_sees(
     Claim (ddp/README.md, 1): a rank takes a GPU of those that it sees; two ranks of NCCL on one are refused, gloo's
     share it.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     for number, device in enumerate(devices):
         env = find_dist_env(environment=adopted(environment | {"RANK": str(2 + number), "LOCAL_RANK": str(number)}))
         assert (env.device, env.local_rank, env.local_world_size) == (torch.device("cuda", device), number, 2)

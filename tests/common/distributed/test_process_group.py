@@ -26,6 +26,7 @@ from common.distributed.process_group import (
     rendezvous_errors,
 )
 from common.errors import UsageError
+from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_ranks
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
@@ -77,8 +78,7 @@ def test_device_and_backend(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, backend: str, outcome: str | tuple[str, str]
 ) -> None:
     """The device of a node's second rank of two, to which so many GPUs are shown."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     if isinstance(outcome, str):
         with pytest.raises(UsageError, match=outcome):
@@ -113,8 +113,7 @@ def test_ranks_of_one_host_with_too_few_gpus_all_take_the_cpu(
 
     Claim (ddp/README.md, 1): on one host with fewer GPUs than ranks, all ranks take the CPU and gloo, and rank 0 says so.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     (tmp_path / "environ").write_bytes(b"PATH=/bin\0CUDA_VISIBLE_DEVICES=5\0")
     monkeypatch.setattr(dist_env, "Path", lambda path: tmp_path / path.rpartition("/")[2])
     envs = [

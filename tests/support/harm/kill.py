@@ -23,6 +23,7 @@ import psutil
 
 from common.distributed.worker_group import rendezvous
 from common.error_line import PRINT_AFTER
+from common.signals import early_signals
 from common.training.metrics import read_metrics
 from ddp import train
 from ddp.checkpoint import directory, storage
@@ -48,13 +49,17 @@ class Run:
     :ivar run_dir: where it trains; :ivar pids: of all processes that were seen
     """
 
-    def __init__(self, run_dir: Path, log: Path) -> None:
-        self.run_dir, self._log, self.pids = run_dir, log, set[int]()
+    def __init__(self, run_dir: Path, outputs: list[Path]) -> None:
+        self.run_dir, self._outputs, self.pids = run_dir, outputs, set[int]()
 
     @property
     def output(self) -> str:
         """The output of all its processes to stdout and stderr."""
-        return self._log.read_text(errors="replace")
+        return "".join(path.read_text(errors="replace") for path in self._outputs if path.exists())
+
+    def hears_signals(self) -> bool:
+        """Whether each rank that is forked is so far. (Of one that is started as a user does, nobody can tell.)"""
+        return all(path.exists() for path in self._outputs)
 
     @property
     def errors(self) -> list[str]:
@@ -77,9 +82,14 @@ class Run:
         """Whether the command has ended, on all ranks; processes of it may live on."""
         raise NotImplementedError
 
+    def exit_statuses(self, timeout_s: float = 120.0) -> list[int | None]:
+        """The exit status of each process that was started; None if it did not end in time."""
+        raise NotImplementedError
+
     def finish(self, timeout_s: float = 120.0) -> None:
         """Wait until it has ended well."""
-        raise NotImplementedError
+        statuses = self.exit_statuses(timeout_s)
+        assert set(statuses) == {0}, f"{statuses}\n{self.output}"
 
     def workers(self, rank: int) -> list[psutil.Process]:
         """The loader workers of a rank."""
@@ -131,11 +141,11 @@ class Run:
 
 
 class LaunchedRun(Run):
-    """A run under torchrun."""
+    """A run under torchrun, or of one process that no launcher started."""
 
-    def __init__(self, run_dir: Path, log: Path, process: subprocess.Popen[bytes], mark: str) -> None:
-        super().__init__(run_dir, log)
-        self._process, self._mark = process, f"{MARK}={mark}".encode()
+    def __init__(self, run_dir: Path, output: Path, process: subprocess.Popen[bytes], mark: str, alone: bool) -> None:
+        super().__init__(run_dir, [output])
+        self._process, self._mark, self._alone = process, f"{MARK}={mark}".encode(), alone
 
     @property
     def torchrun(self) -> psutil.Process:
@@ -155,7 +165,7 @@ class LaunchedRun(Run):
         by_rank = {}
         for process in self.processes():
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                rank = process.environ().get("RANK")
+                rank = process.environ().get("RANK", "0" if self._alone else None)
                 if rank is not None and os.getsid(process.pid) == process.pid:
                     by_rank[int(rank)] = process
         return by_rank
@@ -179,15 +189,15 @@ class LaunchedRun(Run):
                     process.wait(10)
         return status
 
-    def finish(self, timeout_s: float = 120.0) -> None:
-        assert self.wait(timeout_s) == 0, self.output
+    def exit_statuses(self, timeout_s: float = 120.0) -> list[int | None]:
+        return [self.wait(timeout_s)]
 
 
 class ForkedRun(Run):
     """A run without torchrun."""
 
-    def __init__(self, run_dir: Path, log: Path, forks: list[ForkServerProcess]) -> None:
-        super().__init__(run_dir, log)
+    def __init__(self, run_dir: Path, outputs: list[Path], forks: list[ForkServerProcess]) -> None:
+        super().__init__(run_dir, outputs)
         self.forks = forks
         self._seen: set[psutil.Process] = set()
 
@@ -204,16 +214,11 @@ class ForkedRun(Run):
     def is_over(self) -> bool:
         return not any(fork.is_alive() for fork in self.forks)
 
-    def exit_statuses(self, timeout_s: float = 90.0) -> list[int | None]:
-        """The exit status of each rank; None if it did not end in time."""
+    def exit_statuses(self, timeout_s: float = 120.0) -> list[int | None]:
         deadline = time.monotonic() + timeout_s
         for fork in self.forks:
             fork.join(max(0.0, deadline - time.monotonic()))
         return [fork.exitcode for fork in self.forks]
-
-    def finish(self, timeout_s: float = 120.0) -> None:
-        statuses = self.exit_statuses(timeout_s)
-        assert set(statuses) == {0}, f"{statuses}\n{self.output}"
 
 
 @contextlib.contextmanager
@@ -223,14 +228,15 @@ def training(
 ) -> Iterator[LaunchedRun]:  # fmt: skip
     """``torchrun --nproc_per_node=RANKS -m ddp.train JOB --run-dir RUN_DIR FLAGS``; whatever comes of it is killed at the end.
 
+    :param ranks: 0 for the one process of no job, without torchrun
     :param torchrun: more flags of torchrun's
     :param before: words before ``python``, of a command that starts another, such as ``ip netns exec NAME``
     """
     mark = uuid.uuid4().hex
     with tempfile.NamedTemporaryFile(prefix="run-", suffix=".log") as log:
-        command = [*before, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *torchrun]
+        launcher = ("-m", "torch.distributed.run", f"--nproc_per_node={ranks}", *torchrun) if ranks else ()
         process = subprocess.Popen(
-            [*command, "-m", "ddp.train", *JOB, "--run-dir", str(run_dir), *flags],
+            [*before, sys.executable, *launcher, "-m", "ddp.train", *JOB, "--run-dir", str(run_dir), *flags],
             cwd=REPOSITORY,
             env={**clean_environment(), **(env or {}), MARK: mark},
             stdin=subprocess.DEVNULL,
@@ -238,7 +244,7 @@ def training(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        run = LaunchedRun(run_dir, Path(log.name), process, mark)
+        run = LaunchedRun(run_dir, Path(log.name), process, mark, alone=not ranks)
         try:
             yield run
         finally:
@@ -249,28 +255,36 @@ def training(
 
 
 @contextlib.contextmanager
-def forked_training(run_dir: Path, *flags: str, ranks: int = 2, plant: Plant | None = None) -> Iterator[ForkedRun]:
+def forked_training(
+    run_dir: Path, *flags: str, ranks: int = 2, plant: Plant | None = None, figures: bool = False
+) -> Iterator[ForkedRun]:
     """``python -m ddp.train JOB FLAGS`` on every rank of a new job; all that is left of it is killed at the end of the block.
 
     :param ranks: 0 for the one process of no job
     :param plant: importable by name; called on every rank before it trains, to let something go wrong
+    :param figures: whether they are drawn at the end
     """
-    log, words = run_dir.with_suffix(".output"), ["ddp.train", *JOB, "--run-dir", str(run_dir), *flags]
+    words = ["ddp.train", *JOB, "--run-dir", str(run_dir), *flags]
+    outputs = [run_dir.with_suffix(f".output{rank}") for rank in range(max(1, ranks))]
+    for output in outputs:
+        output.unlink(missing_ok=True)  # of a run before
     with contextlib.ExitStack() as stack:
         environments = stack.enter_context(rendezvous(ranks)) if ranks else [{}]
-        log.touch()
-        yield ForkedRun(run_dir, log, stack.enter_context(forked(environments, _train, words, log, plant)))
+        forks = stack.enter_context(forked(environments, _train, words, run_dir.with_suffix(".output"), plant, figures))
+        yield ForkedRun(run_dir, outputs, forks)
 
 
-def _train(words: list[str], log: Path, plant: Plant | None) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+def _train(words: list[str], output: Path, plant: Plant | None, figures: bool) -> None:
+    early_signals.handle_signals()  # before there is its output
+    own = output.with_suffix(f".output{os.environ.get('RANK', 0)}")
+    descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.argv = words
     multiprocessing.set_start_method("fork", force=True)  # of loader workers, as on a command line
     if plant is not None:
         plant()
-    with without_figures():
+    with contextlib.nullcontext() if figures else without_figures():
         train.main()
 
 
