@@ -50,6 +50,7 @@ CALLS = (
     "torch.amp.GradScaler.step",
     "torch.amp.GradScaler.update",
     "torch.utils.data.DistributedSampler.set_epoch",
+    # HACK: two private names of DataLoader. If torch renames one, nothing can be recorded: AttributeError.
     "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
     "torch.save",
