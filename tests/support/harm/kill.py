@@ -209,7 +209,12 @@ class ForkedRun(Run):
         return [process for process in self._seen if is_alive(process)]
 
     def ranks(self) -> dict[int, psutil.Process]:
-        return {rank: psutil.Process(fork.pid) for rank, fork in enumerate(self.forks) if fork.is_alive()}
+        by_rank = {}
+        for rank, fork in enumerate(self.forks):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+                if fork.is_alive():
+                    by_rank[rank] = psutil.Process(fork.pid)
+        return by_rank
 
     def is_over(self) -> bool:
         return not any(fork.is_alive() for fork in self.forks)
