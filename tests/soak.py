@@ -28,19 +28,18 @@ import psutil
 from common.cli import command, option, parse
 from common.distributed.process_group import stop_signals
 from common.errors import UsageError
-from common.files.atomic_files import write_json
-from common.files.run_directory import CONFIG_FILE, prepare_output
-from common.machine import describe_machine
+from common.files.run_directory import CONFIG_FILE
 from ddp.checkpoint import storage
 from ddp.checkpoint.storage import name_of
 from ddp.strategies import SHARDED
-from tests.faults import SMALL, STEPS, VICTIMS, Run, assert_nothing_left, differences, kill, outcome, training
+from tests.support.harm.kill import STEPS, VICTIMS, LaunchedRun, kill, training
+from tests.support.harm.left import assert_nothing_left, differences, outcome
 
 IN_A_SAVE = "in a save"
 FAST = "fast"  # instead of a strategy
 WHOM = (*VICTIMS, IN_A_SAVE)
 LATEST = 1.2  # of the time to the last checkpoint; then come the figures
-SAVES = 12  # of the 15 that a run writes, so that LATEST of them are never more
+SAVES = 16  # of the 20 that a run writes, so that LATEST of them are never more
 SAVE_S = 0.05  # about what one takes
 MOST_STARTS = 6
 ORPHANS_S = 60.0  # for ranks without torchrun to come to an end
@@ -54,7 +53,6 @@ class SoakConfig:
     seed: int = option(0, "of whom and when", minimum=0)
     only: tuple[str, ...] = option((), "ways whose name has all of these words, such as fp16,handwritten")
     jobs: int = option(2, "runs at a time", minimum=1)
-    output: Path = option(Path("runs/soak"), "folder of soak.json")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Way:
     def flags(self) -> tuple[str, ...]:
         settings = {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(self).items()}
         chosen = ("--fast",) if settings.pop("--strategy") == FAST else ("--strategy", self.strategy)
-        return (*SMALL, *chosen, *itertools.chain(*((flag, str(value)) for flag, value in settings.items())))
+        return (*chosen, *itertools.chain(*((flag, str(value)) for flag, value in settings.items())))
 
 
 WAYS = [Way(*values) for values in itertools.product(("fp32", "fp16"), (0, 2), (1, 2), ("torch", "handwritten"))]
@@ -94,7 +92,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a run is to meet.
+    """An event that a run is to meet.
 
     :param victim: of :data:`WHOM`; :param at: when, as a share of the undisturbed run's time, or of its checkpoints
     """
@@ -105,12 +103,10 @@ class Fault:
 
 @dataclass
 class Story:
-    """What became of a run.
+    """The history of a run.
 
     :param killed: for each kill, whom, when (s after the run's directory was one) and the last step that was written down
     :param refused: starts that were, since ranks that had outlived their torchrun still held the directory
-    :param orphans_s: for how long such ranks lived on after each refused start; None if they had to be killed
-    :param starts: of the command, the refused ones and the last one included
     :param failure: why it did not end well
     :param differences: what is not as in the undisturbed run
     """
@@ -119,8 +115,6 @@ class Story:
     asynchronous: bool
     killed: list[dict[str, Any]] = field(default_factory=list)
     refused: int = 0
-    orphans_s: list[float | None] = field(default_factory=list)
-    starts: int = 0
     differences: list[str] = field(default_factory=list)
     failure: str | None = None
 
@@ -143,23 +137,10 @@ class Story:
 @command
 def main() -> None:
     config = parse(SoakConfig, "tests.soak", __doc__)
-    prepare_output(config.output)
-    began = time.monotonic()
     stories = soak(config)
     right = sum(story.is_right for story in stories)
-    write_json(
-        config.output / "soak.json",
-        {
-            "machine": describe_machine(),
-            "seed": config.seed,
-            "kills": sum(len(story.killed) for story in stories),
-            "runs": len(stories),
-            "right": right,
-            "seconds": time.monotonic() - began,
-            "stories": [dataclasses.asdict(story) for story in stories],
-        },
-    )
-    print(f"{right} of {len(stories)} runs ended with the right bits")
+    kills = sum(len(story.killed) for story in stories)
+    print(f"{right} of {len(stories)} runs ended with the right bits, after {kills} kills")
     sys.exit(0 if right == len(stories) else 1)
 
 
@@ -227,7 +208,7 @@ def undisturbed(way: Way, run_dir: Path) -> Reference:
         began = time.monotonic()
         run.until((run_dir / storage.FOLDER / name_of(2, STEPS)).exists)
         seconds = time.monotonic() - began
-        assert run.wait(300) == 0, run.output
+        run.finish(300)
         return Reference(outcome(run_dir), seconds)
 
 
@@ -248,22 +229,21 @@ def disturbed(way: Way, asynchronous: bool, faults: list[Fault], reference: Refe
 def _live_through(story: Story, flags: list[str], faults: list[Fault], seconds: float, run_dir: Path) -> None:
     """:raises AssertionError: when it ends with an error, or leaves something behind"""
     waiting = list(faults)
-    runs: list[Run] = []
+    runs: list[LaunchedRun] = []
     with contextlib.ExitStack() as stack:  # since ranks may outlive their torchrun until the next one is done
         while True:
             assert len(runs) < MOST_STARTS, "it does not end"
             run = stack.enter_context(training(run_dir, *flags, "--auto-resume"))
             runs.append(run)
-            story.starts += 1
             hit = strike(run, waiting[0], seconds) if waiting else None
             status = run.wait(300)
             if hit is not None:
-                story.killed.append({**hit, "status": status})
+                story.killed.append(hit)
                 waiting.pop(0)
             elif "is in use by process" in run.output:
                 story.refused += 1
-                story.orphans_s += [orphans.seconds_to_end(ORPHANS_S) for orphans in runs[:-1] if orphans.processes()]
                 for orphans in runs[:-1]:
+                    orphans.seconds_to_end(ORPHANS_S)
                     kill(orphans.processes())
             else:
                 assert status == 0, f"status {status}:\n{run.output}"
@@ -271,7 +251,7 @@ def _live_through(story: Story, flags: list[str], faults: list[Fault], seconds: 
         assert_nothing_left(*runs)
 
 
-def strike(run: Run, fault: Fault, seconds: float) -> dict[str, Any] | None:
+def strike(run: LaunchedRun, fault: Fault, seconds: float) -> dict[str, Any] | None:
     """Wait for the moment, and kill.
 
     :param seconds: that the undisturbed run took to its last checkpoint

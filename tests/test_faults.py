@@ -1,45 +1,38 @@
-"""What a run says when something befalls it, and that it goes on from there to the bits that it would have had."""
+"""A run that is hurt says so in one line, and goes on from there to the bits that it would have had."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
+from common.data.datasets import ImageData
 from common.files.run_directory import CONFIG_FILE, LOCK_FILE
 from common.signals.stop_request import REQUEUE
 from common.training.metrics import read_metrics
+from ddp import train
 from ddp.checkpoint import list_checkpoints, storage
 from ddp.checkpoint.folder import MANIFEST
 from ddp.checkpoint.storage import Manifest, name_of
-from tests.faults import (
-    SMALL,
-    STEPS,
-    VICTIMS,
-    Run,
-    assert_nothing_left,
-    assert_nothing_runs,
-    differences,
-    flip_bit,
-    kill,
-    outcome,
-    poison,
-    read_only,
-    small_disk,
-    small_shared_memory,
-    training,
-    truncate,
-)
-from tests.hosts import TwoHosts, two_hosts, why_not
+from ddp.job import Job
+from tests.support.harm.disk import can_mount, flip_bit, read_only, small_disk, truncate
+from tests.support.harm.kill import STEPS, VICTIMS, LaunchedRun, Run, forked_training, kill, training
+from tests.support.harm.left import assert_ends_as, assert_nothing_left, assert_nothing_runs, outcome
+from tests.support.harm.network import TwoHosts, two_hosts, why_not
 from tests.support.launch import statuses_by_rank
 
 pytestmark = pytest.mark.faults
@@ -49,8 +42,8 @@ pytestmark = pytest.mark.faults
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that nothing befell, with its last five checkpoints."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    with training(run_dir, *SMALL, "--keep-last", "5") as run:
-        assert run.wait() == 0, run.output
+    with training(run_dir, "--keep-last", "5") as run:
+        run.finish()
         assert_nothing_left(run)
     return run_dir
 
@@ -60,7 +53,7 @@ def expected(undisturbed: Path) -> dict[str, Any]:
     return outcome(undisturbed)
 
 
-def refusal_of(run: Run) -> str:
+def refusal_of(run: LaunchedRun) -> str:
     """The one line of a run that ends with a user error; there is no rank's traceback."""
     assert run.wait() == 1, run.output  # torchrun's; the rank's follows
     assert "ddp/train.py" not in run.output  # no traceback of a rank
@@ -68,6 +61,10 @@ def refusal_of(run: Run) -> str:
     assert statuses.pop(0) == 2, run.output
     # Who lives on when torchrun has seen the end of rank 0 is sent a SIGTERM, and may have been asked to stop in time.
     assert set(statuses.values()) <= {2, REQUEUE, -signal.SIGTERM}, run.output
+    return only_error(run)
+
+
+def only_error(run: Run) -> str:
     (line,) = run.errors
     return line
 
@@ -87,10 +84,8 @@ def assert_finite(checkpoint: Path) -> None:
 
 def finish(run_dir: Path, expected: dict[str, Any], *flags: str) -> None:
     """Start the run again, which must end with the right bits and leave nothing behind."""
-    with training(run_dir, *SMALL, "--resume", *flags) as run:
-        assert run.wait() == 0, run.output
-        assert differences(run_dir, expected) == []
-        assert_nothing_left(run)
+    with training(run_dir, "--resume", *flags) as run:
+        assert_ends_as(expected, run)
 
 
 def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[str, Any]) -> None:
@@ -102,7 +97,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
     run_dir = tmp_path / "disk" / "run"
     run_dir.parent.mkdir()
     with small_disk(run_dir.parent, "30m") as resize:  # two checkpoints and a half
-        with training(run_dir, *SMALL) as run:
+        with training(run_dir) as run:
             third = run_dir / storage.FOLDER / name_of(0, 9)
             assert refusal_of(run) == (
                 f"error: {third} cannot be written (No space left on device): make room, then continue with --resume"
@@ -111,8 +106,8 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
         assert newest(run_dir)[1].step == 6
 
         resize("200m")
-        with training(run_dir, *SMALL, "--resume") as run:
-            assert run.until(lambda: run.step() > 8)
+        with training(run_dir, "--resume") as run:
+            run.wait_for_step(12)  # the run before came to the ninth
             with read_only(run_dir):
                 assert re.fullmatch(
                     rf"error: {run_dir}\S* cannot be written \(Read-only file system\): remove the cause, then continue with "
@@ -120,7 +115,7 @@ def test_a_disk_that_is_full_and_then_read_only(tmp_path: Path, expected: dict[s
                     refusal_of(run),
                 )
             assert_nothing_runs(run)  # what it was just writing or removing cannot be removed any more
-        with read_only(run_dir), training(run_dir, *SMALL, "--resume") as run:
+        with read_only(run_dir), training(run_dir, "--resume") as run:
             assert refusal_of(run).startswith(f"error: --run-dir {run_dir} cannot be written: [Errno 30] Read-only")
         assert newest(run_dir)[1].step >= 9
         finish(run_dir, expected)
@@ -138,18 +133,16 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Path, 
     size = (last / "model.pt").stat().st_size
     truncate(last / "model.pt", size // 2)
     flip_bit(before_last / "optimizer.pt", size // 3)
-    with training(run_dir, *SMALL, "--resume") as run:
-        assert run.wait() == 0, run.output
+    with training(run_dir, "--resume") as run:
+        assert_ends_as(expected, run)
         assert f"{last} is damaged: model.pt has {size // 2} bytes instead of {size}" in run.output
         assert f"{before_last} is damaged: optimizer.pt has other content than was written (SHA-256)" in run.output
         assert (run_dir / storage.FOLDER / f"damaged-{last.name}").is_dir()
-        assert differences(run_dir, expected) == []
-        assert_nothing_left(run)
 
     for path in list_checkpoints(run_dir / storage.FOLDER):
         truncate(path / MANIFEST, 0)
     before = sorted(os.listdir(run_dir / storage.FOLDER))
-    with training(run_dir, *SMALL, "--auto-resume") as run:
+    with training(run_dir, "--auto-resume") as run:
         line = refusal_of(run)
         assert line.startswith(f"error: {run_dir / storage.FOLDER} holds no checkpoint that is whole (")
         assert line.endswith("restore a copy, or start again with --overwrite")
@@ -163,8 +156,8 @@ def test_a_loader_worker_that_is_killed(tmp_path: Path, expected: dict[str, Any]
     each, and the run continues from its checkpoint.
     """
     run_dir = tmp_path / "run"
-    with training(run_dir, *SMALL, "--workers", "2") as run:
-        assert run.until(lambda: run.step() >= 4)
+    with training(run_dir, "--workers", "2") as run:
+        run.wait_for_step(4)
         victim, *_ = sorted(run.workers(rank=1), key=psutil.Process.create_time)  # those that evaluate come later
         kill([victim])
         assert re.match(
@@ -183,15 +176,31 @@ def test_shared_memory_that_is_full(tmp_path: Path, expected: dict[str, Any]) ->
     each, and the run continues from its checkpoint.
     """
     run_dir = tmp_path / "run"
-    with training(run_dir, *SMALL, "--workers", "2", before=small_shared_memory("8k")) as run:
+    if not can_mount():
+        pytest.skip("no mount namespace can be made here")
+    limit = (sys.executable, "-m", "tests.support.harm.disk", "tiny_shared_memory")
+    with training(run_dir, "--workers", "2", before=limit) as run:
         line = refusal_of(run)
         assert "shared memory" in line
         assert "--shm-size" in line
         assert_nothing_left(run)
-    with training(run_dir, *SMALL, "--workers", "2", "--auto-resume") as run:
-        assert run.wait() == 0, run.output
-        assert differences(run_dir, expected) == []
-        assert_nothing_left(run)
+    with training(run_dir, "--workers", "2", "--auto-resume") as run:
+        assert_ends_as(expected, run)
+
+
+def poison(victim: int, steps: Sequence[int]) -> None:
+    """Give a rank images of nan in these steps."""
+    train_step, to_input = train.train_step, ImageData.to_input
+
+    def all_nan(*arguments: Any) -> Tensor:
+        return to_input(*arguments).fill_(torch.nan)
+
+    def poisoned(job: Job, batches: Any) -> None:
+        is_hit = job.env.rank == victim and job.step in steps
+        with mock.patch.object(ImageData, "to_input", all_nan if is_hit else to_input):
+            train_step(job, batches)
+
+    mock.patch.object(train, "train_step", poisoned).start()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -201,9 +210,9 @@ def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision
     Claim (ddp/resilience/README.md): in a run, steps with nan on one rank are skipped by all, and too many end it.
     """
     run_dir = tmp_path / "run"
-    flags = (*SMALL, "--precision", precision, "--check-replicas-every", "5")
-    with training(run_dir, *flags, module="tests.faults", env=poison(1, [5, 6, 24])) as run:
-        assert run.wait() == 0, run.output
+    flags = ("--precision", precision, "--check-replicas-every", "5")
+    with forked_training(run_dir, *flags, plant=functools.partial(poison, 1, [5, 6, 24])) as run:
+        run.finish()
         assert_nothing_left(run)
     result = outcome(run_dir)
     assert result[".progress.skipped_steps"] == 3
@@ -217,7 +226,7 @@ def test_steps_with_nan_on_one_rank_are_skipped_by_all(tmp_path: Path, precision
         ((healthy,), (poisoned,)) = record["losses"]
         assert math.isfinite(healthy)
         assert poisoned == "nan"
-        assert len(set(record["samples"])) == 16
+        assert len(set(record["samples"])) == 24
     told = (run_dir / "logs" / "rank0.log").read_text()
     assert told.count("the loss was nan on rank 1 at step") == told.count("that step is skipped") == 3
 
@@ -228,10 +237,10 @@ def test_too_many_steps_with_nan(tmp_path: Path) -> None:
     Claim (ddp/resilience/README.md): in a run, steps with nan on one rank are skipped by all, and too many end it.
     """
     run_dir = tmp_path / "run"
-    flags = (*SMALL, "--max-skipped-steps", "2")
-    with training(run_dir, *flags, module="tests.faults", env=poison(0, range(7, 12))) as run:
-        line = refusal_of(run)
-        assert line.startswith(
+    plant = functools.partial(poison, 0, range(7, 12))
+    with forked_training(run_dir, "--max-skipped-steps", "2", plant=plant) as run:
+        assert run.exit_statuses() == [2, 2]
+        assert only_error(run).startswith(
             "error: the loss was nan on rank 0 at step 10: 3 steps had to be skipped, more than --max-skipped-steps 2: "
         )
         assert_nothing_left(run)
@@ -246,18 +255,16 @@ def test_two_runs_on_one_directory(tmp_path: Path, expected: dict[str, Any]) -> 
     Claim (ddp/resilience/README.md): a second run in the same directory is refused.
     """
     run_dir = tmp_path / "run"
-    with training(run_dir, *SMALL) as first:
+    with training(run_dir) as first:
         assert first.until((run_dir / CONFIG_FILE).exists)
         first.ranks()[0].send_signal(signal.SIGSTOP)  # so that it does not end first
         holder = first.ranks()[0].pid
-        with training(run_dir, *SMALL, "--auto-resume") as second:
+        with training(run_dir, "--auto-resume") as second:
             assert refusal_of(second).startswith(f"error: --run-dir {run_dir} is in use by process {holder} on ")
         kill(VICTIMS["everything"](first))
         assert first.seconds_to_end(10) is not None
-        with training(run_dir, *SMALL, "--auto-resume") as third:
-            assert third.wait() == 0, third.output
-            assert differences(run_dir, expected) == []
-            assert_nothing_left(first, second, third)
+        with training(run_dir, "--auto-resume") as third:
+            assert_ends_as(expected, first, second, third)
 
 
 def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> None:
@@ -268,17 +275,15 @@ def test_torchrun_is_killed_alone(tmp_path: Path, expected: dict[str, Any]) -> N
     Claim (ddp/resilience/README.md): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
     """
     run_dir = tmp_path / "run"
-    with training(run_dir, *SMALL) as first:
-        assert first.until(lambda: first.step() >= 4)
+    with training(run_dir) as first:
+        first.wait_for_step(4)
         ranks = list(first.ranks().values())
         first.torchrun.kill()
         _, alive = psutil.wait_procs(ranks, timeout=15)
         assert not alive
         assert "has ended without its ranks, most likely by SIGKILL" in first.output
-        with training(run_dir, *SMALL, "--auto-resume") as second:
-            assert second.wait() == 0, second.output
-            assert differences(run_dir, expected) == []
-            assert_nothing_left(first, second)
+        with training(run_dir, "--auto-resume") as second:
+            assert_ends_as(expected, first, second)
 
 
 def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
@@ -287,14 +292,14 @@ def test_a_lock_that_is_removed_while_a_run_goes_on(tmp_path: Path) -> None:
     Claim (ddp/resilience/README.md): a lock that is removed during a run, and a torchrun that is killed alone, harm no run.
     """
     run_dir = tmp_path / "run"
-    with training(run_dir, *SMALL, "--checkpoint-every", "1") as run:
-        assert run.until(lambda: run.step() >= 2)
+    with training(run_dir, "--checkpoint-every", "1") as run:
+        run.wait_for_step(2)
         (run_dir / LOCK_FILE).unlink()
         assert "lock is no longer this run's but that of no process" in refusal_of(run)
 
 
 @contextlib.contextmanager
-def training_on(hosts: TwoHosts, run_dir: Path, *flags: str) -> Iterator[list[Run]]:
+def training_on(hosts: TwoHosts, run_dir: Path, *flags: str) -> Iterator[list[LaunchedRun]]:
     """:func:`training` with a rank on each host; the agents are told where they meet, and which they are."""
     meet = ("--nnodes=2", f"--master-addr={hosts.a.address}", "--master-port=29500")
     with contextlib.ExitStack() as stack:
@@ -315,8 +320,8 @@ def test_a_network_that_is_cut(tmp_path: Path, expected: dict[str, Any]) -> None
     """
     run_dir = tmp_path / "run"
     with two_hosts() as hosts:
-        with training_on(hosts, run_dir, *SMALL, "--timeout", "10") as runs:
-            assert runs[0].until(lambda: runs[0].step() >= 4)
+        with training_on(hosts, run_dir, "--timeout", "10") as runs:
+            runs[0].wait_for_step(4)
             hosts.unplug()
             for run in runs:
                 assert run.wait() == 1, run.output
@@ -325,8 +330,6 @@ def test_a_network_that_is_cut(tmp_path: Path, expected: dict[str, Any]) -> None
             )
             assert f"the job's store at MASTER_ADDR {hosts.a.address} does not answer" in runs[1].output
         hosts.plug_in()
-        with training_on(hosts, run_dir, *SMALL, "--resume") as runs:
-            for run in runs:
-                assert run.wait() == 0, run.output
-            assert differences(run_dir, expected) == []
-            assert_nothing_left(*runs)
+        with training_on(hosts, run_dir, "--resume") as runs:
+            runs[0].finish()
+            assert_ends_as(expected, *runs)

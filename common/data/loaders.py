@@ -102,6 +102,7 @@ def explain(error: BaseException) -> str | None:
 
 def _reason(error: BaseException) -> str:
     """Why the worker ended, from its exit code in ``DataLoader``'s frame; the error itself has only the process id."""
+    # HACK: the local variable of DataLoader's _try_get_data. Under another name, only the likeliest reason is told.
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     dead = [worker for frame in frames for worker in frame.f_locals.get("failed_workers", [])]
     known = (KILLED_BY[signal.Signals(-worker.exitcode)] for worker in dead if -worker.exitcode in KILLED_BY)
@@ -208,6 +209,7 @@ def poll_for_deaths() -> None:
     Its SIGCHLD handler would raise an exception at any point of the main thread. In ``Queue.put``, the lock would then stay
     locked, and the process would hang when the loader is closed (torch/utils/data/_utils/signal_handling.py).
     """
+    # HACK: torch's own mark that it has set its handler. Under another name, the handler is set, and the hang is back.
     signal_handling._SIGCHLD_handler_set = True
 
 

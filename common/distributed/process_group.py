@@ -111,6 +111,7 @@ def _leave_group(env: DistEnv, together: bool) -> None:
         dist.destroy_process_group()
         return
     with contextlib.suppress(RuntimeError):  # the error that ends the block is the one to report
+        # HACK: the public destroy waits. If torch renames it, a rank that leaves alone raises AttributeError over its own error.
         dist.distributed_c10d._abort_process_group()
 
 

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from common.distributed import STORE_POLL_S
 
+# HACK: torch exports them nowhere. Under other names, a restart ends some eight minutes after its start.
 NCCL_S_KEYS = ("exception_dump", "remote_error")  # kStoreDumpKey and kStoreErrorSignalKey of ProcessGroupNCCL.hpp
 
 

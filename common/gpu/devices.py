@@ -67,6 +67,7 @@ def identity_of(device: torch.device) -> str:
     return f"{properties.name} GPU-{properties.uuid}"
 
 
+# HACK: torch documents neither. When the variable goes, all-reduces may no longer overlap; a run's log then warns, by the class.
 NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
 WITHOUT_OVERLAP = "ProcessGroupNCCL2"
 

@@ -14,6 +14,7 @@ import pickle
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
@@ -26,8 +27,11 @@ def write_collectives(folder: Path, rank: int, device: torch.device) -> None:
     :param device: of the rank; its backend is the one whose collectives are written
     :raises OSError: when the file cannot be written
     """
+    group = dist.group.WORLD
+    assert group is not None
+    # HACK: torch has these functions for its own watchdog. If it renames one, this raises, and our watchdog logs that instead.
     recorders = torch._C._distributed_c10d
-    backend = distributed_c10d._get_default_group()._get_backend(device).name()
+    backend = group._get_backend(device).name()
     if backend == "nccl":
         trace = recorders._dump_nccl_trace()  # type: ignore[attr-defined]
     elif backend == "gloo":
@@ -41,6 +45,7 @@ def write_collectives(folder: Path, rank: int, device: torch.device) -> None:
 def _with_names_of_groups(trace: bytes) -> bytes:
     """torch 2.15's gloo records its groups before they have a name, so that ``torchfrtrace`` finds none of their collectives."""
     recorded = pickle.loads(trace)
+    # HACK: no public name lists the groups of this process. If torch renames it, this raises, as above.
     ranks_of = distributed_c10d._world.pg_group_ranks
     recorded["pg_config"] = {
         name: {"name": name, "desc": group.group_desc, "ranks": str(sorted(ranks_of[group]))}

@@ -188,6 +188,7 @@ def max_norm_problem(network: nn.Module) -> str | None:
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Those buffers that a ``state_dict`` has, by all of their names."""
+    # HACK: no public name tells which buffers are persistent. If torch renames it, this raises.
     return {
         f"{path}.{name}" if path else name: buffer
         for path, part in module.named_modules(remove_duplicate=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-# What an optimizer keeps for each parameter, by name: True for a tensor like the parameter, False for one float32 number.
+# The state that an optimizer keeps for each parameter, by name: True for a tensor like the parameter, False for one float32 number.
 _ADAM = {"step": False, "exp_avg": True, "exp_avg_sq": True}
 STATE_OF: dict[type, dict[str, bool]] = {
     torch.optim.SGD: {"momentum_buffer": True},

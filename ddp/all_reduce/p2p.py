@@ -96,7 +96,7 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def host_id() -> str:
-    """A text that only the ranks of one host share.
+    """An identifier that only the ranks of one host share.
 
     A host is where abstract sockets connect: a network namespace (as each container has) of one boot of one machine.
     """

@@ -1,4 +1,4 @@
-"""What the processes of an audited script wrote down, by rank, and in parts that end with an optimizer step."""
+"""The events that the processes of an audited script wrote down, by rank, and in parts that end with an optimizer step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Events:
 
     @property
     def before(self) -> Event:
-        """What the optimizer's step begins with."""
+        """The gradients with which the optimizer's step begins."""
         return self.last("before_step")
 
     @property
@@ -38,12 +38,12 @@ class Events:
 
     @property
     def scale(self) -> float:
-        """What the scaler has multiplied the loss with."""
+        """The factor by which the scaler has multiplied the loss."""
         return float(self.last("scale").get("scale", 1.0))
 
 
 class Step(Events):
-    """What led to one optimizer step, and the step itself: all events of the rank since the step before."""
+    """The events that led to one optimizer step, and the step itself: all events of the rank since the step before."""
 
     @property
     def number(self) -> int:

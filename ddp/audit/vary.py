@@ -33,7 +33,7 @@ Runner = Callable[[Path, Sequence[str], int, int | None], Trace]
 
 
 class Variation(NamedTuple):
-    """What became of one, and what is wrong with it.
+    """The result of one run, and what is wrong with it.
 
     :ivar is_judged: whether the script ran
     """
@@ -48,7 +48,7 @@ class Variation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a comparison of two runs comes to.
+    """The result of a comparison of two runs.
 
     :ivar cure: of what is wrong
     :ivar step: the one that is wrong, if any
@@ -81,7 +81,7 @@ def plan(
     accumulation_flag: str | None,
     resume_flag: str | None,
 ) -> list[Plan]:
-    """What to run. The flags are those of the script, without dashes, and None where it has none.
+    """The script to run. The flags are those of the script, without dashes, and None where it has none.
 
     :param batch_flag: samples of a rank and micro-step
     :param accumulation_flag: micro-steps of an optimizer step
@@ -177,7 +177,7 @@ POSITION = "Save the number of the epoch, and the position in it, and set the sa
 DIVIDE = "Let the ranks divide each global batch, without padding; --batch-flag is for a batch size of one rank"
 RATES = "With the same global batches, the rate must not depend on the number of ranks"
 AVERAGE = "Weigh each sample by 1 / the global batch, whatever the number of ranks and micro-steps"
-# What has the same bits in each optimizer step: the event and its field, what is said of another value, and its cure after a resume.
+# Values that have the same bits in each optimizer step: the event and its field, what is said of another value, and its cure after a resume.
 BITS = (
     ("before_step", "parameters", "begins with other weights", LOAD),
     ("before_step", "rates", "uses another learning rate", "Save and load the schedule's state, and the optimizer's"),

@@ -1,4 +1,4 @@
-"""What a message means: the entries of symptoms.md that fit it best, without a network and without torch.
+"""The meaning of a message: the entries of symptoms.md that fit it best, without a network and without torch.
 
 python -m ddp.launch.doctor --explain "RuntimeError: received 0 items of ancdata"
 

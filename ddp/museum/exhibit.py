@@ -1,4 +1,4 @@
-"""What all exhibits share: which of the two variants runs, what it trains, and the number that it ends with."""
+"""The common part of all exhibits: which of the two variants runs, what it trains, and the number that it ends with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def finish(what: str, value: float) -> None:
 
 
 def ddp_and_sgd(outputs: int = 2) -> tuple[DistributedDataParallel, Optimizer]:
-    """What most exhibits train: a linear layer in DDP, which sends the weights of rank 0 to all ranks, and its optimizer."""
+    """The model of most exhibits: a linear layer in DDP, which sends the weights of rank 0 to all ranks, and its optimizer."""
     model = DistributedDataParallel(nn.Linear(8, outputs))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 

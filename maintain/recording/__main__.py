@@ -119,7 +119,7 @@ def record(name: str, arguments: Sequence[str], folder: Path) -> Recording:
 
 
 def _checksum(scene: Scene) -> str:
-    """The checksum of the code that a recording shows and that made it, and of the scene's words."""
+    """Hash of the code that a recording shows, of the code that made it, and of the scene's text."""
     made_by = map(Path(__file__).with_name, ("events.py", "page.html", "page.py", "picture.py", "record.py"))
     content = b"".join(path.read_bytes() for path in (*scene.files, *made_by))
     return hashlib.sha256(content + repr(scene).encode()).hexdigest()

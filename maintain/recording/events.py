@@ -47,7 +47,7 @@ class Lane(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The lanes and messages between two moments.
+    """The part of a recording between two moments.
 
     :ivar end: the last moment, in microseconds from the first
     :ivar milestones: the ends of rank 0's steps, at which two recordings of one script are in step
@@ -114,7 +114,7 @@ def _nth(lanes: dict[str, Lane], name: str, count: int) -> list[Span]:
 
 
 def _cut(lanes: dict[str, Lane], messages: list[Message], begin: int, end: int, milestone: str) -> Recording:
-    """The part between two moments, with times from the first. Lanes of a process stand together, its main thread first."""
+    """Cut out the part between two moments, with times from the first. Lanes of a process stand together, its main thread first."""
     kept = []
     for name in sorted(lanes):
         spans = [

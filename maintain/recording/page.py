@@ -45,7 +45,7 @@ def _run(title: str, run: Recording) -> str:
 
 
 def _data(run: Recording) -> dict[str, Any]:
-    """The data of the page's script."""
+    """The data that the page's script needs."""
     return {
         "end": run.end,
         "milestones": run.milestones,

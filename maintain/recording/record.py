@@ -50,6 +50,7 @@ CALLS = (
     "torch.amp.GradScaler.step",
     "torch.amp.GradScaler.update",
     "torch.utils.data.DistributedSampler.set_epoch",
+    # HACK: two private names of DataLoader. If torch renames one, nothing can be recorded: AttributeError.
     "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch",
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__",
     "torch.save",
@@ -164,7 +165,7 @@ def _bytes(values: Any) -> int:
 
 
 def _result(label: str, args: tuple[Any, ...], value: Any) -> str:
-    """The outcome of a call, if a number tells it."""
+    """The result of a call, if it is a number."""
     if label == "optimizer step":
         parameters = (one for group in args[0].param_groups for one in group["params"])
         first = next(parameter for parameter in parameters if parameter.grad is not None)

@@ -1,4 +1,4 @@
-"""The scenes that are recorded: a script, the variants that are shown one below the other, and which part of the run."""
+"""The recordings, as data: a script, the variants that are shown one below the other, and which part of the run."""
 
 from __future__ import annotations
 

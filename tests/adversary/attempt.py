@@ -13,12 +13,12 @@ from pathlib import Path
 
 MOST_BYTES = 200 * 2**20  # while a file or a value is refused
 
-# What stands around an attempt: makes files in its folder, or starts a server; gives values for {names} in its command.
+# The surroundings of an attempt: makes files in its folder, or starts a server; gives values for {names} in its command.
 Scene = Callable[[Path], AbstractContextManager[Mapping[str, str]]]
 
 
 class Verdict(enum.Enum):
-    """What an attempt has come to; all but the first are defects."""
+    """The result of an attempt; all but the first are defects."""
 
     AS_TOLD = "as told"
     SILENT = "silently wrong"
@@ -33,7 +33,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is done, and what must come out.
+    """A command, and what must come out of it.
 
     :ivar command: as typed after ``python -m``; ``{here}`` is a fresh folder, ``{run}`` a finished run's copy in it, ``{faces}``
         a folder of photos, and a scene may give more names
@@ -67,7 +67,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out.
+    """The result of an attempt, as observed.
 
     :ivar statuses: of each process, negative for a signal; None for one that did not end in time
     :ivar bytes: of memory that the largest process took beyond its imports
@@ -116,7 +116,7 @@ def judge(attempt: Attempt, outcome: Outcome) -> Verdict:
 
 
 def describe(attempt: Attempt, outcome: Outcome) -> str:
-    """What was done, what must come out, and what came out."""
+    """Tell what was done, what must come out, and what came out."""
     return (
         f"{attempt.command} {attempt.ranks or ''} {dict(attempt.env) or ''}\n"
         f"  must end with {attempt.status} and match {attempt.line!r}\n"

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import shlex
-import shutil
 import stat
 import sys
 import tempfile
@@ -23,11 +22,11 @@ from common.distributed.process_group import TORCHRUN_VARIABLES
 from common.distributed.worker_group import rendezvous
 from common.signals import early_signals
 from dataloading.dataset.decoders import installed
-from tests.adversary.around import NEED_MOUNTS, can_mount
 from tests.adversary.attempt import Attempt, Outcome
-from tests.adversary.scenes import finished_run, photos
+from tests.adversary.scenes import finished_copy, photos
 from tests.support.commands import load_command
 from tests.support.gpus import NO_GPUS
+from tests.support.harm.disk import NEED_MOUNTS, can_mount
 from tests.support.ranks import FORK_SERVER, kill_tree
 
 POLL_S = 0.02
@@ -41,12 +40,12 @@ def run(attempt: Attempt) -> Outcome:
         here.mkdir()
         names: dict[str, str] = {"here": str(here)}
         if "{run}" in attempt.command:
-            names["run"] = str(shutil.copytree(finished_run(), here / "run", symlinks=True))
+            names["run"] = str(finished_copy(here))
         if "{faces}" in attempt.command:
             names["faces"] = str(photos())
         if attempt.scene is not None:
             names |= stack.enter_context(attempt.scene(here))
-        before = _files(here)
+        before = files_below(here)
         environments = stack.enter_context(rendezvous(len(attempt.ranks))) if attempt.ranks else [{}]
         processes = []
         for rank, environment in enumerate(environments):
@@ -55,13 +54,13 @@ def run(attempt: Attempt) -> Outcome:
             env = {**environment, **attempt.env, **attempt.rank_env.get(rank, {})}
             env = {key: _filled(value, names) for key, value in env.items()}
             streams = (Path(name, f"stdout{rank}"), Path(name, f"stderr{rank}"), Path(name, f"bytes{rank}"))
-            processes.append(start(words, env, here, attempt.stdout, streams))
+            processes.append(_start(words, env, here, attempt.stdout, streams))
         seconds, left = _watch(attempt, processes, Path(name))
         out, err = (
             "".join(path.read_text(errors="replace") for path in sorted(Path(name).glob(f"{kind}?")))
             for kind in ("stdout", "stderr")
         )
-        after = _files(here)
+        after = files_below(here)
         return Outcome(
             statuses=tuple(process.exitcode if process.pid not in left else None for process in processes),
             stdout=out,
@@ -74,7 +73,7 @@ def run(attempt: Attempt) -> Outcome:
         )
 
 
-def start(
+def _start(
     words: list[str], env: Mapping[str, str], here: Path, stdout: str, streams: tuple[Path, Path, Path]
 ) -> ForkServerProcess:
     """Start ``python -m WORDS`` in a process that is forked with torch imported.
@@ -88,7 +87,7 @@ def start(
 
 
 def is_missing(attempt: Attempt) -> str | None:
-    """What this machine lacks for an attempt, or None."""
+    """Name what this machine lacks for an attempt, or None."""
     words = attempt.command.split()
     if any(limit in words for limit in NEED_MOUNTS) and not can_mount():
         return "no mount namespace can be made here"
@@ -173,7 +172,7 @@ def _peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _files(folder: Path) -> dict[str, str]:
+def files_below(folder: Path) -> dict[str, str]:
     """All that is below a folder: its kind and content, or where a link leads."""
     contents = {}
     for path in _below(folder):

@@ -1,4 +1,4 @@
-"""What stands around attempts: a finished run, photos, damage."""
+"""The surroundings of attempts: a finished run, photos, damage."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def finished_run() -> Path:
     (done,) = run_forked(*TRAIN.split(), "--run-dir", folder)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def finished_copy(folder: Path) -> Path:
+    """A copy of that directory in ``folder/run``."""
+    return shutil.copytree(finished_run(), folder / "run", symlinks=True)
 
 
 @functools.cache

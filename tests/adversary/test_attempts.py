@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.adversary.attempt import Attempt, Verdict, describe, judge
-from tests.adversary.attempts import files, flags, folders, images, launches, limits, output, signals
+from tests.adversary.attempts import files, folders, images, launches, limits, output, signals
 from tests.adversary.run import is_missing, run
 
 EVERY = {
     f"{module.__name__.rpartition('.')[2]}-{number:03}": attempt
-    for module in (flags, launches, files, folders, output, images, limits, signals)
+    for module in (launches, files, folders, output, images, limits, signals)
     for number, attempt in enumerate(module.ATTEMPTS)
 }
 

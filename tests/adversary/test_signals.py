@@ -2,156 +2,97 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.distributed.worker_group import rendezvous
-from tests.adversary.run import start
-from tests.faults import differences, outcome, scratch_files
-from tests.support.launch import clean_environment
-from tests.support.ranks import kill_tree, run_forked
+from tests.support.harm.kill import Run, forked_training, kill, training
+from tests.support.harm.left import assert_ends_as, outcome
 
-RUN = (
-    "ddp.train", "--device", "cpu", "--threads", "1", "--train-samples", "288", "--test-samples", "64",
-    "--batch-size", "48", "--epochs", "2", "--checkpoint-every", "2", "--log-every", "1", "--auto-resume",
-)  # fmt: skip
 ANSWERS = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 END_S = 60.0
 
-# What the log or the directory shows last, and so what the run is at.
-PHASES: tuple[tuple[str, Callable[[Path, str], bool]], ...] = (
-    ("exit", lambda folder, log: "of each step waits" in log),
-    ("drawing", lambda folder, log: "epoch 2 of 2" in log),
-    ("second epoch", lambda folder, log: "epoch 1 of 2" in log),
-    ("first epoch", lambda folder, log: "fashion-cnn on glyphs" in log),
-    ("model", lambda folder, log: (folder / "run" / "config.json").exists()),
-    ("imports, rendezvous and data", lambda folder, log: True),
+# The last word of the output or the directory tells the phase of the run.
+PHASES: tuple[tuple[str, Callable[[Run], bool]], ...] = (
+    ("exit", lambda run: "of each step waits" in run.output),
+    ("drawing", lambda run: "epoch 2 of 2" in run.output),
+    ("second epoch", lambda run: "epoch 1 of 2" in run.output),
+    ("first epoch", lambda run: "fashion-cnn on glyphs" in run.output),
+    ("model", lambda run: (run.run_dir / "config.json").exists()),
+    ("imports, rendezvous and data", lambda run: True),
 )
 
 # From the first step on, ranks agree to stop together. Before, a launcher ends them all.
 TOGETHER = ("exit", "drawing", "second epoch", "first epoch")
 
 
-@contextlib.contextmanager
-def started(folder: Path, ranks: int, typed: bool, flags: tuple[str, ...]) -> Iterator[list[Any]]:
-    """A run in ``folder/run``; all of it is killed at the end.
-
-    :param typed: start Python as a person does, imports and all; else fork with torch imported
-    """
-    words = [*RUN, *flags, "--run-dir", str(folder / "run")]
-    processes: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        environments: list[dict[str, str]] = stack.enter_context(rendezvous(ranks)) if ranks > 1 else [{}]
-        try:
-            for rank, environment in enumerate(environments):
-                out, err, memory = (folder / f"{name}{rank}" for name in ("stdout", "stderr", "bytes"))
-                if typed:
-                    with open(out, "w") as stdout, open(err, "w") as stderr:
-                        env: Mapping[str, str] = clean_environment() | environment
-                        command = [sys.executable, "-m", *words]
-                        processes.append(subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env))
-                else:
-                    processes.append(start(words, environment, folder, "kept", (out, err, memory)))
-            yield processes
-        finally:
-            for process in processes:
-                kill_tree(process.pid)
-                process.wait() if typed else process.join()
-
-
-def status_of(process: Any) -> int | None:
-    """None while it lives."""
-    if isinstance(process, subprocess.Popen):
-        return process.poll()
-    return None if process.is_alive() else int(process.exitcode)
-
-
-def log_of(folder: Path) -> str:
-    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob("std*")))
-
-
-def stop(folder: Path, processes: list[Any], victims: list[int], number: int, after_s: float) -> tuple[str, list[int]]:
-    """Send a signal to these ranks after a while; the phase that it met, and the statuses. As torchrun does, end the other
-    ranks when one has ended."""
-    while len(list(folder.glob("stderr?"))) < len(processes):  # a fork hears signals from here on
-        time.sleep(0.01)
-    time.sleep(after_s)
-    log = log_of(folder)
-    phase = next(name for name, is_it in PHASES if is_it(folder, log))
-    if phase not in TOGETHER:  # the others learn only from a collective that this rank has gone
-        victims = list(range(len(processes)))
-    for rank in victims:
-        with contextlib.suppress(ProcessLookupError):
-            if status_of(processes[rank]) is None:
-                os.kill(processes[rank].pid, number)
-    deadline, told = time.monotonic() + END_S, False
-    while None in map(status_of, processes):
-        assert time.monotonic() < deadline, f"still running {END_S} s after the signal, in {phase}:\n{log_of(folder)}"
-        if not told and any(status_of(process) is not None for process in processes):
-            time.sleep(1.0)
-            for process in processes:
-                if status_of(process) is None:
-                    os.kill(process.pid, signal.SIGTERM)
-            told = True
-        time.sleep(0.02)
-    return phase, [status_of(process) or 0 for process in processes]
+def stop(run: Run, victims: list[int], number: int) -> tuple[str, list[int | None]]:
+    """Send a signal to these ranks; the phase that it met, and the statuses. As torchrun does, end the other ranks when one
+    has ended."""
+    phase = next(name for name, is_it in PHASES if is_it(run))
+    ranks = run.ranks()
+    if phase in TOGETHER:  # else the others learn only from a collective that this rank has gone
+        ranks = {rank: process for rank, process in ranks.items() if rank in victims}
+    before = len(run.ranks())
+    kill(ranks.values(), number)
+    run.until(lambda: len(run.ranks()) < before, END_S)
+    time.sleep(1.0)
+    kill(run.ranks().values(), signal.SIGTERM)
+    return phase, run.exit_statuses(END_S)
 
 
 def disturbed(folder: Path, seed: int, whole: dict[int, tuple[float, dict[str, Any]]]) -> str:
     """A run that gets a signal, and the next one that goes on; returns the phase that the signal met.
 
-    :param whole: by number of ranks, how long an undisturbed run takes, and what it comes to
+    :param whole: by number of ranks (0: of no job), how long an undisturbed run takes, and what it comes to
     """
     random_ = random.Random(seed)
-    ranks, typed = random_.choice((1, 1, 2)), random_.random() < 0.3
-    flags = ("--async-checkpoint",) if random_.random() < 0.3 else ()
+    ranks = random_.choice((0, 0, 2))
+    typed = not ranks and random_.random() < 0.4  # Python started as a person does, imports and all
+    flags = ("--auto-resume", *(("--async-checkpoint",) if random_.random() < 0.3 else ()))
     number = random_.choice(list(ANSWERS))
-    victims = list(range(ranks)) if number == signal.SIGINT or random_.random() < 0.5 else [random_.randrange(ranks)]
+    victims = [0, 1] if number == signal.SIGINT or random_.random() < 0.5 else [random_.randrange(2)]
+    if not ranks:
+        victims = [0]
     took, expected = whole[ranks]
     # The imports take seconds, and Python itself a moment, in which nobody can hear.
     moment = random_.random() * (took + 4.0 * typed) + 1.0 * typed
-    with started(folder, ranks, typed, flags) as processes:
-        phase, statuses = stop(folder, processes, victims, number, moment)
-    said = log_of(folder)
-    case = f"seed {seed}: {signal.Signals(number).name} to {victims} of {ranks} after {moment:.2f} s, in {phase}: {statuses}"
-    assert "Traceback" not in said, f"{case}\n{said}"
-    answers = {0, ANSWERS[signal.Signals(number)]}
-    if ranks > 1:
-        answers.add(ANSWERS[signal.SIGTERM])  # sent to those that are left
-    if not (folder / "run").exists():
-        answers.add(-number)  # Python itself had not started, on one rank or all
-    assert set(statuses) <= answers, f"{case}\n{said}"
-    for done in run_forked(*RUN, *flags, "--run-dir", folder / "run", world_size=ranks if ranks > 1 else 0):
-        assert done.returncode == 0, f"{case}\n{said}\nand then\n{done.stderr}"
-    assert differences(folder / "run", expected) == [], case
-    assert scratch_files(folder / "run") == [], case
-    assert (folder / "run" / "result.json").exists(), case
+    run_dir = folder / "run"
+    with (
+        training(run_dir, *flags, ranks=0) if typed else forked_training(run_dir, *flags, ranks=ranks, figures=True)
+    ) as run:
+        run.until(run.hears_signals)
+        time.sleep(moment)
+        phase, statuses = stop(run, victims, number)
+        case = f"seed {seed}: {number.name} to {victims} of {ranks} after {moment:.2f} s, in {phase}: {statuses}\n{run.output}"
+        assert "Traceback" not in run.output, case
+        answers = {0, ANSWERS[number]}
+        if ranks:
+            answers.add(ANSWERS[signal.SIGTERM])  # sent to those that are left
+        if not run_dir.exists():
+            answers.add(-number)  # Python itself had not started, on one rank or all
+        assert set(statuses) <= answers, case
+    with forked_training(run_dir, *flags, ranks=ranks) as again:
+        assert_ends_as(expected, run, again)
+        assert (run_dir / "result.json").exists(), case
     return phase
 
 
 def check(folder: Path, seeds: range) -> None:
     """Disturb a run for each seed, and print how many signals met each phase."""
     whole: dict[int, tuple[float, dict[str, Any]]] = {}
-    for ranks in (1, 2):
+    for ranks in (0, 2):
         began = time.monotonic()
-        with started(_made(folder / str(ranks)), ranks, False, ()) as processes:
-            while None in map(status_of, processes):
-                time.sleep(0.02)
-        assert {status_of(process) for process in processes} == {0}, log_of(folder / str(ranks))
-        whole[ranks] = time.monotonic() - began, outcome(folder / str(ranks) / "run")
-    phases = Counter(disturbed(_made(folder / f"seed-{seed}"), seed, whole) for seed in seeds)
-    print(dict(phases))
+        with forked_training(_made(folder / str(ranks)) / "run", ranks=ranks, figures=True) as run:
+            run.finish()
+        whole[ranks] = time.monotonic() - began, outcome(run.run_dir)
+    print(dict(Counter(disturbed(_made(folder / f"seed-{seed}"), seed, whole) for seed in seeds)))
 
 
 def _made(folder: Path) -> Path:

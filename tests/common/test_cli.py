@@ -68,14 +68,7 @@ def test_inclusive_limits_are_in_the_range() -> None:
 @pytest.mark.parametrize(
     "flag, value, allowed",
     [
-        ("--batch-size", "0", "at least 1 and at most 1000"),
         ("--batch-size", "1001", "at least 1 and at most 1000"),
-        ("--limit", "-1", "at least 1"),
-        ("--lr", "0", "above 0"),
-        ("--lr", "nan", "finite and above 0"),
-        ("--lr", "1e999", "finite and above 0"),
-        ("--dropout", "1", "at least 0 and below 1"),
-        ("--dropout", "-0.1", "at least 0 and below 1"),
         ("--batch-size", "9" * 400, "at least 1 and at most 1000"),  # beyond every float
     ],
 )
@@ -85,24 +78,9 @@ def test_a_value_out_of_its_range_is_refused_with_the_range(flag: str, value: st
     assert message.endswith(f" is out of range: it must be {allowed}")
 
 
-@pytest.mark.parametrize(
-    "arguments, fragments",
-    [
-        (["--epochs", "3"], ["unrecognized arguments: --epochs 3"]),
-        (["--batch", "3"], ["unrecognized arguments: --batch 3: did you mean --batch-size? ("]),  # an abbreviation
-        (["--rundir=x", "-1", "--lrr", "2"], ["--rundir=x -1 --lrr 2: did you mean --run-dir, --lr? ("]),
-        (["stray"], ["unrecognized arguments: stray ("]),
-        (["--seed"], ["--seed: expected one argument"]),
-        (["--seed", "many"], ["--seed: invalid int value: 'many'"]),
-        (["--lr", "fast"], ["--lr: invalid float value: 'fast'"]),
-        (["--model", "vgg"], ["--model: invalid choice: 'vgg'", "cnn", "mlp"]),
-        (["--run-dir="], ["--run-dir: the value is empty: give one, or leave the flag out"]),
-    ],
-)
-def test_what_cannot_be_read_is_refused_in_a_line_that_names_it(arguments: list[str], fragments: list[str]) -> None:
-    message = user_error(*arguments)
-    assert all(fragment in message for fragment in fragments)
-    assert message.endswith(" (python -m ddp.train --help lists what there is)")
+def test_each_flag_that_is_not_there_has_its_likeliest() -> None:
+    message = user_error("--rundir=x", "-1", "--lrr", "2")
+    assert "--rundir=x -1 --lrr 2: did you mean --run-dir, --lr? (" in message
 
 
 def test_the_help_says_what_each_option_is_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,10 +151,7 @@ def test_a_list_has_its_default_and_is_typed_with_commas() -> None:
 @pytest.mark.parametrize(
     "flag, text, message",
     [
-        ("--num-workers", "", "--num-workers: invalid int value: ''"),
         ("--num-workers", "1,,2", "--num-workers: invalid int value: ''"),
-        ("--num-workers", "1,many", "--num-workers: invalid int value: 'many'"),
-        ("--num-workers", "1,2,1", "--num-workers: 1,2,1 names a value twice"),
         ("--num-workers", "1,9", "--num-workers 9 is out of range: it must be at least 0 and at most 8"),
         ("--rates", "1,nan", "--rates nan is out of range: it must be finite and above 0"),
         ("--loaders", "fast,slow", "--loaders: invalid choice: 'slow' (choose from stock, fast)"),

@@ -11,6 +11,7 @@ import torch
 from common.distributed.dist_env import find_dist_env
 from common.errors import UsageError
 from common.launchers import PORTS, adopt_launcher, expand_hosts, tasks_per_node
+from tests.support.fake_gpu import pretend_gpus
 
 SRUN = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
@@ -28,7 +29,7 @@ TORCHRUN = {**FOURTH_OF_FOUR, "TORCHELASTIC_RUN_ID": "none"}
 
 
 def adopted(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is set then."""
+    """The variables that are set then."""
     after = dict(environment)
     adopt_launcher(after)
     return after
@@ -89,7 +90,7 @@ def test_a_process_by_itself_stays_so(alone: dict[str, str]) -> None:
 
 
 def test_a_shell_of_srun_is_no_rank(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """What is typed there is one process; what srun starts there is a rank, though it inherits the shell's variables."""
+    """A typed command is one process there; srun starts a rank, though it inherits the shell's variables."""
     shell = SRUN | {"SLURM_PTY_PORT": "40000"}
     monkeypatch.setattr(os, "isatty", lambda descriptor: True)
     assert adopted(shell) == shell
@@ -186,8 +187,7 @@ def test_a_rank_takes_a_gpu_of_those_that_it_sees(
     Claim (ddp/README.md, 1): a rank takes a GPU of those that it sees; two ranks of NCCL on one are refused, gloo's
     share it.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     for number, device in enumerate(devices):
         env = find_dist_env(environment=adopted(environment | {"RANK": str(2 + number), "LOCAL_RANK": str(number)}))
         assert (env.device, env.local_rank, env.local_world_size) == (torch.device("cuda", device), number, 2)

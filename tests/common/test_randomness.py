@@ -83,15 +83,6 @@ def test_draws_are_uniform_along_every_coordinate(keys: tuple[int | str | npt.ND
     assert statistic < limit
 
 
-@pytest.mark.parametrize(
-    "one, other",
-    [((0, 0), (0, 1)), ((0, 1), (1, 0)), ((0, "train"), (0, "test")), ((0, 0), (2**32, 0)), ((0,), (-1,))],
-)
-def test_distinct_streams_are_uncorrelated(one: tuple[int | str, ...], other: tuple[int | str, ...]) -> None:
-    count = 20_000
-    assert abs(np.corrcoef(uniform(count, *one), uniform(count, *other))[0, 1]) < 4 / count**0.5
-
-
 @given(st.lists(int64s, max_size=4))
 def test_a_derived_seed_is_a_non_negative_63_bit_int_that_torch_takes(keys: list[int]) -> None:
     seed = derive_seed(*keys)

@@ -1,4 +1,4 @@
-"""What the tests of ``ddp`` let each rank do: small real jobs on the glyphs."""
+"""Jobs that the tests of ``ddp`` run on each rank: small real jobs on the glyphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {"train_samples": 2880, "test_samples": 301, "epochs": 1
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank has after its epochs."""
+    """The state of a rank after its epochs."""
 
     parameters: Arrays
     losses: list[float]

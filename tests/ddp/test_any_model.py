@@ -7,21 +7,18 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import OneCycleLR
 
 from common.distributed.process_group import process_group
 from common.errors import UsageError
 from common.training.models import make_dense
-from ddp.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ddp.config import TrainConfig
 from ddp.data import load_data
 from ddp.resilience.guard import SavedBuffers
 from ddp.train import build_job, train_epoch
-from tests.ddp.jobs import small, train_epochs
+from tests.ddp.jobs import small
 from tests.support.launch import run_ranks
 
 SIDE = 28 * 28
@@ -45,24 +42,6 @@ def contiguous(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 def with_gaps(shape: tuple[int, int, int], classes: int) -> nn.Module:
     return Linear(classes, lambda weight: weight.repeat_interleave(2, 1)[:, ::2])
-
-
-class ComplexFilter(nn.Module):
-    """A filter in the Fourier domain, before a linear layer."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.ones(28, 15, dtype=torch.complex64))
-        self.linear = nn.Linear(SIDE, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        filtered = torch.fft.irfft2(torch.fft.rfft2(images[:, 0]) * self.filter, s=(28, 28))
-        logits: Tensor = self.linear(filtered.flatten(1))
-        return logits
-
-
-def complex_filter(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    return ComplexFilter(classes)
 
 
 class Counting(nn.Module):
@@ -118,19 +97,6 @@ def test_gaps_in_memory_change_no_bit(strategy: str) -> None:
         for model in ("contiguous", "with_gaps")
     )
     assert gaps == dense
-
-
-def complex_outcomes(config: TrainConfig) -> list[Any]:
-    outcome = train_epochs(config)
-    return [outcome.parameters["filter"], outcome.losses]
-
-
-def test_complex_parameters_train_alike_on_one_rank_and_two() -> None:
-    (alone,) = run_ranks(complex_outcomes, 1, few_steps("complex_filter"))
-    for parameters, losses in run_ranks(complex_outcomes, 2, few_steps("complex_filter")):
-        assert not np.array_equal(parameters, np.ones_like(parameters))
-        np.testing.assert_allclose(parameters, alone[0], rtol=1e-4, atol=1e-5)
-        assert losses == pytest.approx(alone[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -211,29 +177,3 @@ def test_a_skipped_step_leaves_the_tensor_that_was_there_whichever_side_decides(
                 assert torch.equal(buffer, kept[name][1])
             else:
                 assert not torch.equal(buffer, kept[name][1])
-
-
-def test_conversion_keeps_objects_freezing_dtypes_and_sharing() -> None:
-    """SyncBatchNorm takes over BatchNorm's parameters as they are; a shared module stays one, also within one parent."""
-    layer = nn.BatchNorm2d(3).double().requires_grad_(False)
-    network = nn.Sequential(layer, nn.ReLU(), layer, nn.Sequential(layer))
-    network[3].tied = layer.weight
-    converted: Any = convert_sync_batchnorm(network, torch.device("cpu"))
-    assert type(converted[0]) is SyncBatchNorm
-    assert converted[0] is converted[2] is converted[3][0]
-    assert converted[0].weight is layer.weight is converted[3].tied
-    assert converted[0].running_mean is layer.running_mean
-    assert not any(parameter.requires_grad for parameter in converted.parameters())
-    assert converted[0].weight.dtype == torch.float64
-
-
-def test_one_cycle_peaks_between_two_steps_as_torch_s_does() -> None:
-    config = small(schedule="one-cycle", epochs=1, warmup_epochs=0.3, lr=0.1)
-    rate = config.learning_rates(8)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    theirs = OneCycleLR(optimizer, 0.1, total_steps=8, pct_start=0.3, cycle_momentum=False)
-    for step in range(8):
-        assert rate(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-6)
-        optimizer.step()
-        if step < 7:
-            theirs.step()

@@ -101,6 +101,18 @@ def test_conversion_keeps_keys_values_and_mode() -> None:
     torch.testing.assert_close(dict(converted.state_dict()), before)
 
 
+def test_conversion_keeps_objects_freezing_dtypes_and_sharing() -> None:
+    """SyncBatchNorm takes over BatchNorm's parameters as they are; a shared module stays one, also within one parent."""
+    layer = nn.BatchNorm2d(3).double().requires_grad_(False)
+    network = nn.Sequential(layer, nn.Sequential(layer))
+    network[1].tied = layer.weight
+    converted: Any = convert_sync_batchnorm(network, torch.device("cpu"))
+    assert converted[0] is converted[1][0]
+    assert converted[0].weight is layer.weight is converted[1].tied
+    assert not any(parameter.requires_grad for parameter in converted.parameters())
+    assert converted[0].running_mean is layer.running_mean
+
+
 def test_a_layer_that_does_more_is_refused() -> None:
     class AndReLU(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:

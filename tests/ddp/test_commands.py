@@ -92,29 +92,6 @@ def test_a_finished_run_is_resumed_to_its_own_end(finished: Path) -> None:
 # Mistakes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--batch-size", "100", "--grad-accumulation-steps", "3"], ["--batch-size 100", "1 ranks x 3 micro-steps", "use 99 or 102"]),
-        (["--bach-size", "3"], ["--bach-size"]),
-        (["--dataset", "fashion-mnist", "--data-dir", "/nowhere"], ["train-images-idx3-ubyte", "/nowhere", "--download"]),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_one_line(
-    user_error: UserError,
-    tmp_path: Path,
-    arguments: list[str],
-    words: list[str],
-) -> None:
-    """Bad input to a command is one line that names it, with exit status 2.
-
-    Claim (README.md): bad input is one line, exit status 2.
-    """
-    line = user_error(train.main, "--run-dir", str(tmp_path / "run"), *arguments)
-    for word in words:
-        assert word in line, line
-
-
 def test_after_a_refused_start_the_corrected_one_finds_an_empty_directory(
     user_error: UserError, tmp_path: Path
 ) -> None:
@@ -135,22 +112,6 @@ def test_a_diverging_loss_is_warned_of_and_ends_the_run(tmp_path: Path) -> None:
     assert len(re.findall(r"WARNING .* at step \d+: that step is skipped", done.stderr)) == 2
     (line,) = error_lines(done.stderr)
     assert "3 steps had to be skipped, more than --max-skipped-steps 2" in line
-
-
-@pytest.mark.examples
-def test_two_ranks_say_it_once() -> None:
-    """Two ranks with the same bad input say it once.
-
-    Rank 0 alone finds it. (The attempts have what both ranks find.)
-
-    Claim (README.md): bad input is told once per node, not once per rank.
-    """
-    done = run_torchrun(2, "ddp.train", "--run-dir", "/proc/cannot")
-    assert len(error_lines(done.stderr)) == 1
-    assert "cannot be written" in error_lines(done.stderr)[0]
-    assert "exitcode  : 2" in done.stderr
-    assert 'ddp/train.py"' not in done.stderr  # torchrun reports with a traceback of its own, not ours
-    assert done.returncode == 1  # which is torchrun's, whatever its workers' is
 
 
 def test_help_names_every_flag_and_default() -> None:

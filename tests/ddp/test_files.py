@@ -172,7 +172,7 @@ def damage(folder: Path, half: str) -> Path:
 
 
 def end_of_training(config: TrainConfig) -> tuple[str, bool, int]:
-    """What a rank raises in its first epoch, whether it knows that all do, and at which step."""
+    """The error of a rank in its first epoch, whether it knows that all do, and at which step."""
     with process_group() as env:
         job = build_job(config, env, load_data(config, env))
         with pytest.raises(UsageError) as caught:

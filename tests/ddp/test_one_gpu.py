@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from ddp.config import TrainConfig
 from tests.ddp.jobs import assert_close, final_state, run_job, small, train_epochs
-from tests.ddp.resilience.interrupting import training
 from tests.ddp.test_train import norm_that_clipping_sees
+from tests.support.harm.kill import forked_training
 from tests.support.launch import run_forked, run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -121,11 +121,10 @@ def test_a_run_is_saved_resumed_and_evaluated_elsewhere(tmp_path: Path, settings
 @pytest.mark.faults
 def test_the_watchdog_names_a_rank_that_hangs(tmp_path: Path) -> None:
     flags = ("--device", "cuda", "--backend", "gloo", "--model", "mlp", "--epochs", "1000", "--timeout", "5")
-    with training(tmp_path / "run", *flags) as job:
+    with forked_training(tmp_path / "run", *flags) as job:
         job.wait_for_step(10)
-        stopped = psutil.Process(job.processes[1].pid)
-        stopped.suspend()
-        job.processes[0].join(60.0)
-        stopped.resume()
+        job.send(1, signal.SIGSTOP)
+        job.forks[0].join(60.0)
+        job.send(1, signal.SIGCONT)
         assert job.exit_statuses(30.0) == [1, 1]
         assert re.search(r"ERROR .*\] rank 1 \(host \S+, pid \d+\) did not arrive in \w+ of step \d+", job.log(0))

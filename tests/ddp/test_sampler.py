@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ def dataset(samples: int) -> TensorDataset:
 def global_batches(
     samples: int, batch_size: int, world_size: int, grad_accumulation_steps: int, epoch: int, seed: int
 ) -> list[set[int]]:
-    """What all ranks and micro-steps together take in each optimizer step."""
+    """The samples that all ranks and micro-steps together take in each optimizer step."""
     steps: list[list[int]] = []
     for rank in range(world_size):
         sampler = MicroBatchSampler(dataset(samples), batch_size, grad_accumulation_steps, world_size, rank, seed)
@@ -83,11 +82,6 @@ def test_without_set_epoch_the_order_repeats() -> None:
     sampler = MicroBatchSampler(dataset(60), 12, 1, 1, 0, seed=0)
     first, second = ([key.samples.tolist() for key in sampler] for _ in range(2))
     assert first == second
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not divide"):
-        MicroBatchSampler(dataset(60), 10, 2, 3, 0, seed=0)
 
 
 @given(samples=st.integers(1, 60), batch_size=st.integers(1, 20), world_size=st.integers(1, 7))

@@ -72,7 +72,7 @@ def test_micro_steps_equal_one_big_batch() -> None:
 
 
 def bytes_per_step(config: TrainConfig) -> tuple[list[int], int]:
-    """What DDP hands to the network in each of three steps, and what one set of gradients weighs."""
+    """The bytes that DDP sends in each of three steps, and the bytes of one set of gradients."""
     with process_group() as env:
         job, batches = start(config, env)
         sent: list[int] = []
@@ -155,7 +155,8 @@ def test_gradients_in_bf16_train_to_the_same_bits_by_torch_and_by_hand() -> None
 def buckets(configs: list[TrainConfig]) -> list[list[int]]:
     """For each job, the bytes of the buckets of its second backward pass, in their order."""
     with process_group() as env:
-        group, bytes_of_jobs = dist.distributed_c10d._get_default_group(), []
+        group, bytes_of_jobs = dist.group.WORLD, []
+        assert group is not None
         for config in configs:
             job, batches = start(config, env)
             sent: list[int] = []

@@ -29,7 +29,7 @@ README = FOLDER / "README.md"
 BLOCK = re.compile(r"^```diff\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUNK = re.compile(r"^@@ -(\d+)(,\d+)? \S+ @@\n((?:[-+].*\n)*)", re.MULTILINE)
 MOST_LINES_OF_THE_BASE, MOST_LINES_OF_A_DIFF = 60, 12
-# What a step leaves wrong, and the next one ends.
+# Errors that a step leaves, and that the next one ends.
 LEFT_WRONG = {"1_ranks": ["576 of 576 samples arrive on every rank in epoch 0: the loader does not divide them"]}
 
 
@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(undisturbed: Path) -> dict[str, list[str]]:
-    """What each file prints, the first in one process and the others on two ranks."""
+    """The output of each file, the first in one process and the others on two ranks."""
     return {path.stem: run(undisturbed, path, ranks=1 if path == BASE else 2) for path in FILES}
 
 

@@ -3,7 +3,7 @@
     python -m tests.launchers            # all; needs root, slurm-wlm and munge
     python -m tests.launchers standalone by-hand
 
-Two ranks. Where a launcher is for several hosts, there is a rank on each of two (tests/hosts.py). SLURM is a real one
+Two ranks. Where a launcher is for several hosts, there is a rank on each of two (tests/support/harm/network.py). SLURM is a real one
 (tests/launchers/slurm.py); LSF's ``blaunch`` is a stand-in; what Kubernetes and Azure ML set is set here.
 """
 
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp.checkpoint import storage
-from tests.hosts import Host, TwoHosts, two_hosts
 from tests.launchers import slurm
 from tests.launchers.slurm import Cluster
+from tests.support.harm.network import Host, TwoHosts, two_hosts
 from tests.support.launch import REPOSITORY, free_port, start_program
 
 JOB = (
@@ -51,7 +51,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Machines:
-    """What launchers need, made when the first one asks for it."""
+    """The machines that launchers need, made when the first one asks for it."""
 
     stack: contextlib.ExitStack
     folder: Path
@@ -130,14 +130,14 @@ def lsf(machines: Machines) -> list[Start]:
 
 
 def kubernetes(machines: Machines) -> list[Start]:
-    """What Kubeflow's Trainer sets in each pod, and torchrun reads."""
+    """Kubeflow's Trainer sets these in each pod, and torchrun reads them."""
     sizes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "{number}"}
     meeting = {"PET_MASTER_ADDR": machines.hosts.a.hostname, "PET_MASTER_PORT": "29500"}
     return machines.on_both(lambda number, host: ("torchrun", *TRAIN), {**sizes, **meeting})
 
 
 def azure(machines: Machines) -> list[Start]:
-    """What Azure ML sets for each rank of a job with ``distribution: type: pytorch``."""
+    """The variables that Azure ML sets for each rank of a job with ``distribution: type: pytorch``."""
     ranks = {
         "RANK": "{number}",
         "WORLD_SIZE": "2",

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests import hosts as namespaces
-from tests.hosts import TwoHosts
+from tests.support.harm import network
+from tests.support.harm.network import TwoHosts
 from tests.support.launch import REPOSITORY, clean_environment, start_program
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -80,7 +80,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What finds the cluster, this Python and this project. Jobs get it too."""
+        """The variables that lead to the cluster, this Python and this project. Jobs get them too."""
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         paths = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "SLURM_CONF": str(self.folder / "slurm.conf")}
         return clean_environment() | paths
@@ -119,7 +119,7 @@ def why_not() -> str | None:
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"no {', '.join(missing)} here: apt-get install slurm-wlm munge"
-    return namespaces.why_not()
+    return network.why_not()
 
 
 @contextlib.contextmanager

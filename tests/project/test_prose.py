@@ -1,9 +1,13 @@
-"""The pages are easy to read: short sentences, short paragraphs, lines that fit a screen."""
+"""The pages, docstrings and comments are easy to read: short sentences, short paragraphs, no inverted beginnings."""
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import statistics
+import tokenize
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,8 @@ PAGES = (
     *("examples/climb/README.md", "ddp/README.md", "ddp/glossary.md", "ddp/launch/symptoms.md"),
     *(f"ddp/{part}/README.md" for part in PARTS),
 )
+INVERTED = re.compile(r"(Of|What)\b")  # the first word of a sentence that begins with its object
+FOLDERS = ("common", "dataloading", "dataparallel", "ddp", "docs", "examples", "tests")
 LONGEST_SENTENCE, MEDIAN_SENTENCE, SENTENCES, COLUMNS = 32, 15, 5, 120  # words, words, of a paragraph, of a line
 
 
@@ -50,6 +56,31 @@ def test_a_page_is_easy_to_read(page: str) -> None:
     found += [part[0] for part in parts if len(part) > SENTENCES]
     every = [sentence for part in parts for sentence in part if len(sentence.split()) > 2]
     found += [one for one in every if len(one.split()) > LONGEST_SENTENCE]
-    found += [one for one in every if re.match(r"(Of|What) ", one) and one.endswith(".")]
+    found += [one for one in every if INVERTED.match(one) and one.endswith(".")]
     assert not found
     assert statistics.median(len(one.split()) for one in every) <= MEDIAN_SENTENCE
+
+
+def docstrings(text: str) -> list[str]:
+    """All of a module, of its classes and of its functions."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
+def comments(text: str) -> list[str]:
+    """The first line of each block of comments."""
+    found = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT]
+    whole_lines = {token.start[0] for token in found if token.line.lstrip().startswith("#")}
+    firsts = [token for token in found if not {token.start[0], token.start[0] - 1} <= whole_lines]
+    return [token.string.lstrip("#: ") for token in firsts]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_docstring_and_no_comment_begins_with_of_or_what(folder: str) -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}: {words.partition(chr(10))[0]}"
+        for path in sorted(Path(REPOSITORY, folder).rglob("*.py"))
+        for words in (*docstrings(path.read_text()), *comments(path.read_text()))
+        if INVERTED.match(words)
+    ]
+    assert not found, "\n".join(found)

@@ -1,7 +1,8 @@
-"""A GPU for tests on the CPU: what ``torch.cuda`` does with streams, events and page-locked memory, as late as it may.
+"""GPUs for tests on the CPU.
 
-A copy is queued, and runs when the host waits for an event that was recorded behind it, and not before. So memory that is
-written to again too soon, or read too soon, shows in the result.
+:class:`FakeGpu` copies as late as CUDA may: a copy is queued, and runs when the host waits for an event that was recorded behind
+it, and not before. So memory that is written to again too soon, or read too soon, shows in the result. :class:`TimedGPU` does
+nothing but keep time and count memory. :func:`pretend_gpus` lets torch find devices, :func:`gloo_as_nccl` a backend for them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 CUDA = torch.device("cuda", 0)
 
 
+class _WithStreams:
+    current: Any  # a FakeStream, or the name of one of the timed
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
 class FakeStream:
-    """What is queued on it runs in order, up to an event that somebody waits for."""
+    """Its queue runs in order, up to an event that somebody waits for."""
 
     def __init__(self, gpu: FakeGpu, name: str) -> None:
         self.gpu, self.name = gpu, name
@@ -57,7 +72,7 @@ class FakeEvent:
                 run()
 
 
-class FakeGpu:
+class FakeGpu(_WithStreams):
     """Replaces ``torch.cuda`` for a test.
 
     :ivar log: what was queued and waited for, in order
@@ -72,7 +87,7 @@ class FakeGpu:
         self.status = 0
         self.ever_locked = self.ever_pinned = 0
         self.current = FakeStream(self, "the computing stream")
-        self._streams = [self.current]
+        self._streams: list[FakeStream] = [self.current]
         for name, fake in {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -161,14 +176,6 @@ class FakeGpu:
         self._streams.append(FakeStream(self, f"stream {len(self._streams)}"))
         return self._streams[-1]
 
-    @contextlib.contextmanager
-    def _on(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
@@ -179,3 +186,76 @@ def is_mapped(address: int) -> bool:
     """Whether this process has memory there."""
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+class TimedGPU(_WithStreams):
+    """Streams and events whose time is told. An event is complete as soon as the host waits for it.
+
+    ``now_ms`` is the present time in each stream, by the stream's name. ``waits`` counts the times that the host waited. ``peak``
+    is the most memory that tensors took, in bytes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self.waits, self.peak, self.current = {"default": 0.0}, 0, 0, "default"
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+                self.at_ms: float | None = None
+
+            def record(self, stream: str | None = None) -> None:
+                self.at_ms = gpu.now_ms[stream or gpu.current]
+
+            def synchronize(self) -> None:
+                gpu.waits += 1
+
+            def elapsed_time(self, other: Event) -> float:
+                assert self.at_ms is not None and other.at_ms is not None
+                return other.at_ms - self.at_ms
+
+        for name, fake in {
+            "Event": Event,
+            "Stream": lambda device: "another",
+            "stream": self._on,
+            "current_stream": lambda device: gpu.current,
+            "synchronize": lambda device: None,
+            "max_memory_allocated": lambda device: gpu.peak,
+            "reset_peak_memory_stats": lambda device: setattr(gpu, "peak", 0),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, uuids: str = "1" * 8) -> None:
+    """Let torch count so many GPUs.
+
+    :param uuids: a letter for each, which is its own name
+    """
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        uuid = uuids[torch.device(device).index or 0]
+        return SimpleNamespace(name="NVIDIA H100", uuid=uuid, total_memory=80 * 10**9, major=9, minor=0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+NCCL_CREATORS = {"_create_nccl_process_group": "ProcessGroupNCCL", "_create_nccl2_process_group": "ProcessGroupNCCL2"}
+
+
+def gloo_as_nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let gloo take the place of NCCL; returns a list of the implementations that torch would have built, as it grows."""
+    built: list[str] = []
+
+    def creator(name: str) -> Callable[[Any, Any], Any]:
+        def create(options: Any, _: Any) -> Any:
+            built.append(name)
+            return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+
+        return create
+
+    for function, name in NCCL_CREATORS.items():
+        monkeypatch.setattr(distributed_c10d, function, creator(name))
+    return built

@@ -95,7 +95,7 @@ def error_lines(stderr: str) -> list[str]:
 
 
 def statuses_by_rank(report: str) -> dict[int, int]:
-    """What torchrun's report says that each rank that failed has ended with, negative for a signal. It sends SIGTERM to
+    """The exit status of each failed rank in torchrun's report, negative for a signal. torchrun sends SIGTERM to
     those that live on after the first, each of which may be on its way to its own end."""
     found = re.findall(r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: (-?\d+) ", report)
     return {int(rank): int(status) for rank, status in found}

@@ -1,4 +1,4 @@
-"""What a function may leave behind in a process that goes on: reset, or found and named.
+"""State that a function may leave behind in a process that goes on: reset, or found and named.
 
 Ranks of tests are used by many functions (:mod:`tests.support.ranks`). What a program sets anew at every start is reset after each.
 Anything else that stays is reported, so that no test passes or fails because of one before it.
@@ -102,7 +102,7 @@ def _loggers() -> list[logging.Logger]:
 
 
 def _lasting() -> dict[str, Any]:
-    """What lasts in a process until it is changed back: values by name. They are compared by identity."""
+    """State that lasts in a process until it is changed back: values by name. They are compared by identity."""
     found: dict[str, Any] = {f"handler of {number.name}": signal.getsignal(number) for number in signal.Signals}
     found |= {f"sys.{name}": getattr(sys, name) for name in ("stdout", "stderr", "unraisablehook")}
     found |= {f"signal mask ({number})": True for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())}

@@ -163,6 +163,31 @@ def kill(processes: Sequence[ForkServerProcess]) -> None:
         process.join()
 
 
+@contextlib.contextmanager
+def forked(
+    environments: Sequence[dict[str, str]], function: Callable[..., None], *arguments: Any
+) -> Iterator[list[ForkServerProcess]]:
+    """Processes that call ``function(*arguments)``, one in each of these environments, for a test that stops or kills them.
+
+    :param function: importable by name; all that is left of it is killed at the end of the block
+    """
+    given = (function, arguments)
+    processes: list[ForkServerProcess] = [
+        FORK_SERVER.Process(target=_call, args=({**os.environ, **own}, *given)) for own in environments
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        kill([process for process in processes if process.pid])
+
+
+def _call(environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    take_environment(environment)
+    function(*arguments)
+
+
 def kill_tree(pid: int) -> None:
     """SIGKILL a process and everything below it."""
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -234,7 +259,7 @@ def _collect(ranks: Sequence[Rank], awaited: Iterable[int], timeout_s: float) ->
 
 def _serve(pipe: Connection) -> None:
     """A rank's life: one function after another, until the tests end."""
-    # Of loader workers: as on a command line, not as this process was started.
+    # The start method of loader workers, as on a command line. This process was started otherwise.
     multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # torch's objects are so many that looking through all of them takes 0.2 s, which each job would do
     fresh = False

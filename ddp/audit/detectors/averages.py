@@ -21,7 +21,7 @@ CHAPTER = "ddp/README.md, chapter 4"
 TOLERANCE = 5e-3  # gradients may have been sent in two bytes
 NO_GRADIENT = [0.0, 0.0, 0.0]  # the probe of a parameter that a backward pass does not reach
 
-# What may be wrong.
+# The kinds of findings.
 LOCAL = "each rank steps with its own gradients: nothing was averaged"
 SUM = "the gradients are summed over the ranks and not averaged"
 TWICE = "the gradients are divided by the number of ranks twice"
@@ -97,7 +97,7 @@ def factor_of(steps: list[Step]) -> float:
 
 
 def _explain(number: str, steps: list[Step]) -> str | None:
-    """What is wrong with a parameter's gradient; None if nothing is, or if that cannot be told."""
+    """Describe the error in a parameter's gradient; None if nothing is, or if that cannot be told."""
     ranks = len(steps)
     got = [value for step in steps if (value := unscaled(number, step))]
     probes = np.array([[one.get(number, NO_GRADIENT) for one in step.computed] for step in steps])

@@ -8,7 +8,7 @@ from ddp.audit.detectors.finding import Finding, Findings
 from ddp.audit.trace import Event, RankTrace, Trace
 
 CHAPTER = "ddp/README.md, chapter 9"
-# What a resume needs, the event that tells that the script uses it, and how a checkpoint's event calls it.
+# The state that a resume needs, the event that tells that the script uses it, and how a checkpoint's event calls it.
 STATES = (
     ("the GradScaler's state", "scale", "scaler"),
     ("the schedule's state", "schedule", "schedule"),

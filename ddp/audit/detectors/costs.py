@@ -1,4 +1,4 @@
-"""What costs time and changes no number: hints, which are no failures."""
+"""Findings that cost time and change no number: hints, which are no failures."""
 
 from __future__ import annotations
 

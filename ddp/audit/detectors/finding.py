@@ -1,4 +1,4 @@
-"""What a detector reports."""
+"""The report of a detector."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finding:
     is_effect: bool = False
 
     def as_json(self) -> dict[str, object]:
-        """What is printed, in parts."""
+        """The printed text, in parts."""
         own = {name: getattr(self, name) for name in ("text", "cure", "chapter", "rank", "is_hint")}
         return {"where": self.where, "step": self.event["step"], **own}
 

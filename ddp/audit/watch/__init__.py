@@ -1,4 +1,4 @@
-"""What watches an audited script from within each of its processes, and writes down what happens, one JSON object a line.
+"""Watch an audited script from within each of its processes, and write down what happens, one JSON object a line.
 
 It imports nothing else of this project, so that it sees the script's own modules by their names. It lets watchers look at the
 calls of some of torch's functions; they draw no random number, send nothing, and change no tensor.

@@ -104,7 +104,7 @@ class Call:
     result: Any = None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What was given for the parameter of this name."""
+        """The argument for the parameter of this name."""
         return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments.get(name, default)
 
 
@@ -113,7 +113,7 @@ Watcher = Callable[[Call], Look]
 
 
 class _Thread(threading.local):
-    """What a thread is doing.
+    """The state of a thread: what it is doing.
 
     :ivar quiet: whether the audit looks at something, which is not watched itself
     :ivar gradients: whether the script had gradients enabled when the audit began to look
@@ -145,7 +145,7 @@ def watch(owner: Any, *names: str) -> Callable[[Watcher], Watcher]:
 
 
 def _watched(function: Callable[..., Any], watcher: Watcher) -> Callable[..., Any]:
-    """Of quiet code and of torch.compile, the function gets the call itself."""
+    """The function gets the call itself from quiet code and from torch.compile."""
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:

@@ -54,11 +54,11 @@ def _remember(number: int, gradient: Tensor) -> None:
 
 
 def gradient_probes() -> dict[int, Tensor]:
-    """Of all gradients that there are."""
+    """Facts about all gradients that there are."""
     return {n: tensors.probe(p.grad) for n, p in tensors.alive().items() if p.grad is not None}
 
 
 def _norm() -> float | None:
-    """Of all gradients together; None if there are none."""
+    """The norm of all gradients together; None if there are none."""
     gradients = [tensors.dense(p.grad) for p in tensors.alive().values() if p.grad is not None]
     return torch.stack([g.norm().double().cpu() for g in gradients]).norm().item() if gradients else None

@@ -69,7 +69,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the elements' bytes, wherever the tensor lies and in whichever layout."""
+    """Hash of the elements' bytes, wherever the tensor lies and in whichever layout."""
     return zlib.crc32(dense(tensor).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 

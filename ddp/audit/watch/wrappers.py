@@ -100,7 +100,8 @@ def _hooked(module: nn.Module) -> dict[str, tuple[int, str, str]]:
 
 @quiet()
 def _before_forward(root: nn.Module, module: nn.Module, _: Any) -> None:
-    """Of a module that a wrapper holds: training calls it through the wrapper, or around it; an evaluation may do either."""
+    """Watch a module that a wrapper holds: training calls it through the wrapper, or around it; an evaluation may do either."""
+    # HACK: as in collectives.py, the private task id tells that a backward pass runs.
     trains, is_inside = thread.gradients, forward in thread.running or torch._C._current_graph_task_id() != -1
     if is_inside and (trains or module is not root):  # activation checkpointing turns gradients off as well
         return

@@ -10,23 +10,15 @@ from typing import Any
 import torch
 
 from tests.adversary.attempt import Attempt, made_by
-from tests.adversary.attempts.replaced import a_dangling_link, a_folder
 from tests.adversary.scenes import EVALUATE, RESUME
 from tests.ddp.checkpoint.samples import forge
+from tests.support.harm.disk import a_dangling_link, a_device, a_folder, a_pipe, empty, missing
 
 CHECKPOINT = "checkpoints/epoch-0001-step-00000003"
 IN_A_CHECKPOINT = ("manifest.json", "SHA256SUMS", "model.pt", "optimizer.pt", "ranks.pt")
 
 
-# What may become of a file.
-
-
-def missing(path: Path) -> None:
-    path.unlink()
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
+# The changes that a file may suffer.
 
 
 def cut(path: Path) -> None:
@@ -87,7 +79,7 @@ def renamed(name: str) -> Callable[[Path], None]:
 
 
 class Code:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch executed",)
@@ -106,7 +98,7 @@ OF_TRAINING: list[tuple[Callable[[Path], None], str]] = [
         r"has momentum_buffer:[\w.]+ of shape \[3\] instead",
     ),
 ]
-# What could harm any memory, runs code, names files elsewhere, or is another checkpoint than it says.
+# Contents that could harm any memory, runs code, names files elsewhere, or is another checkpoint than it says.
 OF_BOTH: list[tuple[Callable[[Path], None], str]] = [
     (of_tensors("model", lambda content: {}), r"Missing key"),
     (of_tensors("model", lambda content: dict.fromkeys(content, torch.zeros(2))), r"size mismatch"),

@@ -1,4 +1,4 @@
-"""What deletes and what writes: --overwrite, export, and directories that belong to somebody else."""
+"""Commands that delete and write: --overwrite, export, and directories that belong to somebody else."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def pipe(name: str) -> Callable[[Path], None]:
     return make
 
 
-# What stands in a run's directory beside it, which --overwrite must not delete.
+# Files in a run's directory beside it, which --overwrite must not delete.
 FOREIGN: list[tuple[Callable[[Path], None], str]] = [
     (file("run/letter.txt"), r"letter\.txt"),
     (file("run/notes/letter.txt"), r"notes"),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from common.data import DECODERS
 from tests.adversary.attempt import Attempt, made_by
-from tests.adversary.attempts.replaced import a_dangling_link, a_device, a_folder, a_pipe
 from tests.dataloading.faults import save_picture
+from tests.support.harm.disk import a_dangling_link, a_device, a_folder, a_pipe, empty
 
 BAD = "Person_0/Person_0_0001.jpg"  # the file that is replaced
 
@@ -33,10 +33,6 @@ def header_only(path: Path) -> None:
 
 def no_photo(path: Path) -> None:
     path.write_bytes(b"no picture at all" * 40)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
 
 
 def a_png(path: Path) -> None:

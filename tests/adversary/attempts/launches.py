@@ -8,8 +8,6 @@ from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN
 # Arguments of rank 0, of rank 1, and the fact that must be named. (tests/common/distributed/test_agreement.py has all flags.)
 DIFFERENT: list[tuple[str, str, str]] = [
     ("", "--lr 0.05", "--lr is 0.1 on rank 0, but 0.05 on rank 1"),
-    ("--no-augment", "", "--augment is False on rank 0, but True on rank 1"),
-    ("", "--clip-norm 1", "--clip-norm is None on rank 0, but 1.0 on rank 1"),
     ("--resume", "", "--resume is True on rank 0, but False on rank 1"),
     ("--compile", "--compile max-autotune", "--compile is default on rank 0, but max-autotune on rank 1"),
 ]

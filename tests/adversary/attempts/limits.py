@@ -6,7 +6,7 @@ from tests.adversary.attempt import Attempt, made_by
 from tests.adversary.attempts.folders import folder
 from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN
 
-AROUND = "tests.adversary.around"
+AROUND = "tests.support.harm.disk"
 LFW = "--dataset lfw --data-dir {faces} --min-images-per-person 2 --image-size 32"
 ON_FILES = f"{RUN} {LFW} --train-samples 12 --test-samples 4 --batch-size 6"
 LOAD = "dataloading.lfw_dataset --path-to-folder {faces} --batch-size 6 --get-timing --batches-to-check 2 --output {here}/out"

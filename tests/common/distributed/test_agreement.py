@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 def meet(
     everyone: list[tuple[int, int, Facts]], timeout_s: float = PATIENCE_S, late_s: float = 0.0
 ) -> list[str | None]:
-    """What each rank of (rank, WORLD_SIZE, facts) is told. Rank 0 serves the store, and the last one comes late."""
+    """The answers to each rank of (rank, WORLD_SIZE, facts). Rank 0 serves the store, and the last one comes late."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank(number: int) -> str | None:
@@ -167,46 +167,40 @@ def test_what_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert {name for name in facts if facts[name] != others[name]} == {"NVIDIA_TF32_OVERRIDE"}
 
 
-# Two different values of each flag that ranks must share.
-VALUES: dict[str, tuple[list[str], list[str]]] = {
-    "--dataset": (["--dataset", "glyphs"], ["--dataset", "fashion-mnist"]),
+# Two different values of each flag that needs others beside it, or has no value that can be drawn.
+VALUES = {
+    "--dataset": ("--dataset glyphs", "--dataset fashion-mnist"),
     "--min-images-per-person": (
-        ["--dataset", "lfw", "--min-images-per-person", "20"], ["--dataset", "lfw", "--min-images-per-person", "30"],
+        "--dataset lfw --min-images-per-person 20", "--dataset lfw --min-images-per-person 30"
     ),
-    "--image-size": (["--dataset", "lfw", "--image-size", "64"], ["--dataset", "lfw", "--image-size", "96"]),
-    "--decoder": (["--dataset", "lfw", "--decoder", "pillow"], ["--dataset", "lfw", "--decoder", "simplejpeg"]),
-    "--width": (["--model", "gpt", "--width", "64"], ["--model", "gpt", "--width", "128"]),
-    "--layers": (["--model", "gpt", "--layers", "2"], ["--model", "gpt", "--layers", "3"]),
-    "--loader": (["--dataset", "lfw", "--loader", "stock"], ["--dataset", "lfw", "--loader", "fast"]),
-    "--all-reduce": (
-        ["--strategy", "handwritten", "--all-reduce", "ring"], ["--strategy", "handwritten", "--all-reduce", "tree"],
-    ),
-    "--resume": ([], ["--resume"]),
-    "--auto-resume": ([], ["--auto-resume"]),
-    "--overwrite": ([], ["--overwrite"]),
-    "--device": (["--device", "cpu"], ["--device", "auto"]),
-    "--backend": (["--backend", "gloo"], ["--backend", "auto"]),
-    "--download": (["--dataset", "fashion-mnist"], ["--dataset", "fashion-mnist", "--download"]),
+    "--image-size": ("--dataset lfw --image-size 64", "--dataset lfw --image-size 96"),
+    "--decoder": ("--dataset lfw --decoder pillow", "--dataset lfw --decoder simplejpeg"),
+    "--width": ("--model gpt --width 64", "--model gpt --width 128"),
+    "--layers": ("--model gpt --layers 2", "--model gpt --layers 3"),
+    "--loader": ("--dataset lfw --loader stock", "--dataset lfw --loader fast"),
+    "--all-reduce": ("--strategy handwritten --all-reduce ring", "--strategy handwritten --all-reduce tree"),
+    "--resume": ("", "--resume"),
+    "--auto-resume": ("", "--auto-resume"),
+    "--overwrite": ("", "--overwrite"),
+    "--device": ("--device cpu", "--device auto"),
+    "--backend": ("--backend gloo", "--backend auto"),
+    "--download": ("--dataset fashion-mnist", "--dataset fashion-mnist --download"),
+    "--checkpoint-every": ("--checkpoint-every 7", "--checkpoint-every 8min"),
 }  # fmt: skip
 
 
-def two_values(flag: str, random_: random.Random) -> tuple[list[str], list[str]]:
+def two_values(flag: str, random_: random.Random) -> tuple[str, str]:
     """Arguments with two values of a flag."""
     if flag in VALUES:
         return VALUES[flag]
     field = next(field for field in dataclasses.fields(TrainConfig) if flag_of(field.name) == flag)
     if isinstance(field.default, bool):
-        return [flag], ["--no-" + flag[2:]] if field.default else []
-    if field.metadata["choices"]:
-        one, other = random_.sample(list(field.metadata["choices"]), 2)
-        return [flag, one], [flag, other]
-    if flag == "--checkpoint-every":
-        return [flag, str(random_.randrange(1, 99))], [flag, f"{random_.randrange(1, 99)}min"]
+        return flag, f"--no-{flag[2:]}" if field.default else ""
+    values = field.metadata["choices"] or range(2, 300)
     if "float" in str(field.type):
-        one, other = random_.sample(["0.01", "0.25", "0.5", "0.75", "0.125"], 2)
-        return [flag, one], [flag, other]
-    one, other = random_.sample([str(number) for number in range(2, 300)], 2)
-    return [flag, one], [flag, other]
+        values = (0.01, 0.25, 0.5, 0.75, 0.125)
+    one, other = random_.sample(list(values), 2)
+    return f"{flag} {one}", f"{flag} {other}"
 
 
 def differing_flags(seed: int, cases: int) -> list[tuple[str, list[list[str]]]]:
@@ -216,10 +210,9 @@ def differing_flags(seed: int, cases: int) -> list[tuple[str, list[list[str]]]]:
     made: list[tuple[str, list[list[str]]]] = []
     while len(made) < cases:
         flag = random_.choice(flags)
-        both = [list(arguments) for arguments in two_values(flag, random_)]
-        common = two_values(random_.choice(["--seed", "--lr", "--log-every", "--momentum"]), random_)[0]
-        if common[0] == flag:
-            common = []
+        both = [arguments.split() for arguments in two_values(flag, random_)]
+        other = random_.choice([one for one in ("--seed", "--lr", "--log-every", "--momentum") if one != flag])
+        common = two_values(other, random_)[0].split()
         random_.shuffle(both)
         made.append((flag, [own + common for own in both]))
     return made

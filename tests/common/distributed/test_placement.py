@@ -8,7 +8,7 @@ import pytest
 
 from common.distributed.placement import Placement, place_ranks
 from common.errors import UsageError
-from tests.support.timed_gpu import pretend_gpus
+from tests.support.fake_gpu import pretend_gpus
 
 
 @pytest.mark.parametrize(

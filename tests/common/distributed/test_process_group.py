@@ -26,7 +26,8 @@ from common.distributed.process_group import (
     rendezvous_errors,
 )
 from common.errors import UsageError
-from tests.support.launch import free_port, run_command, run_ranks
+from tests.support.fake_gpu import pretend_gpus
+from tests.support.launch import run_command, run_ranks
 
 TORCHRUN = dict(zip(TORCHRUN_VARIABLES, ("1", "4", "1", "2", "localhost", "29500"), strict=True))
 
@@ -50,19 +51,6 @@ def test_half_of_the_variables_are_refused(missing: str) -> None:
     environment = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(UsageError, match=f"set, but not {missing}: start with torchrun"):
         find_dist_env("cpu", environment=environment)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"RANK": "one"}, "RANK='one' is not a whole number"),
-        ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
-        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5, the ranks of this node, is more than all ranks, WORLD_SIZE=4"),
-    ],
-)
-def test_nonsense_in_the_variables_is_refused(change: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        find_dist_env("cpu", environment=TORCHRUN | change)
 
 
 NONE_USABLE = r"no CUDA device is usable here \(Found no NVIDIA driver on your system\): check nvidia-smi"
@@ -89,9 +77,8 @@ NONE_USABLE = r"no CUDA device is usable here \(Found no NVIDIA driver on your s
 def test_device_and_backend(
     monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, backend: str, outcome: str | tuple[str, str]
 ) -> None:
-    """Of a node's second rank of two, to which so many GPUs are shown."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    """The device of a node's second rank of two, to which so many GPUs are shown."""
+    pretend_gpus(monkeypatch, gpus)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     if isinstance(outcome, str):
         with pytest.raises(UsageError, match=outcome):
@@ -126,8 +113,7 @@ def test_ranks_of_one_host_with_too_few_gpus_all_take_the_cpu(
 
     Claim (ddp/README.md, 1): on one host with fewer GPUs than ranks, all ranks take the CPU and gloo, and rank 0 says so.
     """
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    pretend_gpus(monkeypatch, gpus)
     (tmp_path / "environ").write_bytes(b"PATH=/bin\0CUDA_VISIBLE_DEVICES=5\0")
     monkeypatch.setattr(dist_env, "Path", lambda path: tmp_path / path.rpartition("/")[2])
     envs = [
@@ -238,15 +224,6 @@ def test_a_port_in_use_is_a_user_error() -> None:
         done = run_command("ddp.train", "--device", "cpu", env=environment)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: MASTER_PORT {port} is in use on 127.0.0.1")
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.faults
-def test_ranks_that_do_not_come_are_a_user_error() -> None:
-    environment = dict(zip(TORCHRUN_VARIABLES, ("0", "2", "0", "2", "127.0.0.1", str(free_port())), strict=True))
-    done = run_command("ddp.train", "--device", "cpu", "--timeout", "3", env=environment)
-    assert done.returncode == 2
-    assert "not all 2 ranks came within --timeout" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -20,7 +20,7 @@ from common.errors import UsageError
 
 
 class Service:
-    """What a rank does for the tests; the one that is ``broken`` cannot even be built."""
+    """The work of a rank in the tests; the one that is ``broken`` cannot even be built."""
 
     def __init__(self, env: DistEnv, shared: torch.Tensor | None = None, broken: int | None = None) -> None:
         self.env, self.shared = env, shared

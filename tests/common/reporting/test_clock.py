@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.reporting.clock import DeviceClock, HostClock, clock_of
-from tests.support.timed_gpu import TimedGPU
+from tests.support.fake_gpu import TimedGPU
 
 
 def test_a_gpus_stamps_are_seconds_of_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -16,38 +18,22 @@ import torch.distributed as dist
 
 from common.distributed.process_group import process_group
 from common.distributed.rank_logging import add_log_file, rank_logging
-from common.distributed.worker_group import take_environment
 from common.resilience import watchdog as watchdog_module
 from common.resilience.watchdog import Watchdog
 from common.signals.stop_request import StopRequest
-from tests.support.launch import FORK_SERVER, kill
+from tests.support.ranks import forked
 
 HANG_STEP = 5
 GROUP_TIMEOUT_S = 600.0  # longer than any test: gloo must not report an error before the watchdog
 UNSEEN = ("raise", "kill")  # what the others do not see, as on NCCL: they wait in C++ for what will never come
 
 
-class Job:
+class Job(NamedTuple):
     """Ranks that sum a number in every step, and a folder of files: their logs; ``hanging``, with the process id of the victim;
     ``end``, whose presence ends the job."""
 
-    def __init__(
-        self,
-        folder: Path,
-        environments: list[dict[str, str]],
-        timeout_s: float,
-        victim: int,
-        how: str,
-        device: str,
-    ) -> None:
-        self.folder = folder
-        arguments = (device, folder, timeout_s, victim, how)
-        self.processes = [
-            FORK_SERVER.Process(target=_rank, args=({**os.environ, **environment}, *arguments))
-            for environment in environments
-        ]
-        for process in self.processes:
-            process.start()
+    folder: Path
+    processes: list[ForkServerProcess]
 
     def wait_for(self, name: str, timeout_s: float = 200.0) -> Path:
         """A file that a rank leaves in the folder."""
@@ -58,7 +44,7 @@ class Job:
         return self.folder / name
 
     def exit_status(self, rank: int, timeout_s: float = 200.0) -> int | None:
-        """What the rank ended with; None if it did not."""
+        """The exit status of the rank; None if it did not end."""
         self.processes[rank].join(timeout_s)
         return self.processes[rank].exitcode
 
@@ -79,15 +65,11 @@ def hanging_job(
     """A job in which rank ``victim`` does ``how`` (stop, loop, raise or kill) at data of step ``HANG_STEP``, or all do
     (deadlock); killed at the end."""
     folder.mkdir()
-    job = Job(folder, environments, timeout_s, victim, how, device)
-    try:
-        yield job
-    finally:
-        kill(job.processes)
+    with forked(environments, _rank, device, folder, timeout_s, victim, how) as processes:
+        yield Job(folder, processes)
 
 
-def _rank(environment: dict[str, str], device: str, folder: Path, timeout_s: float, victim: int, how: str) -> None:
-    take_environment(environment)
+def _rank(device: str, folder: Path, timeout_s: float, victim: int, how: str) -> None:
     with (
         _patience(),
         process_group(device, timeout_s=GROUP_TIMEOUT_S, threads=1) as env,

@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def line_for(error: Exception, device: torch.device) -> str:
-    """What is said of it, without the place."""
+    """The message about it, without the place."""
     with pytest.raises(UsageError) as caught, device_errors(device, ["less", "fewer"]):
         raise error
     assert caught.value.__cause__ is error

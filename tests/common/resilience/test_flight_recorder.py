@@ -33,7 +33,7 @@ def test_each_implementation_of_nccl_has_its_recorder(
     group, device = mock.Mock(), torch.device("cuda", 0)
     group._get_backend.return_value.name.return_value = backend
     with (
-        mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=group),
+        mock.patch.object(dist, "group", mock.Mock(WORLD=group)),
         mock.patch.object(torch._C._distributed_c10d, recorder, return_value=b"collectives") as dump,
     ):
         write_collectives(tmp_path / "logs", 3, device)

@@ -1,11 +1,9 @@
-"""What a GPU's metrics tell: times by CUDA events, memory, and the share of the GPU's peak. A scripted GPU stands for one."""
+"""A GPU's metrics: times by CUDA events, memory, and the share of the GPU's peak. A scripted GPU stands for one."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,53 +24,36 @@ from ddp.data import load_data
 from ddp.job import Job
 from ddp.train import build_job
 from tests.ddp.jobs import small
+from tests.support.fake_gpu import TimedGPU
 from tests.support.launch import run_ranks
 
 CPU = torch.device("cpu")
 
 
-class ScriptedGPU:
-    """Its clock, in ms, and what it says of its memory."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.peak = 0
-
-    def event(self, enable_timing: bool) -> Any:
-        assert enable_timing
-        event = mock.Mock(time=None)
-        event.record = lambda: setattr(event, "time", self.now)
-        event.elapsed_time = lambda end: end.time - event.time
-        return event
-
-    @contextlib.contextmanager
-    def patched(self) -> Iterator[ScriptedGPU]:
-        with (
-            mock.patch("torch.cuda.Event", self.event),
-            mock.patch("torch.cuda.synchronize"),
-            mock.patch("torch.cuda.reset_peak_memory_stats", side_effect=lambda device: setattr(self, "peak", 0)),
-            mock.patch("torch.cuda.max_memory_allocated", side_effect=lambda device: self.peak),
-            mock.patch("time.perf_counter", side_effect=lambda: self.now / 1e3),
-        ):
-            yield self
+def timed_gpu(patch: pytest.MonkeyPatch) -> TimedGPU:
+    """A GPU that keeps the host's time, too."""
+    gpu = TimedGPU(patch)
+    patch.setattr(time, "perf_counter", lambda: gpu.now_ms["default"] / 1e3)
+    return gpu
 
 
 def of_two_ranks() -> list[DeviceTotals | None]:
     """Two windows, of two steps of two micro-steps each, of 10 ms on rank 0 and 20 ms on rank 1; and one without steps."""
-    with process_group() as env, ScriptedGPU().patched() as gpu:
+    with process_group() as env, pytest.MonkeyPatch.context() as patch:
+        gpu = timed_gpu(patch)
         window = Window(env.device)
         window.meter = DeviceMeter(env.device, micro_steps=2)
         window.meter.measure_mfu(flops=300, peak=10_000.0)
         totals = []
         for memory in (5_000, 3_000):
             for _ in window.timed(iter([Batch(torch.zeros(1), torch.zeros(1))] * 4)):
-                gpu.now += 10 * (env.rank + 1)
+                gpu.now_ms["default"] += 10 * (env.rank + 1)
                 gpu.peak = max(gpu.peak, memory + env.rank)
                 window.end_batch()
-                gpu.now += 30 * (2 - env.rank)  # a checkpoint, which is no part of the step
+                gpu.now_ms["default"] += 30 * (2 - env.rank)  # a checkpoint, which is no part of the step
             window.reduce(env)
             totals.append(window.on_gpu)
-        gpu.now += 1
+        gpu.now_ms["default"] += 1
         window.reduce(env)
         return [*totals, window.on_gpu]
 
@@ -110,13 +91,13 @@ def test_metrics_progress_and_summary_have_what_a_gpu_did() -> None:
     assert gpu_line(of_gpus([{"kind": "step", "loss": 1.0}])) == ""
 
 
-def test_the_mfu_of_a_gpu_without_a_peak_is_left_out() -> None:
-    with ScriptedGPU().patched() as gpu:
-        meter = DeviceMeter(CPU, 1)
-        meter.measure_mfu(flops=300, peak=None)
-        meter.begin()
-        gpu.now += 1
-        totals = meter.read(DistEnv.alone(CPU))
+def test_the_mfu_of_a_gpu_without_a_peak_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = timed_gpu(monkeypatch)
+    meter = DeviceMeter(CPU, 1)
+    meter.measure_mfu(flops=300, peak=None)
+    meter.begin()
+    gpu.now_ms["default"] += 1
+    totals = meter.read(DistEnv.alone(CPU))
     assert totals is not None and "mfu" not in totals.as_record()
 
 
@@ -161,7 +142,7 @@ def test_flops_are_those_of_the_formulas() -> None:
 
 
 def flops_of(strategies: list[str]) -> list[int]:
-    """Of a job's micro-batch, as the job tells its meter."""
+    """The FLOPs of a job's micro-batch, as the job tells its meter."""
     with process_group(threads=1) as env:
         return [flops_with(strategy, env) for strategy in strategies]
 

@@ -35,19 +35,15 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_records_come_back_in_order_as_they_were_written(tmp_path: Path) -> None:
+    """A record is readable before the file is closed."""
     with MetricsWriter(tmp_path) as writer:
         writer.write("step", 20, epoch=0, loss=0.1 + 0.2, note="a\nb €")
+        assert steps_of(tmp_path) == [20]
         writer.write("epoch", 20, epoch=0, accuracy=np.float64(0.5))
     assert read_metrics(tmp_path) == [
         {"kind": "step", "step": 20, "epoch": 0, "loss": 0.1 + 0.2, "note": "a\nb €"},
         {"kind": "epoch", "step": 20, "epoch": 0, "accuracy": 0.5},
     ]
-
-
-def test_a_record_is_readable_before_the_file_is_closed(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write("step", 1, loss=1.0)
-        assert steps_of(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float64("nan")])
@@ -63,10 +59,12 @@ def test_numbers_that_json_lacks_are_strings_also_after_a_resume(value: float, t
     assert json.loads(first, parse_constant=refuse)["loss"] == str(float(value))
 
 
-def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+def test_a_new_run_starts_a_new_file_and_leaves_nothing_else(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 2)
     write_steps(tmp_path, 7)
     assert steps_of(tmp_path) == [7]
+    write_steps(tmp_path, 8, after_step=7)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
 @given(st.lists(st.integers(0, 20), max_size=8).map(sorted), st.integers(0, 20))

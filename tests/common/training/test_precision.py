@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from common.distributed.dist_env import DistEnv
 from common.distributed.launch_facts import launch_facts
 from common.errors import UsageError
-from common.training.precision import PRECISIONS, autocast, describe_arithmetic, set_arithmetic
+from common.training.precision import PRECISIONS, autocast, set_arithmetic
 from tests.support.launch import run_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,7 +94,7 @@ def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(device: torch.dev
 
 
 def settings_on_a_gpu(tf32: bool, deterministic: bool) -> tuple[object, ...]:
-    """What torch says after it, by its new names and by the old ones, which fail if they contradict each other."""
+    """The settings that torch reports after it, by its new names and by the old ones, which fail if they contradict each other."""
     before = torch.get_float32_matmul_precision()
     set_arithmetic(torch.device("cpu"), not tf32, False, False)
     assert torch.get_float32_matmul_precision() == before  # oneDNN's too
@@ -132,20 +131,3 @@ def test_a_workspace_that_is_not_deterministic_is_refused(monkeypatch: pytest.Mo
         UsageError, match=r"^--deterministic: CUBLAS_WORKSPACE_CONFIG is :0:0: set it to :4096:8 or :16:8"
     ):
         set_arithmetic(torch.device("cpu"), True, True, False)
-
-
-@pytest.mark.parametrize(
-    ("device", "precision", "tf32", "since", "said"),
-    [
-        ("cuda", "fp32", True, (8, 0), "fp32 rounded to TF32"),
-        ("cuda", "fp32", True, (7, 5), "fp32"),
-        ("cuda", "fp32", False, (9, 0), "fp32"),
-        ("cuda", "bf16", True, (9, 0), "bf16"),
-        ("cpu", "fp32", True, None, "fp32"),
-    ],
-)
-def test_the_log_says_how_fp32_is_computed(
-    device: str, precision: str, tf32: bool, since: tuple[int, int] | None, said: str
-) -> None:
-    with mock.patch("torch.cuda.get_device_capability", return_value=since):
-        assert describe_arithmetic(torch.device(device), precision, tf32) == said

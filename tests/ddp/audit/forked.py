@@ -24,7 +24,7 @@ from tests.support.launch import run_ranks
 
 
 def judge(folder: Path, *arguments: object) -> list[Finding]:
-    """What is wrong with ``python ARGUMENTS`` on two ranks, hints left out.
+    """The findings about ``python ARGUMENTS`` on two ranks, hints left out.
 
     :param folder: a temporary one, for which ``{run}`` stands in the arguments
     :raises AssertionError: if the script failed, or the audit itself
@@ -38,7 +38,7 @@ def judge(folder: Path, *arguments: object) -> list[Finding]:
 def watch(
     folder: Path, arguments: Sequence[str], ranks: int = 2, kill_at: int | None = None, timeout_s: float = 120.0
 ) -> Trace:
-    """What the ranks of ``python ARGUMENTS`` do. This runs a script for ``ddp.audit.vary``, too.
+    """The main function of the ranks of ``python ARGUMENTS``. This runs a script for ``ddp.audit.vary``, too.
 
     :param folder: for which ``{run}`` stands in the arguments
     :param kill_at: after so many steps each rank kills itself

@@ -29,7 +29,7 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def _changes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a field of a node may be instead."""
+    """The other values of a field of a node."""
     if isinstance(value, list):
         for i, one in enumerate(value):
             for name, instead in _of_statement(value, i) if isinstance(one, ast.stmt) else _changes(one):

@@ -54,7 +54,7 @@ if __name__ == "__main__":
 """
 )
 
-# What is right, though it looks like a bug: two losses in a step, a closure, two passes, steps that are skipped, divided losses.
+# Right code, though it looks like a bug: two losses in a step, a closure, two passes, steps that are skipped, divided losses.
 UNUSUAL = (
     GROUP
     + """
@@ -197,7 +197,7 @@ torch.manual_seed(1 + rank)
 """
 )
 
-# What is right and common: coefficients of losses, losses summed over coordinates and over heads, micro-batches counted across
+# Right and common code: coefficients of losses, losses summed over coordinates and over heads, micro-batches counted across
 # epochs, an evaluation within an epoch, padding that is cut after it was gathered, ranks with data sets of their own,
 # two loaders in each step, and local SGD.
 COMMON = (
@@ -293,7 +293,7 @@ dist.destroy_process_group()
 """
 )
 
-# What is wrong, and what the audit says of it.
+# Wrong code, and the audit's words for it.
 WRONG = {
     "SHUFFLED": (
         "samples arrive on every rank",

@@ -60,7 +60,7 @@ HANGS_S = 30.0
 
 
 def outcome(folder: Path, path: Path, source: str) -> tuple[str | None, bool]:
-    """What a script comes to, and whether the audit finds anything; None if the script fails."""
+    """The result of a script, and whether the audit finds anything; None if the script fails."""
     folder.mkdir()
     (folder / path.name).write_text(source)
     try:

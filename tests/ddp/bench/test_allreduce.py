@@ -11,8 +11,8 @@ import torch
 
 from ddp.bench import __main__ as bench
 from ddp.bench.allreduce import Config, report
+from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_forked
-from tests.support.timed_gpu import pretend_gpus
 from tests.support.user_errors import UserError
 
 ALGORITHMS = ["backend", "naive", "ring", "halving-doubling", "tree", "shared-memory"]

@@ -23,8 +23,8 @@ from ddp.bench.variants import (
     DDPVariant,
     build_network,
 )
+from tests.support.fake_gpu import pretend_gpus
 from tests.support.launch import run_command, run_ranks
-from tests.support.timed_gpu import pretend_gpus
 
 STEPS = 2  # buckets are rebuilt after the first
 SMALL = ("--rounds", "2", "--turn", "0.01", "--models", DEEP)

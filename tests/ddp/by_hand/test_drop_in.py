@@ -39,7 +39,7 @@ from ddp.conformance.tools import (
     one_pass,
     passes,
 )
-from tests.ddp.by_hand.on_ranks import as_tests
+from tests.support.on_ranks import as_tests
 
 
 def message_of(error: Exception | None) -> str:

@@ -26,7 +26,7 @@ from ddp.conformance.tools import (
     of_all_ranks,
     one_pass,
 )
-from tests.ddp.by_hand.on_ranks import as_tests
+from tests.support.on_ranks import as_tests
 
 Wrap = HandwrittenDistributedDataParallel
 

@@ -33,7 +33,7 @@ from ddp.conformance.tools import (
     loss_of,
     one_pass,
 )
-from tests.ddp.by_hand.on_ranks import as_tests, failures
+from tests.support.on_ranks import as_tests, failures
 
 ENGINES: tuple[Any, ...] = (HandwrittenDistributedDataParallel, DistributedDataParallel)
 

@@ -30,7 +30,7 @@ from ddp.conformance.tools import (
     loss_of,
     one_pass,
 )
-from tests.ddp.by_hand.on_ranks import as_tests
+from tests.support.on_ranks import as_tests
 
 BUCKETED = (HandwrittenDistributedDataParallel, DistributedDataParallel)
 ENGINES: tuple[Callable[..., Any], ...] = (NaiveDistributedDataParallel, *BUCKETED)

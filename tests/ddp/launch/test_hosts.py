@@ -1,4 +1,4 @@
-"""tests/hosts.py: two hosts on one machine, and jobs that run over both."""
+"""tests/support/harm/network.py: two hosts on one machine, and jobs that run over both."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.ddp.across_hosts import digests_as_if
-from tests.ddp.jobs import assert_identical, final_state
-from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
-from tests.hosts import TwoHosts, two_hosts
+from tests.support.harm.kill import JOB, is_alive, wait_for_step
+from tests.support.harm.left import differences
+from tests.support.harm.network import NEW_STORES, TwoHosts, two_hosts
 from tests.support.launch import run_ranks
 
 pytestmark = pytest.mark.faults
@@ -27,14 +27,9 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-def is_alive(pid: int) -> bool:
-    """Not a process that has ended, for which its parent has not waited yet."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 HOLD = """
 import subprocess, sys, time
-from tests.hosts import two_hosts
+from tests.support.harm.network import two_hosts
 with two_hosts() as hosts:
     sleeper = subprocess.Popen([*hosts.b.command, "sleep", "1000"])
     print(hosts.a.name, sleeper.pid, flush=True)
@@ -50,7 +45,8 @@ def test_nothing_is_left(hosts: TwoHosts, number: int) -> None:
     )
     assert holder.stdout is not None
     with holder.stdout as out:
-        name, sleeper = out.readline().split()
+        name, pid = out.readline().split()
+    sleeper = psutil.Process(int(pid))
     assert name in namespaces()
     holder.send_signal(number)
     holder.wait(30)
@@ -58,7 +54,7 @@ def test_nothing_is_left(hosts: TwoHosts, number: int) -> None:
         with two_hosts():
             pass
     assert name not in namespaces()
-    assert not is_alive(int(sleeper))
+    assert not is_alive(sleeper)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -77,18 +73,6 @@ def test_a_job_over_two_hosts_comes_to_the_bits_of_one(tmp_path: Path, hosts: Tw
     assert json.loads(file.read_text()) == run_ranks(digests_as_if, 2 * ranks, ranks, timeout_s=200)[0]
 
 
-# torchrun's agent would keep its store over restarts, in which ranks find the addresses of those that died (torch 2.15).
-NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The weights of the run on one host, and its metrics."""
-    with training(tmp_path_factory.mktemp("undisturbed") / "run") as run:
-        run.finish()
-    return final_state(run.folder)
-
-
 def cut_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
     """The link is cut for longer than the timeout. The agent that has lost the rendezvous ends."""
     hosts.cut_link()
@@ -105,7 +89,7 @@ def power_off(hosts: TwoHosts, two: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("lose", [cut_off, power_off])
 def test_a_host_is_lost_and_comes_back(
-    tmp_path: Path, hosts: TwoHosts, undisturbed: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
+    tmp_path: Path, hosts: TwoHosts, on_one_host: Any, lose: Callable[[TwoHosts, subprocess.Popen[str]], None]
 ) -> None:
     """A job goes on from its newest checkpoint after a host is lost and comes back.
 
@@ -114,7 +98,7 @@ def test_a_host_is_lost_and_comes_back(
     Claim (ddp/resilience/README.md): a host is lost and comes back; a link is cut for longer than the timeout.
     """
     folder = tmp_path / "run"
-    job = ("-m", "ddp.train", *FLAGS, "--checkpoint-every", "5", "--timeout", "8", "--run-dir", str(folder))
+    job = ("-m", "ddp.train", *JOB, "--checkpoint-every", "5", "--timeout", "8", "--run-dir", str(folder))
     first, again = tmp_path / "first", tmp_path / "again"
     with hosts.agent(hosts.a, *job, env=NEW_STORES, output=first) as one:
         with hosts.agent(hosts.b, *job, env=NEW_STORES, output=tmp_path / "second") as two:
@@ -124,6 +108,4 @@ def test_a_host_is_lost_and_comes_back(
             assert (one.wait(120), back.wait(60)) == (0, 0), first.read_text() + again.read_text()
     (resumed,) = re.findall(r"resuming after step (\d+),", first.read_text() + again.read_text())
     assert int(resumed) >= 10 and int(resumed) % 5 == 0
-    tensors, records = final_state(folder)
-    assert_identical(tensors, undisturbed[0])
-    assert records == undisturbed[1]
+    assert differences(folder, on_one_host) == []

@@ -147,7 +147,7 @@ def test_each_pod_of_the_plain_job_starts_an_agent(tmp_path: Path, index: int) -
 
 
 def assert_trains(agent: Any, world_size: int) -> None:
-    """What torchrun starts is a run of ddp.train that resumes, on the volume, in a number of ranks that its batch allows."""
+    """torchrun starts a run of ddp.train that resumes, on the volume, in a number of ranks that its batch allows."""
     assert (agent.module, agent.training_script) == (True, "ddp.train")
     config = parse(TrainConfig, "ddp.train", None, agent.training_script_args)
     assert config.auto_resume

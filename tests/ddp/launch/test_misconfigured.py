@@ -1,4 +1,4 @@
-"""What people get wrong with several hosts: one line where it is wrong, with the cure."""
+"""Mistakes with several hosts: one line where it is wrong, with the cure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ddp.resilience.interrupting import FLAGS
-from tests.hosts import TwoHosts
+from tests.support.harm.kill import JOB
+from tests.support.harm.network import TwoHosts
 from tests.support.launch import REPOSITORY, error_lines, run_torchrun
 
 pytestmark = pytest.mark.faults
@@ -98,7 +98,7 @@ def run_ranks(
             place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             meeting = {"MASTER_ADDR": "host1", "MASTER_PORT": "29500"}
             flags = ("--run-dir", str(folder / run_dirs[rank]), "--timeout", str(case.timeout_s))
-            command = ["ddp.train", *FLAGS, *flags, *(case.flags_on_2 if rank == 1 else ())]
+            command = ["ddp.train", *JOB, *flags, *(case.flags_on_2 if rank == 1 else ())]
             cwd = case.source_on_2 if rank == 1 else REPOSITORY
             env = {**place, **meeting, **case.wrong[rank]}
             processes.append(stack.enter_context(host.start(*command, env=env, output=output, cwd=cwd)))
@@ -140,12 +140,6 @@ def test_another_version_of_the_project(hosts: TwoHosts, tmp_path: Path) -> None
     assert_said(run_ranks(hosts, tmp_path, Misconfiguration((), source_on_2=tmp_path / "other")), (line, line))
 
 
-def test_a_port_that_is_taken(hosts: TwoHosts, tmp_path: Path) -> None:
-    with hosts.a.start("http.server", "29500", "--bind", "10.77.0.1"):
-        status, output = run_ranks(hosts, tmp_path, Misconfiguration(()), come=1)[0]
-    assert_said([(status, output)], ("MASTER_PORT 29500 is in use on host1: set another",))
-
-
 def test_a_firewall_that_drops_the_port(hosts: TwoHosts, tmp_path: Path) -> None:
     """A firewall that drops packets to the port is named in one line.
 
@@ -180,7 +174,7 @@ def test_a_run_directory_that_is_not_shared(hosts: TwoHosts, tmp_path: Path) -> 
 
 def test_the_rendezvous_id_of_a_dead_job(hosts: TwoHosts, tmp_path: Path) -> None:
     """A job that was killed while its agent waited for another leaves nothing: the next one may have its id and its port."""
-    job = ("-m", "ddp.train", *FLAGS, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
+    job = ("-m", "ddp.train", *JOB, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
     with hosts.agent(hosts.a, *job, output=tmp_path / "dead"):
         deadline = time.monotonic() + 60
         while ":29400" not in hosts.a.run("ss", "--listening", "--tcp", "--numeric"):
@@ -197,7 +191,7 @@ def test_the_rendezvous_id_of_a_dead_job(hosts: TwoHosts, tmp_path: Path) -> Non
 def test_several_agents_of_torchrun_on_a_node_of_slurm() -> None:
     """Several agents of torchrun on a node are refused with the flag of srun."""
     step = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
-    done = run_torchrun(1, "ddp.train", *FLAGS, env=step)
+    done = run_torchrun(1, "ddp.train", *JOB, env=step)
     (line,) = error_lines(done.stderr)
     assert (
         "srun started 2 torchrun agents on this node, and each starts all its ranks: give srun --ntasks-per-node=1"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from common.launchers import expand_hosts
-from tests.ddp.jobs import assert_identical, final_state
-from tests.ddp.resilience.interrupting import FLAGS, training, wait_for_step
-from tests.hosts import TwoHosts
 from tests.launchers.slurm import Cluster, slurm, why_not
+from tests.support.harm.kill import JOB, wait_for_step
+from tests.support.harm.left import differences
+from tests.support.harm.network import TwoHosts
 from tests.support.launch import REPOSITORY
 
 pytestmark = pytest.mark.faults
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.faults
 LAUNCH = REPOSITORY / "ddp" / "launch"
 # With torchrun's agents, and without: a rank on each node.
 JOBS = {
-    "torchrun": (str(LAUNCH / "slurm.sbatch"), *FLAGS),
-    "srun": ("--ntasks-per-node=1", str(LAUNCH / "slurm-srun.sbatch"), *FLAGS),
+    "torchrun": (str(LAUNCH / "slurm.sbatch"), *JOB),
+    "srun": ("--ntasks-per-node=1", str(LAUNCH / "slurm-srun.sbatch"), *JOB),
 }
 
 
@@ -39,16 +39,8 @@ def cluster(hosts: TwoHosts) -> Iterator[Cluster]:
         yield stack.enter_context(slurm(hosts, folder))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The weights of the run on one host, and its metrics."""
-    with training(tmp_path_factory.mktemp("undisturbed") / "run") as run:
-        run.finish()
-    return final_state(run.folder)
-
-
 @pytest.mark.parametrize("job", JOBS)
-def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, undisturbed: Any, job: str) -> None:
+def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, on_one_host: Any, job: str) -> None:
     """On a real SLURM of two nodes, a preempted job is requeued and ends with the right bits.
 
     Claim (ddp/README.md): launch: on a real SLURM of two nodes a preempted job is requeued, and ends with the right
@@ -66,9 +58,7 @@ def test_a_job_over_two_nodes_survives_a_preemption(cluster: Cluster, undisturbe
     everything = "\n".join(logs.values())
     assert re.search(r"stopped by SIGTERM on rank .* after step \d+, which is saved", everything), everything
     assert re.search(r"resuming after step \d+,", everything), everything
-    tensors, records = final_state(folder)
-    assert_identical(tensors, undisturbed[0])
-    assert records == undisturbed[1]
+    assert differences(folder, on_one_host) == []
 
 
 def test_hosts_are_those_that_slurm_tells(cluster: Cluster) -> None:

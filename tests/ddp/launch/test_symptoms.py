@@ -30,7 +30,7 @@ LABELS = ["Cause", "Cure", "Thread", "Chapter", "See it"]
 SEE_IT = re.compile(r"`(\w+)` in \[provoked\.py\]")
 PROGRAMS = {name for entry in ENTRIES.values() for name in SEE_IT.findall(entry.body)}
 
-# What people paste: other numbers, paths and ranks than on the page, a traceback around it, or a few words.
+# Messages that people paste: other numbers, paths and ranks than on the page, a traceback around it, or a few words.
 PASTED = {
     "torch.distributed.elastic.multiprocessing.api.SignalException: Process 81061 got signal: 1": "SignalException",
     "train.py: error: unrecognized arguments: --local-rank=5": "unrecognized",
@@ -146,7 +146,7 @@ def entry_of(program: str) -> Entry:
 
 
 def assert_quoted(program: str, printed: str) -> None:
-    """What a program prints has a message of its entry, which is found first."""
+    """A program prints a message of its entry, which is found first."""
     entry = entry_of(program)
     assert entry.contained_in(masked(printed)), printed
     assert matches(printed)[0] == entry

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common.data.datasets import ImageData, ImageDataset
 from common.distributed.process_group import DistEnv, process_group
 from common.training.evaluation import evaluate
-from ddp.by_hand import DistributedDataParallel, HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
+from ddp.by_hand import HandwrittenDistributedDataParallel, NaiveDistributedDataParallel
 from ddp.config import TrainConfig
 from ddp.sharded import clip_grad_norm_, shard
 from ddp.strategies import IN_BUCKETS, STRATEGIES
@@ -95,13 +95,11 @@ class Job:
 class Program:
     """A loop of the user's own.
 
-    :param broadcast: ``broadcast_buffers`` of the wrappers that have it
     :param actions: names of methods of :class:`Loop`
     """
 
     model: Model
     wrapper: str = "handwritten"
-    broadcast: bool = False
     actions: tuple[str, ...] = ()
 
 
@@ -197,14 +195,11 @@ OPTIMIZERS: dict[str, reference.Optimizer] = {
 }
 
 
-HAVE_OPTION = ("handwritten", "drop-in")  # broadcast_buffers
-
-
 class Wrapped:
     """One rank's model in a wrapper, with the face of :class:`tests.ddp.models.reference.Replicas`."""
 
     def __init__(self, program: Program) -> None:
-        sends_all = program.broadcast or program.wrapper not in HAVE_OPTION  # rank 0's values, buffers too
+        sends_all = program.wrapper != "handwritten"  # rank 0's values, buffers too
         network = Network(replace(program.model, seed=program.model.seed + dist.get_rank() * sends_all))
         self.model: Any = wrap(network, program)
         self.networks, self.optimizers = [network], [plain_sgd(self.model.parameters())]
@@ -234,8 +229,7 @@ def wrap(network: nn.Module, program: Program) -> nn.Module:
         return NaiveDistributedDataParallel(network)
     if program.wrapper.startswith("zero"):
         return shard(network, int(program.wrapper[-1]), units=units_of(network))
-    kind = HandwrittenDistributedDataParallel if program.wrapper == "handwritten" else DistributedDataParallel
-    return kind(network, broadcast_buffers=program.broadcast)
+    return HandwrittenDistributedDataParallel(network, broadcast_buffers=False)
 
 
 def units_of(network: Any) -> list[nn.Module]:
@@ -247,8 +241,6 @@ class Emulated(reference.Replicas):
 
     def __init__(self, program: Program) -> None:
         super().__init__(lambda: Network(program.model), dist.get_world_size(), plain_sgd)
-        self.broadcasts = program.broadcast and program.wrapper in HAVE_OPTION
-        self.synchronized = True
 
     def whole(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -256,17 +248,14 @@ class Emulated(reference.Replicas):
     def add_gradients(
         self, batches: list[reference.Batch], weight: float = 1.0, synchronize: bool = True
     ) -> list[float]:
-        if self.broadcasts and self.synchronized:
-            self.give_buffers_of_rank_0()
         losses = super().add_gradients(batches, weight)
-        self.synchronized = synchronize
         if synchronize:
             self.average()
         return losses
 
 
 class Loop:
-    """What a training script does, with our wrapper or in the emulation."""
+    """The actions of a training script, with our wrapper or in the emulation."""
 
     def __init__(self, side: Any) -> None:
         self.side, self.number = side, 0
@@ -380,7 +369,7 @@ ACTIONS = (
 
 
 def looped(program: Program) -> Iterator[Any]:
-    """What evaluations return, and the state after each action."""
+    """The results of evaluations, and the state after each action."""
     side = Wrapped(program)
     try:
         loop = Loop(side)
@@ -405,7 +394,7 @@ def expected_of_program(program: Program, everyone: list[list[Any]]) -> list[lis
 
 
 def attempt(case: Job | Program, env: DistEnv) -> tuple[list[Any], str | None]:
-    """What a case yields, and the error that ends it."""
+    """The results of a case, and the error that ends it."""
     results: list[Any] = []
     try:
         results.extend(trained(case, env) if isinstance(case, Job) else looped(case))
@@ -492,9 +481,9 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    wrapper = draw(st.sampled_from(["naive", "handwritten", "drop-in", "zero1", "zero2", "zero3"]))
+    wrapper = draw(st.sampled_from(["naive", "handwritten", "zero1", "zero2", "zero3"]))
     actions = draw(st.lists(st.sampled_from((*ACTIONS, *ACTIONS[:8])), min_size=3, max_size=8))
-    return Program(draw(models()), wrapper, draw(st.booleans()), ("step", *actions, "step"))
+    return Program(draw(models()), wrapper, ("step", *actions, "step"))
 
 
 def only(kind: str, variant: int = 0, *others: Part, **options: Any) -> Model:

@@ -27,8 +27,8 @@ from ddp.job import Job
 from ddp.resilience.device_guard import DeviceGuard
 from ddp.resilience.guard import ResilientGuard
 from tests.ddp.jobs import assert_identical, final_state, small, tensors_of, without_figures
-from tests.ddp.resilience.interrupting import newest_step
 from tests.ddp.resilience.test_nonfinite import MICRO_STEPS, NAN_IMAGES, poisoned
+from tests.support.harm.left import newest_step
 from tests.support.launch import run_ranks
 
 # Two epochs of five steps. Metrics are recorded after steps 4, 5, 8 and 10.

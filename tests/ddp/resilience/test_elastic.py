@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from common.training.metrics import read_metrics
-from tests.ddp.jobs import assert_identical, final_state
-from tests.ddp.resilience.interrupting import FLAGS, litter, processes_of, steps_done, training, wait_for_step
-from tests.support.launch import free_port, start_command
+from tests.support.harm.kill import LaunchedRun, forked_training, training
+from tests.support.harm.left import assert_ends_as, litter, outcome
+from tests.support.harm.network import NEW_STORES, meeting
+from tests.support.launch import free_port
 
 pytestmark = pytest.mark.faults
 
 # Weights that do not depend on how many ranks there are, but for rounding.
 AT_ANY_WORLD_SIZE = ("--sync-batchnorm", "--dropout", "0")
-
-# torchrun's agent would keep its store over restarts, in which ranks find the addresses of those that died, and a node that
-# comes later waits for an address that is not written again (torch 2.15, elastic/rendezvous/dynamic_rendezvous.py).
-NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def rank_below(torchrun: subprocess.Popen[str], rank: int) -> psutil.Process:
-    """The process of a rank, by its environment."""
-    for process in psutil.Process(torchrun.pid).children():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank):
-                return process
-    raise AssertionError(f"torchrun has no rank {rank}")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -42,43 +27,21 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path,
 
     Claim (ddp/resilience/README.md): a rank that is killed costs the steps since the last checkpoint.
     """
-    with training(tmp_path / "undisturbed") as run:
-        run.finish()
-    folder = tmp_path / "run"
-    # --overwrite is for the first start alone: what the job has saved since is its own.
-    job = ("-m", "ddp.train", *FLAGS, "--checkpoint-every", "5", "--run-dir", str(folder), "--overwrite")
-    torchrun_flags = ("--standalone", "--max-restarts=3", "--nproc_per_node=2")
-    with start_command("torch.distributed.run", *torchrun_flags, *job, env=NEW_STORES) as torchrun:
-        wait_for_step(folder, 12)
-        rank_below(torchrun, victim).kill()
-        _, said = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, said
-    (resumed,) = re.findall(r"resuming after step (\d+),", said)
-    assert int(resumed) >= 10 and int(resumed) % 5 == 0
-    tensors, records = final_state(folder)
-    expected_tensors, expected_records = final_state(tmp_path / "undisturbed")
-    assert_identical(tensors, expected_tensors)
-    assert records == expected_records
-    assert not litter(folder)
-    assert not processes_of(folder)
+    with forked_training(tmp_path / "undisturbed") as undisturbed:
+        undisturbed.finish()
+    # --overwrite is for the first start alone: checkpoints that the job has saved since are its own.
+    restarts = ("--standalone", "--max-restarts=3")
+    with training(tmp_path / "run", "--overwrite", torchrun=restarts, env=NEW_STORES) as run:
+        run.wait_for_step(12)
+        run.ranks()[victim].kill()
+        assert_ends_as(outcome(undisturbed.run_dir), run)
+        (resumed,) = re.findall(r"resuming after step (\d+),", run.output)
+        assert int(resumed) >= 9 and int(resumed) % 3 == 0
 
 
 # 220 steps of a tenth of a second: time for a node to go and for another to come.
 LONG = ("--train-samples", "2880", "--batch-size", "144", "--epochs", "11", "--lr", "0.01", "--checkpoint-every", "5")
 LONG_STEPS = 220
-
-
-@contextlib.contextmanager
-def agent(port: int, output: Path, *job: str, holds_store: bool) -> Iterator[subprocess.Popen[str]]:
-    """torchrun as on a node of its own, of which the job has one or two; killed, with its rank, at the end of the block.
-
-    :param holds_store: the job ends with the agent that does
-    """
-    conf = f"is_host={int(holds_store)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    flags = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=elastic", f"--rdzv-conf={conf}")
-    command = ("torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", *flags, *job)
-    with start_command(*command, env=NEW_STORES, output=output) as process:
-        yield process
 
 
 @pytest.mark.slow
@@ -87,24 +50,26 @@ def test_a_node_goes_and_another_comes(tmp_path: Path) -> None:
 
     Claim (ddp/resilience/README.md): a node may leave or join.
     """
-    folder = tmp_path / "run"
-    port = free_port()
-    job = ("-m", "ddp.train", *FLAGS, *LONG, *AT_ANY_WORLD_SIZE, "--run-dir", str(folder))
-    with agent(port, tmp_path / "first", *job, holds_store=True) as first:
-        with agent(port, tmp_path / "second", *job, holds_store=False):
-            wait_for_step(folder, 40)
-        wait_for_step(folder, steps_done(folder) + 10)
-        with agent(port, tmp_path / "third", *job, holds_store=False) as third:
-            assert (first.wait(240), third.wait(60)) == (0, 0), (tmp_path / "first").read_text()
-    sizes = re.findall(
-        r" (\d+) ranks x", "".join((tmp_path / name).read_text() for name in ("first", "second", "third"))
-    )
-    assert sorted(sizes) == ["1", "2", "2"]  # each said once, by rank 0
+    folder, endpoint = tmp_path / "run", f"localhost:{free_port()}"
+
+    def node(holds_store: bool = False) -> contextlib.AbstractContextManager[LaunchedRun]:
+        torchrun = meeting(endpoint, "1:2", holds_store)
+        return training(folder, *LONG, *AT_ANY_WORLD_SIZE, ranks=1, torchrun=torchrun, env=NEW_STORES)
+
+    with node(holds_store=True) as first:
+        with node() as second:
+            first.wait_for_step(40)
+            said = second.output
+        first.wait_for_step(first.step() + 10)
+        with node() as third:
+            assert (first.wait(240), third.wait(60)) == (0, 0), first.output
+            said += first.output + third.output
+    assert sorted(re.findall(r" (\d+) ranks x", said)) == ["1", "2", "2"]  # each said once, by rank 0
     records = [record for record in read_metrics(folder) if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, LONG_STEPS + 1))
-    with training(tmp_path / "undisturbed", *LONG, *AT_ANY_WORLD_SIZE) as run:
+    with forked_training(tmp_path / "undisturbed", *LONG, *AT_ANY_WORLD_SIZE) as run:
         run.finish(240)
-    expected = [record for record in read_metrics(run.folder) if record["kind"] == "step"]
+    expected = [record for record in read_metrics(run.run_dir) if record["kind"] == "step"]
     losses, expected_losses = ([record["loss"] for record in each] for each in (records, expected))
     np.testing.assert_allclose(losses, expected_losses, atol=0.01)
     assert not litter(folder)

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], int, dict[str, Any]]] = 
 
 
 def choose(configs: list[TrainConfig], with_bf16: list[tuple[int, ...]], hosts: list[int]) -> list[TrainConfig]:
-    """What is chosen for each, on ranks that seem to be on so many hosts."""
+    """The choice for each, on ranks that seem to be on so many hosts."""
     chosen = []
     with process_group() as env:
         for config, ranks, count in zip(configs, with_bf16, hosts, strict=True):
@@ -48,7 +48,7 @@ def choose(configs: list[TrainConfig], with_bf16: list[tuple[int, ...]], hosts: 
 
 
 def test_the_choice(tmp_path: Path) -> None:
-    """What is chosen follows from the flags, the hosts and the processors, and gives the settings of these flags."""
+    """The choice follows from the flags, the hosts and the processors, and gives the settings of these flags."""
     flags, with_bf16, hosts, expected = zip(*CASES.values(), strict=True)
     configs = [TrainConfig(fast=True, run_dir=tmp_path, **given) for given in flags]
     for chosen in run_ranks(choose, 2, configs, with_bf16, hosts):
@@ -85,11 +85,3 @@ def test_the_log_says_what_and_why(tmp_path: Path) -> None:
     )
     recorded = json.loads((tmp_path / "config.json").read_text())["config"]
     assert recorded["fast"] and recorded["all_reduce"] == "shared-memory"
-
-
-def test_what_contradicts_is_refused_once(tmp_path: Path) -> None:
-    """Settings that contradict each other end in one line, as without ``--fast``."""
-    flags = "--fast --bucket-mib 1 --strategy naive --device cpu"
-    ranks = run_forked("ddp.train", *flags.split(), "--run-dir", tmp_path, world_size=2)
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert len([line for rank in ranks for line in error_lines(rank.stderr)]) == 1

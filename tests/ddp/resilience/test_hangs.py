@@ -16,7 +16,8 @@ import torch
 from common.data.datasets import Batch
 from ddp import train
 from ddp.job import Job
-from tests.ddp.resilience.interrupting import Run, processes_of, training
+from tests.support.harm.kill import ForkedRun, forked_training, is_alive
+from tests.support.harm.left import assert_nothing_runs
 
 pytestmark = pytest.mark.faults
 
@@ -42,9 +43,9 @@ CASES = {
 
 
 class Hung(NamedTuple):
-    """What became of it; the run has ended, but for a stopped rank that was continued and ended then."""
+    """The result of a run that hung; the run has ended, but for a stopped rank that was continued and ended then."""
 
-    run: Run
+    run: ForkedRun
     statuses: list[int | None]
     ranks: list[psutil.Process]
     stopped: psutil.Process
@@ -58,17 +59,17 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hung]]:
         jobs = {}
         for number, (name, case) in enumerate(CASES.items()):
             flags = ("--model", "mlp", *(("--workers", "1") if case.worker else ()), *NEVER_ENDING)
-            run = stack.enter_context(training(folder / str(number), *flags, world_size=case.world_size))
+            run = stack.enter_context(forked_training(folder / str(number), *flags, ranks=case.world_size))
             run.wait_for_step(HANG_AFTER_STEP)
-            ranks = [psutil.Process(process.pid) for process in run.processes]
-            (stopped,) = ranks[case.victim].children() if case.worker else [ranks[case.victim]]
+            ranks = list(run.ranks().values())
+            (stopped,) = run.workers(case.victim) if case.worker else [ranks[case.victim]]
             stopped.suspend()
             jobs[name] = (run, case, ranks, stopped)
         results = {}
         for name, (run, case, ranks, stopped) in jobs.items():
-            for rank, process in enumerate(run.processes):
+            for rank, fork in enumerate(run.forks):
                 if case.worker or rank != case.victim:
-                    process.join(60.0)
+                    fork.join(60.0)
             if not case.worker:
                 stopped.resume()
             results[name] = Hung(run, run.exit_statuses(30.0), ranks, stopped)
@@ -99,11 +100,10 @@ def test_the_rank_that_hangs_is_named_by_all_others(hung: dict[str, Hung], name:
 
 def test_nothing_is_left_of_them(hung: dict[str, Hung]) -> None:
     for job in hung.values():
-        for process in (*job.ranks, job.stopped):  # the last is the rank or loader worker that was stopped
-            with contextlib.suppress(
-                psutil.NoSuchProcess
-            ):  # its number may be that of another process or thread by now
-                assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        assert not any(
+            map(is_alive, (*job.ranks, job.stopped))
+        )  # the last is the rank or loader worker that was stopped
+        assert_nothing_runs(job.run)
 
 
 # Replicas that are no replicas.
@@ -128,9 +128,9 @@ def test_a_flipped_bit_ends_the_run_with_the_names_of_tensor_and_rank(tmp_path: 
     Claim (ddp/resilience/README.md): a run ends when its replicas differ, with the names of tensor and rank.
     """
     flags = ("--model", "mlp", "--check-replicas-every", "5")
-    with training(tmp_path / "run", *flags, world_size=3, plant=corrupt) as run:
+    with forked_training(tmp_path / "run", *flags, ranks=3, plant=corrupt) as run:
         assert run.exit_statuses(60.0) == [1, 1, 1]
         for rank in range(3):
             found = r"ERROR .* at step 10 the replicas have diverged: parameter '1.weight' differs on rank 1 of 3$"
             assert re.search(found, run.log(rank), re.MULTILINE)
-    assert not processes_of(run.folder)
+        assert_nothing_runs(run)

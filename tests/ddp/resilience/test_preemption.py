@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,22 +22,8 @@ from common.training.metrics import read_metrics
 from ddp import train
 from ddp.config import TrainConfig
 from ddp.data import load_data
-from tests.ddp.jobs import assert_identical, final_state
-from tests.ddp.resilience.interrupting import (
-    FLAGS,
-    STEPS,
-    STEPS_PER_EPOCH,
-    Run,
-    litter,
-    newest_step,
-    processes_of,
-    shared_memory,
-    shared_memory_left,
-    steps_done,
-    training,
-    wait_for_step,
-)
-from tests.support.launch import start_command
+from tests.support.harm.kill import STEPS, STEPS_PER_EPOCH, ForkedRun, Run, forked_training, training
+from tests.support.harm.left import assert_ends_as, assert_nothing_left, newest_step, outcome
 
 pytestmark = pytest.mark.faults
 
@@ -46,46 +31,30 @@ LEAVES_WITHIN_S = 60.0  # on a machine that does something else too; alone it ta
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    with training(folder) as run:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of a run that nothing befell."""
+    with forked_training(tmp_path_factory.mktemp("undisturbed") / "run") as run:
         run.finish()
-    return folder
+    return outcome(run.run_dir)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Neither processes nor files, whatever a test does."""
-    before = shared_memory()
-    yield
-    assert not processes_of(tmp_path / "run")
-    assert not litter(tmp_path)
-    assert not shared_memory_left(before)
-
-
-def same_run(folder: Path, expected: Path) -> None:
-    """The same weights, optimizer and metrics, bit for bit."""
-    (tensors, records), (expected_tensors, expected_records) = final_state(folder), final_state(expected)
-    assert_identical(tensors, expected_tensors)
-    assert records == expected_records
-
-
-def stopped(run: Run, requests: dict[int, int]) -> int:
+def stopped(run: ForkedRun, requests: dict[int, int]) -> int:
     """Wait until the run has left, after the signals by rank; returns the step that is saved."""
     statuses = run.exit_statuses(LEAVES_WITHIN_S)
-    assert set(statuses) <= {INTERRUPTED, REQUEUE}, run.output.read_text()
-    step, answered = saved_step(run.folder, run.log(0), requests)
+    assert set(statuses) <= {INTERRUPTED, REQUEUE}, run.output
+    step, answered = saved_step(run, run.log(0), requests)
     assert set(statuses) == {INTERRUPTED if answered == {signal.SIGINT} else REQUEUE}
+    assert_nothing_left(run)
     return step
 
 
-def saved_step(folder: Path, said: str, requests: dict[int, int]) -> tuple[int, set[int]]:
+def saved_step(run: Run, said: str, requests: dict[int, int]) -> tuple[int, set[int]]:
     """The step that the last line about a stop says is saved, which is the newest checkpoint's, and the signals that it
     names: those of the requests that had come by then, which is one at least."""
     pattern = r"stopped by (.*) after step (\d+), which is saved: --resume continues from there"
     who, step = re.findall(pattern, said)[-1]
     sent = {f"{signal.Signals(number).name} on rank {rank}": number for rank, number in requests.items()}
-    assert int(step) == newest_step(folder)
+    assert int(step) == newest_step(run.run_dir)
     return int(step), {sent[name] for name in who.split(", ")}
 
 
@@ -99,22 +68,23 @@ LINKS: list[tuple[tuple[str, ...], int, dict[int, int]]] = [
 ]
 
 
-def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_bits(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_run_that_is_stopped_again_and_again_ends_with_the_same_bits(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
     """A run that signals stop again and again ends with the bits of an undisturbed one.
 
     Claim (ddp/resilience/README.md): signals stop all ranks after the same step, which is saved.
     """
     folder = tmp_path / "run"
     for flags, step, requests in LINKS:
-        with training(folder, *flags, "--auto-resume") as run:
+        with forked_training(folder, *flags, "--auto-resume") as run:
             done = run.wait_for_step(step)
             for rank, number in requests.items():
                 run.send(rank, number)
-            sent = steps_done(folder)
+            sent = run.step()
             assert done <= stopped(run, requests) <= sent + 3
-    with training(folder, "--resume") as run:
-        run.finish()
-    same_run(folder, undisturbed)
+    with forked_training(folder, "--resume") as run:
+        assert_ends_as(expected, run)
 
 
 def ask_in_evaluation() -> None:
@@ -128,15 +98,14 @@ def ask_in_evaluation() -> None:
     mock.patch.object(train, "evaluate", asked).start()
 
 
-def test_it_stops_in_the_evaluation_which_is_repeated(tmp_path: Path, undisturbed: Path) -> None:
+def test_it_stops_in_the_evaluation_which_is_repeated(tmp_path: Path, expected: dict[str, Any]) -> None:
     folder = tmp_path / "run"
-    with training(folder, plant=ask_in_evaluation) as run:
+    with forked_training(folder, plant=ask_in_evaluation) as run:
         run.wait_for_step(STEPS_PER_EPOCH)
         assert stopped(run, {1: signal.SIGUSR1}) == STEPS_PER_EPOCH
     assert not [record for record in read_metrics(folder) if record["kind"] == "epoch"]
-    with training(folder, "--resume") as run:
-        run.finish()
-    same_run(folder, undisturbed)
+    with forked_training(folder, "--resume") as run:
+        assert_ends_as(expected, run)
 
 
 def ask_while_loading() -> None:
@@ -155,7 +124,7 @@ def test_a_signal_before_the_first_step_asks_for_another_start(tmp_path: Path) -
 
     Claim (ddp/resilience/README.md): a signal before the first step ends the job with status 75 too.
     """
-    with training(tmp_path / "run", plant=ask_while_loading) as run:
+    with forked_training(tmp_path / "run", plant=ask_while_loading) as run:
         assert run.exit_statuses()[1] == REQUEUE
 
 
@@ -169,21 +138,20 @@ def ask_while_drawing() -> None:
     mock.patch.object(report, "finish", asked).start()
 
 
-def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, undisturbed: Path) -> None:
+def test_a_signal_while_the_figures_are_drawn_changes_nothing(tmp_path: Path, expected: dict[str, Any]) -> None:
     """A signal while the figures are drawn changes nothing.
 
     Claim (ddp/resilience/README.md): a signal while the figures are drawn changes nothing.
     """
-    with training(tmp_path / "run", plant=ask_while_drawing) as run:
-        run.finish()
+    with forked_training(tmp_path / "run", plant=ask_while_drawing) as run:
+        assert_ends_as(expected, run)
     assert "SIGTERM came after the last step: the run is complete" in run.log(0)
-    assert (run.folder / "result.json").exists()
-    same_run(run.folder, undisturbed)
+    assert (run.run_dir / "result.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_process_without_a_job_leaves_with_a_status_that_says_why(tmp_path: Path, number: int) -> None:
-    with training(tmp_path / "run", "--model", "mlp", world_size=0) as run:
+    with forked_training(tmp_path / "run", "--model", "mlp", ranks=0) as run:
         done = run.wait_for_step(5)
         run.send(0, number)
         assert done <= stopped(run, {0: number}) < STEPS
@@ -194,35 +162,35 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> N
 
     Claim (ddp/resilience/README.md): signals stop all ranks after the same step, which is saved.
     """
-    with training(tmp_path / "run", "--workers", "1", "--checkpoint-every", "2") as run:
+    with forked_training(tmp_path / "run", "--workers", "1", "--checkpoint-every", "2") as run:
         run.wait_for_step(4)
         run.send(1, signal.SIGSTOP)
         run.send(0, signal.SIGTERM)
         time.sleep(SAME_REQUEST_S + 0.5)
         run.send(0, signal.SIGTERM)
-        run.processes[0].join(LEAVES_WITHIN_S)
-        assert run.processes[0].exitcode == REQUEUE
-        assert newest_step(run.folder) >= 2
+        run.forks[0].join(LEAVES_WITHIN_S)
+        assert run.forks[0].exitcode == REQUEUE
+        assert newest_step(run.run_dir) >= 2
 
 
-def test_torchrun_passes_on_what_it_gets_and_what_a_terminal_sends_twice(tmp_path: Path, undisturbed: Path) -> None:
+def test_torchrun_passes_on_what_it_gets_and_what_a_terminal_sends_twice(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
     """A signal to torchrun, or to the whole terminal twice, stops all ranks after the same step.
 
     Claim (ddp/resilience/README.md): signals stop all ranks after the same step, which is saved.
     """
     folder = tmp_path / "run"
     for step, number, flag in ((5, signal.SIGTERM, "--overwrite"), (35, signal.SIGINT, "--resume")):
-        command = ("torch.distributed.run", "--nproc_per_node=2", "-m", "ddp.train", *FLAGS, "--run-dir", str(folder))
-        with start_command(*command, flag) as torchrun:
-            wait_for_step(folder, step)
+        with training(folder, flag) as run:
+            run.wait_for_step(step)
             if number == signal.SIGTERM:
-                torchrun.send_signal(number)
+                run.torchrun.send_signal(number)
             else:
-                os.killpg(torchrun.pid, number)
-            _, said = torchrun.communicate(timeout=LEAVES_WITHIN_S)
-        assert torchrun.returncode == 1  # whatever its ranks left with
-        assert "ddp/train.py" not in said  # no rank's traceback
-        assert saved_step(folder, said, {0: number, 1: number})[0] >= step
-    with training(folder, "--resume") as run:
-        run.finish()
-    same_run(folder, undisturbed)
+                os.killpg(run.torchrun.pid, number)
+            assert run.wait(LEAVES_WITHIN_S) == 1  # whatever its ranks left with
+            assert "ddp/train.py" not in run.output  # no rank's traceback
+            assert saved_step(run, run.output, {0: number, 1: number})[0] >= step
+            assert_nothing_left(run)
+    with forked_training(folder, "--resume") as run:
+        assert_ends_as(expected, run)

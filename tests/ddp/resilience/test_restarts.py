@@ -63,10 +63,9 @@ STARTS: list[tuple[dict[str, Any], bool]] = [  # each with its flags, and whethe
 ]
 
 
-def started_again(run_dir: Path, below_torchrun: bool) -> list[str | None]:
-    """What each of :data:`STARTS` finds."""
-    if below_torchrun:
-        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+def started_again(run_dir: Path) -> list[str | None]:
+    """The findings of each of :data:`STARTS`, of ranks that torchrun has started."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
     with process_group(threads=1) as env:
         found = []
         for settings, saves in STARTS:
@@ -87,12 +86,5 @@ def test_torchrun_s_second_start_neither_deletes_nor_refuses_anything(tmp_path: 
     Claim (ddp/resilience/README.md): torchrun's second start neither deletes nor refuses anything.
     """
     run_dir = tmp_path / "run"
-    for found in run_ranks(started_again, 2, run_dir, True):
+    for found in run_ranks(started_again, 2, run_dir):
         assert found == [None, None, NEWER, NEWER]
-
-
-def test_without_torchrun_every_start_is_taken_at_its_word(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    for found in run_ranks(started_again, 2, run_dir, False):
-        assert found[:3] == [None, None, NEWER]
-        assert found[3] is not None and "holds a run: give --resume to continue it" in found[3]

@@ -83,7 +83,7 @@ def cut_newest(run_dir: Path) -> None:
 
 
 def leave_litter(run_dir: Path) -> None:
-    """What a run leaves that was stopped, and one that was killed in a save."""
+    """The files of a run that was stopped, and of one that was killed in a save."""
     (run_dir / REQUEUE_FILE).write_text("{}")
     (run_dir / FOLDER / f"{SAVING}0123").mkdir()
 

@@ -1,22 +1,28 @@
-"""Flags with values that make no sense, alone or together. Nothing may be written, and nothing heavy done.
+"""One line for a user error: flags of every command with values that make no sense, alone or together.
 
-One value of each kind that the parser itself refuses is here; tests/common/test_cli.py has the others, and
-tests/ddp/test_config.py the flags of the trainer that contradict each other.
+Nothing may be written, and nothing heavy done.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import importlib
 import re
+import shlex
+from pathlib import Path
 
-from tests.adversary.attempt import Attempt
-from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN
+import pytest
+
+from tests.adversary.run import files_below
+from tests.adversary.scenes import BEFORE_A_RUN, EVALUATE, RUN, finished_copy, photos
+from tests.support.user_errors import UserError
 
 # Flags after a command, and a part of the one line that must come out: these flags themselves, where there is no other.
 WRONG: dict[str, list[str | tuple[str, str]]] = {
     RUN: [
         ("--lr nan", r"--lr nan is out of range: it must be finite and above 0"),
-        ("--epochs 1.5", r"--epochs: invalid int value: '1\.5'"),
         ("--batch-size 500", r"--batch-size 500 .*144 training samples"),
+        ("--batch-size 100 --grad-accumulation-steps 3", r"--batch-size 100 .*1 ranks x 3 micro-steps.*use 99 or 102"),
         ("--train-samples 99999999", r"--train-samples 99999999 .*12,000"),
         ("--interface eth77", r"--interface eth77 is not an interface of "),
         ("--precision fp64", r"--precision: invalid choice: 'fp64'"),
@@ -27,7 +33,7 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         "--dataset nowhere:load",
         "--dataset time:time",
         ("--dataset lfw --data-dir {here}/nowhere", r"nowhere"),
-        ("--dataset fashion-mnist --data-dir {here}", r"train-images-idx3-ubyte"),
+        ("--dataset fashion-mnist --data-dir {here}", r"(?=.*train-images-idx3-ubyte).*--download"),
         ("--data-dir=", r"--data-dir: the value is empty: give one, or leave the flag out"),
         ("--data-dir {here}", r"--data-dir"),
         "--device cuda",
@@ -46,9 +52,42 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
         "--checkpoint-every 1e9min",
         ("--dataset lfw --image-size 1000000", r"--image-size 1000000"),
         ("--dataset lfw --data-dir {faces} --min-images-per-person 7", r"--min-images-per-person 7"),
-        "--bach-size 3",
-        ("stray", r"unrecognized arguments: stray"),
-        ("--epochs", r"--epochs: expected one argument"),
+        ("--bach-size 3", r"unrecognized arguments: --bach-size 3: did you mean --batch-size\?"),
+    ],
+    "ddp.train": [
+        ("--seed many", r"--seed: invalid int value: 'many' \(python -m ddp\.train --help lists what there is\)$"),
+        ("--lr fast", r"--lr: invalid float value: 'fast' \("),
+        ("--lr 1e999", r"--lr inf is out of range: it must be finite and above 0$"),
+        ("--dropout -0.1", r"--dropout -0\.1 is out of range: it must be at least 0 and below 1$"),
+        ("--seed", r"--seed: expected one argument \("),
+        ("--batch 3", r"unrecognized arguments: --batch 3: did you mean --batch-size\? \("),
+        ("stray", r"unrecognized arguments: stray \("),
+        ("--download", r"--download is for fashion-mnist"),
+        ("--loader fast", r"--loader fast is for lfw and folder: glyphs"),
+        ("--min-images-per-person 40", r"--min-images-per-person is for lfw: glyphs"),
+        ("--image-size 64 --dataset fashion-mnist", r"--image-size is for lfw and folder and glyphs: fashion-mnist"),
+        ("--image-size 100", r"--image-size 100 is no multiple of 28, the size of a glyph: use 112"),
+        ("--decoder pillow --dataset folder --data-dir d", r"--decoder is for lfw: folder does not take it"),
+        ("--dataset folder", r"--dataset folder needs --data-dir DIR"),
+        ("--dataset own:load --loader fast", r"--loader fast is for lfw and folder: own:load has no files"),
+        ("--warmup-epochs 4 --epochs 3", r"--warmup-epochs 4 is longer than --epochs 3"),
+        ("--deterministic --cudnn-benchmark", r"--deterministic and --cudnn-benchmark contradict each other"),
+        ("--bucket-mib 4 --strategy naive", r"--bucket-mib 4.0 is for --strategy torch and handwritten: naive"),
+        ("--gradient-precision bf16 --strategy fsdp2", r"--gradient-precision bf16 is for --strategy torch and"),
+        ("--gradient-precision bf16 --strategy handwritten --all-reduce ring",
+         r"--gradient-precision bf16 is summed by the backend: leave out --all-reduce ring"),
+        ("--compile reduce-overhead --grad-accumulation-steps 2",
+         r"--compile reduce-overhead uses CUDA graphs.*--grad-accumulation-steps 1 instead of 2"),
+        ("--model gpt --dataset glyphs", r"--model gpt does not learn --dataset glyphs: gpt learns sums"),
+        ("--width 64", r"--width is for --model gpt, not for fashion-cnn"),
+        ("--model gpt --width 100", r"--width 100 is no multiple of 64, the width of a head: use 64 or 128"),
+        ("--strategy zero1 --compile", r"--compile is for replicas"),
+        ("--strategy zero2 --async-checkpoint", r"--async-checkpoint is for replicas"),
+        ("--strategy zero3 --check-replicas-every 5", r"--check-replicas-every is for replicas"),
+        ("--strategy zero3 --all-reduce tree",
+         r"--all-reduce tree has no reduce-scatter and all-gather for --strategy zero3: use backend"),
+        ("--strategy fsdp2 --all-reduce ring", r"--all-reduce ring is for the strategies written by hand"),
+        ("--all-reduce ring", r"add --strategy handwritten"),
     ],
     EVALUATE: [
         ("--checkpoint none", r"--checkpoint none: there is only epoch-0001-step-00000003"),
@@ -134,8 +173,44 @@ WRONG: dict[str, list[str | tuple[str, str]]] = {
     ],
 }  # fmt: skip
 
-ATTEMPTS = [
-    Attempt(f"{command} {flags}", line, writes=BEFORE_A_RUN)
-    for command, attempts in WRONG.items()
-    for flags, line in (wrong if isinstance(wrong, tuple) else (wrong, re.escape(wrong)) for wrong in attempts)
+# Values of flags of ddp.train that are just out of their range.
+OUT_OF_RANGE = (
+    "lr=0 momentum=1 weight-decay=-1 dropout=1 label-smoothing=1 clip-norm=0 epochs=0 batch-size=0 train-samples=0 "
+    "test-samples=0 grad-accumulation-steps=0 warmup-epochs=-1 bucket-mib=0 threads=-1 timeout=0 workers=-1 keep-last=0 "
+    "max-skipped-steps=-1 check-replicas-every=0 log-every=0 image-size=4 min-images-per-person=1"
+)
+EVERY = [
+    (f"{command} {flags}", line)
+    for command, wrong in WRONG.items()
+    for flags, line in (one if isinstance(one, tuple) else (one, re.escape(one)) for one in wrong)
+] + [
+    (f"ddp.train --{flag}", f"^error: --{flag.partition('=')[0]} .* is out of range: it must be ")
+    for flag in OUT_OF_RANGE.split()
 ]
+
+
+@pytest.mark.parametrize(("typed", "line"), EVERY)
+def test_a_mistake_is_one_line(
+    user_error: UserError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, line: str
+) -> None:
+    """Bad input to a command is one line that names it, with exit status 2; no file is made or changed.
+
+    Claim (README.md): bad input is one line, exit status 2.
+    """
+    here = tmp_path / "here"
+    here.mkdir()
+    names = {"here": str(here)}
+    if "{run}" in typed:
+        names["run"] = str(finished_copy(here))
+    if "{faces}" in typed:
+        names["faces"] = str(photos())
+    before = files_below(here)
+    monkeypatch.chdir(here)
+    module, *arguments = (word.format(**names) for word in shlex.split(typed))
+    program = importlib.import_module(module)
+    if hasattr(program, "__path__"):
+        program = importlib.import_module(f"{module}.__main__")
+    assert re.search(line, user_error(program.main, *arguments))
+    after = files_below(here)
+    changed = [name for name in {*before, *after} if before.get(name) != after.get(name)]
+    assert not [name for name in changed if not any(fnmatch.fnmatch(name, allowed) for allowed in BEFORE_A_RUN)]

@@ -49,7 +49,7 @@ class Host:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What starts another command on this host."""
+        """The words that start another command on this host."""
         return ("ip", "netns", "exec", self.name)
 
     def start(
@@ -116,12 +116,27 @@ class TwoHosts:
         :param job: what the ranks run, as ``"-m", "ddp.train"``
         :param ranks: on this host
         """
-        conf = f"is_host={int(host is self.a)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=15"
-        return host.start(
-            "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}", "--max-restarts=3",
-            "--rdzv-backend=c10d", "--rdzv-id=two-hosts", f"--rdzv-endpoint={self.a.address}:29400", f"--rdzv-conf={conf}",
-            f"--local-addr={host.address}", *job, env=env, output=output,
-        )  # fmt: skip
+        flags = meeting(f"{self.a.address}:29400", "2", host is self.a)
+        command = ("torch.distributed.run", *flags, f"--nproc_per_node={ranks}", f"--local-addr={host.address}")
+        return host.start(*command, *job, env=env, output=output)
+
+
+def meeting(endpoint: str, nodes: str, holds_store: bool) -> tuple[str, ...]:
+    """Flags of a torchrun agent that meets the others by c10d, restarts its ranks, and gives up an agent that is silent for seconds.
+
+    :param nodes: how many, as ``2`` or ``1:2``
+    :param holds_store: true for one agent, with which the job ends
+    """
+    conf = (
+        f"is_host={int(holds_store)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=15"
+    )
+    rendezvous = ("--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}")
+    return (f"--nnodes={nodes}", "--max-restarts=3", *rendezvous)
+
+
+# torchrun's agent would keep its store over restarts, in which ranks find the addresses of those that died, and a node that
+# comes later waits for an address that is not written again (torch 2.15, elastic/rendezvous/dynamic_rendezvous.py).
+NEW_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def why_not() -> str | None:
@@ -196,7 +211,7 @@ def _remove(name: str) -> None:
 
 
 def _pids(name: str) -> list[str]:
-    """Of the processes in the namespace, if there is one."""
+    """The processes in the namespace, if there is one."""
     return subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
 
 
