@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from common.distributed.process_group import process_group
 from common.training.gpt import TextModel
 from ddp.checkpoint import __main__ as checkpoint
-from ddp.sharded.strategies import FullyShard
+from ddp.sharded.fully_shard import FullyShard
 from tests.ddp.checkpoint.sharded_jobs import TINY, contents, resume_each, save_each
 from tests.ddp.checkpoint.test_command import call
 from tests.support.launch import run_ranks

@@ -70,13 +70,14 @@ def gradients(model: Any) -> Results:
         return {n: p.grad for n, p in model.module.named_parameters() if p.requires_grad}
     results: Results = {}
     for flat in model.flats:
-        if flat.trained:
-            whole = torch.zeros(flat.numel, dtype=flat.dtype)
-            flat.own(whole).copy_(flat.grad_shard)
-            dist.all_reduce(whole)
-            for name, parameter, view in zip(flat.owners, flat.sharded, flat.views(whole), strict=True):
-                results[name] = None if parameter.grad is None else view
-    return {name: results[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+        whole = torch.zeros(flat.numel, dtype=flat.dtype)
+        for part, parameter in zip(flat.parts(flat.own(whole)), flat.shard_parameters, strict=True):
+            if parameter.grad is not None:
+                part.copy_(parameter.grad)
+        dist.all_reduce(whole)
+        for name, parameter, view in zip(flat.owners, flat.shard_parameters, flat.views(whole), strict=True):
+            results[name] = None if parameter.grad is None else view
+    return {name: results[name] for name, _ in model.named_parameters()}
 
 
 def weights(model: Any) -> dict[str, Any]:
