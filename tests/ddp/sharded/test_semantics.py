@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common.training.gpt import GPT
-from ddp.sharded import clip_grad_norm_, shard
+from ddp.sharded import shard
 from ddp.sharded.units import divide
 from tests.ddp.by_hand.wrappers import Failing
 from tests.ddp.sharded.trained import weights
@@ -45,58 +44,10 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def in_one_process(step: Callable[[GPT, torch.optim.Optimizer, int], None], steps: int = 4) -> dict[str, Tensor]:
-    model = network()
-    optimizer = adamw(model)
-    for number in range(steps):
-        step(model, optimizer, number)
-    return model.state_dict()
-
-
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.allclose(value, theirs[name], rtol=tolerance, atol=tolerance), name
-
-
-# Against one process and against torch's
-
-
-def accumulated(stage: int, local: bool) -> None:
-    """Two micro-steps, the first with or without ``no_sync``, and clipping: at each step the norm, and at the end the weights."""
-
-    def alone(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
-        parts = [tokens(2 * number + micro, rank) for micro in range(2) for rank in range(dist.get_world_size())]
-        loss_of(model, torch.cat(parts)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    norms: list[float] = []
-    expected = in_one_process(alone)
-    model = shard(network(dist.get_rank()), stage)  # rank 0's weights are sent to all
-    optimizer = adamw(model)
-    for number in range(4):
-        with model.no_sync() if local else contextlib.nullcontext():
-            (loss_of(model, tokens(2 * number)) / 2).backward()
-        assert all((flat.gradient is not None) == (local or stage == 1) for flat in model.flats)
-        (loss_of(model, tokens(2 * number + 1)) / 2).backward()
-        assert clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(norms[number], rel=1e-4)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_close(weights(model), expected, 1e-4)
-
-
-@pytest.mark.parametrize(("local", "ranks"), [(True, 2), (False, 3)])
-@pytest.mark.parametrize("stage", STAGES)
-def test_accumulation_and_clipping_are_those_of_one_process(stage: int, local: bool, ranks: int) -> None:
-    """Gradient accumulation, with and without no_sync, and clipping end with the parameters of one process.
-
-    Claim (ddp/sharded/README.md, 3): accumulation with and without `no_sync` is that of one process.
-    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
-    all ranks alike.
-    """
-    run_in_group(accumulated, ranks, stage, local)
 
 
 def against_fully_shard(stage: int) -> None:
@@ -275,39 +226,6 @@ def unused_on_one_rank() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class Encoder(nn.Linear):
-    def encode(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class Encoding(nn.Module):
-    """Its only layer is used by a method that is not ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder.encode(x)
-
-
-def by_another_method(stage: int) -> None:
-    """Up to stage 3, a method that is no forward has the parameters of the last step; at stage 3 it has shards: an error."""
-    torch.manual_seed(0)
-    net = Encoding()
-    control = copy.deepcopy(net)
-    model = shard(net, stage, units=[net.encoder])
-    x = torch.ones(2, 4)
-    if stage == 3:
-        with pytest.raises(RuntimeError, match="must be a matrix"):
-            model(x)
-        return
-    for one in (model, control):
-        one(x).sum().backward()
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-    assert torch.allclose(model(x), control(x))
-
-
 def from_meta(stage: int) -> dict[str, Tensor]:
     with torch.device("meta"):
         net = GPT(VOCABULARY, 64, 2, LENGTH)
@@ -322,8 +240,7 @@ def from_meta(stage: int) -> dict[str, Tensor]:
 def test_a_model_on_the_meta_device(stage: int) -> None:
     """A model on the meta device is sharded and initialized without a whole copy.
 
-    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work; another method than forward is right, or an
-    error.
+    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work.
     """
     first, second = run_in_group(from_meta, 2, stage)
     assert_close(first, second, 0)
@@ -422,7 +339,6 @@ EACH_STAGE = (
     against_fully_shard,
     looked_at_in_between,
     shared_module,
-    by_another_method,
     after_an_exception,
 )
 
@@ -430,11 +346,10 @@ EACH_STAGE = (
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("function", EACH_STAGE)
 def test_each_stage(function: Callable[[int], None], stage: int) -> None:
-    """Each stage trains as ``fully_shard``, also around other methods than forward, and failed passes.
+    """Each stage trains as ``fully_shard``, also around failed passes.
 
     Claim (ddp/sharded/README.md): each stage trains as `fully_shard`, in fp32 and bf16.
-    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work; another method than forward is right, or an
-    error.
+    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work.
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """
@@ -445,8 +360,7 @@ def test_each_stage(function: Callable[[int], None], stage: int) -> None:
 def test_stage_3_and_mistakes(function: Callable[[], None]) -> None:
     """Parameters that one rank leaves out or that are tied on the meta device train; misuse is refused by name.
 
-    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work; another method than forward is right, or an
-    error.
+    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work.
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """

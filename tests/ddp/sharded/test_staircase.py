@@ -99,5 +99,6 @@ def test_the_staircase_alone_trains_as_torchs_ddp(
     """Each stage by itself, without protection, trains as torch's DDP, with accumulation, clipping and checkpoints.
 
     Claim (ddp/sharded/README.md): without what protects it, each stage trains as torch's DDP.
+    Claim (ddp/sharded/README.md, 3): accumulation with and without `no_sync` is that of torch's DDP.
     """
     run_in_group(as_torchs, ranks, build, kind)
