@@ -63,9 +63,9 @@ class ProtectedZeRO1(ZeRO1):
         self._finite = True  # the last gradients, on all ranks
         self._hooks.append(register_optimizer_step_pre_hook(self._before_step))
         module.register_forward_hook(self._end_forward, always_call=True)
-        module.register_load_state_dict_pre_hook(self._refuse_to_load)
+        module.register_load_state_dict_pre_hook(self._require_copies)
         for part in module.modules():
-            part.register_state_dict_pre_hook(self._require_whole)
+            part.register_state_dict_pre_hook(self._require_copies)
 
     def _add(self, unit: Unit) -> None:
         materialize(unit, self._device)  # at stage 3, one unit at a time is whole
@@ -114,18 +114,12 @@ class ProtectedZeRO1(ZeRO1):
                 flat.take_back_copies()
             self._gather_all()
 
-    def _require_whole(self, *_: object) -> None:
-        """:raises RuntimeError: where a ``state_dict`` would hold shards, or parameters in another dtype than is optimized"""
+    def _require_copies(self, *_: object) -> None:
+        """:raises RuntimeError: where a ``state_dict`` would hold shards, or another dtype than is optimized, or would not reach shards"""
         if not self._in_gathered:
             raise RuntimeError(
-                "the parameters may not be whole: call state_dict() in `with model.gathered():` on all ranks"
-            )
-
-    def _refuse_to_load(self, *_: object) -> None:
-        """:raises RuntimeError: where what is loaded would not reach the shards that are optimized"""
-        if not self._in_gathered:
-            raise RuntimeError(
-                "load_state_dict() does not reach the shards: load the weights before shard(), or in `with model.gathered():`"
+                "the parameters may not be whole, and load_state_dict() does not reach the shards: load the weights before shard(), or "
+                "call state_dict() and load_state_dict() in `with model.gathered():` on all ranks"
             )
 
     def _refuse_copies(self) -> None:
@@ -180,6 +174,7 @@ class ProtectedZeRO1(ZeRO1):
                 flat.bump_versions()
         super()._begin_backward()
 
+    @torch.no_grad()
     def _finish(self) -> None:
         super()._finish()
         if self._synchronizes:

@@ -30,6 +30,7 @@ def writing_embedding(module: nn.Module) -> None:
 def hooks_on_gradients(module: nn.Module) -> None:
     """:raises ValueError: for hooks that would stay on a parameter that is replaced"""
     for name, parameter in module.named_parameters():
+        # HACK: torch has no public names for these. If it renames them, this is an AttributeError.
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has hooks on its gradient, which shard() would lose: register them after it")
 
