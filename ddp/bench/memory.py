@@ -92,7 +92,7 @@ class LedgerWorker:
         for _ in range(3):
             sent_before = sum(ring._p2p.sent_bytes for ring in rings)
             F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
-            parameters = [*model.parameters(), *(flat.full for flat in flats)]
+            parameters = [*model.parameters(), *(flat.whole for flat in flats)]
             gradients = [parameter.grad for parameter in model.parameters()] + [flat.gradient for flat in flats]
             counts = bytes_of(parameters), bytes_of(one for one in gradients if one is not None), state_of(optimizer)
             del parameters, gradients

@@ -31,7 +31,7 @@ from ddp.checkpoint.shards import (
     restore_optimizer,
     shard_content,
 )
-from ddp.sharded.strategies import FullyShard
+from ddp.sharded.fully_shard import FullyShard
 from ddp.sharded.zero1 import ZeRO1
 
 SETTINGS = "optimizer-settings"  # the entry with the optimizer's groups: their rates, but not their parameters
@@ -116,7 +116,7 @@ def write_together(
 def layout_of(network: nn.Module) -> dict[str, Part]:
     """The parts of all parameters by name, in the order of the plain module's ``named_parameters()``.
 
-    :param network: what :func:`ddp.sharded.strategies.shard_network` returned
+    :param network: what :func:`ddp.sharded.shard_network` returned
     """
     return dict(_of_fully_shard(network) if isinstance(network, FullyShard) else _of_zero(network))
 
@@ -125,9 +125,9 @@ def _of_zero(network: nn.Module) -> Iterator[tuple[str, Part]]:
     assert isinstance(network, ZeRO1)
     parts: dict[str, Part] = {}
     for flat in network.flats:
-        for name, shard, begin, like in zip(flat.owners, flat.sharded, flat.begins(), flat.like, strict=True):
+        for name, shard, begin, like in zip(flat.owners, flat.shard_parameters, flat.begins(), flat.like, strict=True):
             region = Region.of_whole(like)._replace(begin=begin)
-            parts[name] = Part(shard, region, in_full=flat.shard_in_full)
+            parts[name] = Part(shard, region, in_full=flat.shard_in_whole)
     for name, parameter in network.module.named_parameters():
         if name in parts:
             yield name, parts[name]
@@ -155,7 +155,7 @@ def state_of_shard(
 ) -> dict[str, Any]:
     """The content of this rank's file. Tensors are not copied, except for shards in the memory of whole parameters.
 
-    :param network: what :func:`ddp.sharded.strategies.shard_network` returned
+    :param network: what :func:`ddp.sharded.shard_network` returned
     :param buffers: of the plain module, by name
     :param first: whether this is rank 0, which writes also what all ranks have
     """
@@ -181,7 +181,7 @@ def state_of_shard(
 def restore_shard(network: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Take this rank's part of the parameters and the optimizer's state from a verified checkpoint of any strategy.
 
-    :param network: what :func:`ddp.sharded.strategies.shard_network` returned
+    :param network: what :func:`ddp.sharded.shard_network` returned
     :raises Damaged: when it holds other tensors than this network's
     """
     layout, plain = layout_of(network), network.get_submodule("module")

@@ -1,13 +1,13 @@
 """Sharded data parallelism (ZeRO) by hand: optimizer state, gradients and parameters divided over the ranks.
 
-by_parameter.py  stage 1 in its simplest form: whole parameters, each optimized by one rank
 zero1.py         stage 1: the optimizer's state, in equal shards
 zero2.py         stage 2: the gradients too
 zero3.py         stage 3: the parameters too, gathered unit by unit. They stand on
                  layout.py and flat.py (parameters end to end, cut into shards), units.py (which parameters travel together)
 clip.py          the norm of gradients that no rank has whole
-stages.py        one call for all stages
-strategies.py    what ddp.train takes: the stages, and torch's fully_shard with the same face; equal_batches.py (evaluation)
+protected/       the same stages for programs that write, freeze, convert or copy a model; shard() uses these
+stages.py        one call for all stages, and the one that ddp.train takes
+fully_shard.py   torch's fully_shard with the same face; equal_batches.py: evaluation
 
     from ddp.sharded import clip_grad_norm_, shard
 """
@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.sharded.clip import clip_grad_norm_
-    from ddp.sharded.flat import Precision
-    from ddp.sharded.stages import shard
-    from ddp.sharded.strategies import shard_network
+    from ddp.sharded.stages import shard, shard_network
 
-__all__ = ["Precision", "clip_grad_norm_", "shard", "shard_network"]
+__all__ = ["clip_grad_norm_", "shard", "shard_network"]
 
-_MODULES = {"Precision": "flat", "clip_grad_norm_": "clip", "shard": "stages", "shard_network": "strategies"}
+_MODULES = {"clip_grad_norm_": "clip", "shard": "stages", "shard_network": "stages"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,24 +1,25 @@
-"""One call for all stages; an optimizer that was built before it is refused at its first step."""
+"""One call for all stages, and the one that ``--strategy`` of ddp.train takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.training.models import max_norm_problem
+from common.distributed.dist_env import DistEnv
+from common.errors import UsageError
+from common.training.precision import LOW_DTYPES
 from ddp.all_reduce.backend import another_group
 from ddp.all_reduce.choice import build_all_reduce
 from ddp.all_reduce.sharded import ShardedAllReduce
-from ddp.sharded.flat import Precision, WatchedParameter
-from ddp.sharded.zero1 import DEFAULT_PRECISION, ZeRO1
-from ddp.sharded.zero2 import ZeRO2
-from ddp.sharded.zero3 import ZeRO3
+from ddp.sharded.fully_shard import FullyShard
+from ddp.sharded.protected.model import ProtectedZeRO1, ProtectedZeRO2, ProtectedZeRO3
+from ddp.strategies import STAGES
 
-STAGES: dict[int, type[ZeRO1]] = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}
+CLASSES: dict[int, type[ProtectedZeRO1]] = {1: ProtectedZeRO1, 2: ProtectedZeRO2, 3: ProtectedZeRO3}
 
 
 def shard(
@@ -26,35 +27,28 @@ def shard(
     stage: int,
     *,
     units: Iterable[nn.Module] | None = None,
-    precision: Precision | Mapping[nn.Module, Precision] = DEFAULT_PRECISION,
+    compute: torch.dtype | None = None,
     all_reduce: str = "backend",
     device: torch.device | str = "cpu",
-) -> ZeRO1:
+) -> ProtectedZeRO1:
     """Shard a model over the ranks; then build the optimizer from the ``parameters()`` of what this returns. A collective.
 
     :param stage: 1 shards the optimizer's state, 2 the gradients too, 3 the parameters too
     :param units: submodules whose parameters travel together, see :func:`ddp.sharded.units.divide`
-    :param precision: the dtypes of computation and communication, of all units or by unit
+    :param compute: the dtype in which parameters are sent and computed with; their own when None
     :param all_reduce: whose all-gather and reduce-scatter are used: ``"backend"``, ``"ring"`` or ``"shared-memory"``
     :param device: where to put what is on the meta device
-    :raises ValueError: on every rank, for another stage or all-reduce, an embedding with ``max_norm``, and as
-        :class:`ddp.sharded.zero1.ZeRO1`
+    :raises ValueError: on every rank, for another stage or all-reduce, and as :class:`ddp.sharded.protected.model.ProtectedZeRO1`
     """
-    if stage not in STAGES:
+    if stage not in CLASSES:
         raise ValueError(f"stage={stage}: there are 1 (optimizer state), 2 (gradients too) and 3 (parameters too)")
-    if problem := max_norm_problem(module):
-        raise ValueError(problem)
-    originals = list(module.named_parameters())
-    model = STAGES[stage](module, units, (_collectives(all_reduce), _collectives(all_reduce)), precision, device)
-    kept = {*model.parameters(), *model._frozen.values()}
-    for name, parameter in originals:
-        if parameter not in kept:
-            parameter._sharded_as = name  # type: ignore[attr-defined]
-    return model
+    collectives = _collectives(all_reduce), _collectives(all_reduce)
+    return CLASSES[stage](module, units, collectives, compute=compute, device=device)
 
 
 def _collectives(name: str) -> ShardedAllReduce:
-    group = dist.distributed_c10d._get_default_group()
+    group = dist.group.WORLD
+    assert group is not None
     if name == "backend":  # gathers and reductions run at the same time, each kind in an order of its own
         group = another_group(group)
     algorithm = build_all_reduce(name, group)
@@ -66,20 +60,29 @@ def _collectives(name: str) -> ShardedAllReduce:
     return algorithm
 
 
-def _require_shards(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Count the step as a write to the shards, which fused optimizers do not.
+def shard_network(
+    network: nn.Module, env: DistEnv, strategy: str, all_reduce: str | None = None, precision: str = "fp32"
+) -> nn.Module:
+    """The network, sharded over all ranks. A collective.
 
-    :raises RuntimeError: for an optimizer of parameters that have been sharded since: its steps would change nothing
+    In bf16 and fp16, parameters are gathered in that dtype. If they were gathered in fp32, autocast would cast them, and autograd
+    would keep these whole copies until backward. Gradients are summed in fp32. With BatchNorm, whose statistics and parameters
+    must be of one dtype, all of that stays fp32.
+
+    :param network: the same on every rank
+    :param strategy: one of :data:`ddp.strategies.SHARDED`
+    :param all_reduce: whose reduce-scatter and all-gather the hand-written stages use; ``"backend"`` when None
+    :param precision: one of :data:`common.training.precision.PRECISIONS`
+    :raises UsageError: on every rank, for a model that shards cannot train, see :func:`ddp.sharded.stages.shard`, and for
+        ``fsdp2`` one with a parameter that several units share
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, WatchedParameter):
-                torch.autograd.graph.increment_version(parameter)
-            if name := getattr(parameter, "_sharded_as", None):
-                raise RuntimeError(
-                    f"this {type(optimizer).__name__} was built before shard(): it has the parameter {name!r} from before, which "
-                    "nothing trains any more. Build it afterwards, from the parameters() of what shard() returns"
-                )
-
-
-register_optimizer_step_post_hook(_require_shards)  # of every optimizer in this process; a look at each parameter
+    has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
+    low = None if has_batchnorm else LOW_DTYPES.get(precision)
+    with env.fail_together():
+        try:
+            if strategy == "fsdp2":
+                return FullyShard(network, low, env.device)
+            stage = STAGES[strategy]
+            return shard(network, stage, compute=low, all_reduce=all_reduce or "backend", device=env.device)
+        except ValueError as error:
+            raise UsageError(f"--strategy {strategy}: {error}") from error

@@ -62,39 +62,14 @@ def divide(module: nn.Module, units: Iterable[nn.Module] | None = None) -> list[
     return [unit for name, unit in parts.items() if unit.owners or not name]
 
 
-def by_dtype(unit: Unit, trained_only: bool) -> Iterator[dict[str, list[Owner]]]:
-    """A unit's parameters in groups of one dtype and device each, those that are trained apart from those that are not."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], dict[str, list[Owner]]] = {}
+def by_dtype(unit: Unit) -> Iterator[dict[str, list[Owner]]]:
+    """The parameters of a unit that are trained, in groups of one dtype and device each."""
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, list[Owner]]] = {}
     for name, owners in unit.owners.items():
         parameter = owners[0][0].get_parameter(owners[0][1])
-        if parameter.requires_grad or not trained_only:
-            kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), {})[name] = owners
+        if parameter.requires_grad:
+            kinds.setdefault((parameter.dtype, parameter.device), {})[name] = owners
     yield from kinds.values()
-
-
-def materialize(unit: Unit, device: torch.device) -> None:
-    """Give the modules that hold a unit's parameters memory and initial values, if they are on the meta device.
-
-    :raises ValueError: if such a module has no ``reset_parameters()``
-    """
-    parts = dict.fromkeys(part for owners in unit.owners.values() for part, _ in owners)
-    if not unit.name:
-        parts |= dict.fromkeys(part for part in unit.module.modules() if next(part.parameters(False), None) is None)
-    for part in parts:
-        if not any(tensor.is_meta for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
-            continue
-        reset = getattr(part, "reset_parameters", None)
-        if not callable(reset):
-            raise ValueError(
-                f"{type(part).__name__} is on the meta device and has no reset_parameters() that would give it values: add "
-                "one, or build the model on the CPU"
-            )
-        part.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            reset()
-    for (first, name), *others in unit.owners.values():  # to_empty gives each owner of a tied parameter its own
-        for part, other_name in others:
-            setattr(part, other_name, first.get_parameter(name))
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

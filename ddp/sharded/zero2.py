@@ -20,7 +20,6 @@ from collections import deque
 from torch import Tensor
 
 from ddp.sharded.flat import FlatParameters
-from ddp.sharded.units import Unit
 from ddp.sharded.zero1 import ZeRO1
 
 IN_FLIGHT = 2  # reductions at the same time: one unit's gradients are sent while the next unit's are computed
@@ -31,20 +30,21 @@ class ZeRO2(ZeRO1):
 
     stage = 2
 
-    def _ready(self, unit: Unit, flat: FlatParameters, index: int, _: Tensor) -> None:
+    def _begin_backward(self) -> None:
+        if not self._running:
+            # The order in which gradients are reduced, on every rank.
+            self._waiting = deque(reversed(self.flats) if self._synchronizes else ())
+            self._complete: set[FlatParameters] = set()
+            self._sent: deque[FlatParameters] = deque()
+        super()._begin_backward()
+
+    def _ready(self, flat: FlatParameters, index: int, _: Tensor) -> None:
         self._begin_backward()
-        if flat.add_gradient(index, average=flat not in self._local):
+        if flat.add_gradient(index):
             self._complete.add(flat)
             # Collectives are matched by their order, so complete gradients wait for those that come before them.
             while self._waiting and self._waiting[0] in self._complete:
                 self._send()
-
-    def _begin_backward(self) -> None:
-        if not self._running:
-            self._waiting = deque(reversed(self._reduced))  # the order in which gradients are reduced, on every rank
-            self._complete: set[FlatParameters] = set()
-            self._sent: deque[FlatParameters] = deque()
-        super()._begin_backward()
 
     def _send(self) -> None:
         """Start the next reduce-scatter, when there are not too many in flight."""
@@ -59,4 +59,3 @@ class ZeRO2(ZeRO1):
             self._send()
         while self._sent:
             self._sent.popleft().finish_reduce()
-        self._exchange_flags()

@@ -20,71 +20,57 @@ sent in a step, instead of twice: gathered, gathered again, and the gradients re
 from __future__ import annotations
 
 import functools
-import zlib
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from ddp.by_hand.outputs import tensors_in
-from ddp.sharded.flat import FlatParameters, in_backward
+from ddp.sharded.flat import FlatParameters
 from ddp.sharded.units import Unit
 from ddp.sharded.zero2 import ZeRO2
 
 
 class ZeRO3(ZeRO2):
-    """Shards the optimizer's state, the gradients and the parameters.
-
-    Outside of forward and backward passes the module's parameters are this rank's shards; :meth:`gathered` and
-    :meth:`add_forward_method` are for other uses. See :class:`ddp.sharded.zero1.ZeRO1` for the other parameters.
-    """
+    """Shards the optimizer's state, the gradients and the parameters. Outside of forward and backward passes the module's
+    parameters are this rank's shards. See :class:`ddp.sharded.zero1.ZeRO1` for the parameters."""
 
     stage = 3
 
-    def __init__(self, module: nn.Module, *arguments: Any, **more: Any) -> None:
-        self._calls: Counter[str] = Counter()  # of units with frozen parameters, whose backward pass is not over
-        super().__init__(module, *arguments, **more)
-        self._gathers = 0  # a checksum of what was gathered since the last reduction
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._order: list[Unit] = []  # in which the units run, as seen in the first forward pass
         self._order_is_known = False
-        for unit in self.units:
-            unit.module.register_forward_hook(functools.partial(self._after_forward, unit), with_kwargs=True)
 
-    def _before_forward(self, unit: Unit, is_model: bool = False, *_: object) -> None:
-        super()._before_forward(unit, is_model)
-        if in_backward():
+    def _add(self, unit: Unit) -> None:
+        super()._add(unit)
+        self._free(unit)
+        # Before the user's hooks, which may compute with the parameters.
+        unit.module.register_forward_pre_hook(functools.partial(self._before_forward, unit), prepend=True)
+        unit.module.register_forward_hook(functools.partial(self._after_forward, unit))
+
+    def _before_forward(self, unit: Unit, *_: object) -> None:
+        if in_backward():  # activation checkpointing
             self._gather(unit, -1)
             return
-        if unit.module is self.module:
+        if not unit.name:
             self._free_all()  # after a forward pass without a backward pass, the root may have parameters of an earlier step
         if not self._order_is_known:
             self._order = [*self._order, unit] if unit.name else [unit]
         self._gather(unit, 1)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, kwargs: object, output: object) -> None:
-        if in_backward():  # activation checkpointing: its backward pass comes next
+    def _after_forward(self, unit: Unit, module: nn.Module, inputs: object, output: object) -> None:
+        if in_backward():  # activation checkpointing: the unit's backward pass comes next
             return
-        for flat in self._flats_of[unit.name]:
-            flat.end_forward()
-        is_root = unit.module is self.module
-        self._order_is_known |= is_root
+        self._order_is_known |= not unit.name
         if not torch.is_grad_enabled():
-            self._free_all() if is_root else self._free(unit)
+            self._free(unit) if unit.name else self._free_all()
             return
         outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         for tensor in outputs:
             tensor.register_hook(lambda _: self._before_backward(unit))
-        differentiable = [tensor for tensor in tensors_in((inputs, kwargs)) if tensor.requires_grad]
-        frozen = [flat for flat in self._flats_of[unit.name] if not flat.trained]
-        if frozen and differentiable:
-            self._calls[unit.name] += 1
-            register_multi_grad_hook(differentiable, lambda _: self._after_backward(unit))
-        # The root's backward pass begins at once. Without outputs that autograd knows, no hook will gather the parameters again in
-        # backward: then the unit stays whole, unless nothing in it can have a gradient.
-        has_no_backward = not outputs and not differentiable and len(frozen) == len(self._flats_of[unit.name])
-        if has_no_backward or (outputs and not is_root):
+        # The root's backward pass begins at once. A unit without outputs that autograd knows would not be gathered in backward.
+        if outputs and unit.name:
             self._free(unit)
 
     def _before_backward(self, unit: Unit) -> None:
@@ -92,59 +78,46 @@ class ZeRO3(ZeRO2):
         self._begin_backward()
         self._gather(unit, -1)
 
-    def _after_backward(self, unit: Unit) -> None:
-        """The gradients of a unit's inputs are known. That says when frozen parameters are needed no longer, as the gradients of
-        the others do; of a unit that was called several times, the last."""
-        self._calls[unit.name] -= 1
-        self._free_frozen(unit)
+    def _ready(self, flat: FlatParameters, index: int, parameter: Tensor) -> None:
+        super()._ready(flat, index, parameter)
+        if flat in self._complete:
+            flat.free()
 
-    def _free_frozen(self, unit: Unit) -> None:
-        flats = self._flats_of[unit.name]
-        if (
-            unit.name in self._calls
-            and self._calls[unit.name] == 0
-            and all(flat in self._complete for flat in flats if flat.trained)
-        ):
-            for flat in flats:
-                flat.free()
+    def _end_pass(self) -> None:
+        super()._end_pass()
+        self._free_all()  # also those with parameters that were not used
 
     def _gather(self, unit: Unit, direction: int) -> None:
         """Gather a unit's parameters, and begin to gather those of the unit that runs after it.
 
         :param direction: 1 in forward, -1 in backward
         """
-        following: list[Unit] = []
+        self._start_gather(unit)
         if self._order_is_known and unit in self._order:
             # Before the root, which begins, comes the unit that ran last.
-            following = self._order[self._order.index(unit) + direction :][:1]
-        for one in (unit, *following):
-            flats = [flat for flat in self._flats_of[one.name] if not flat.gathered or flat.outdated]
-            for flat in flats:
-                flat.start_gather()
-            if flats:
-                self._gathers = zlib.crc32(one.name.encode(), self._gathers)
+            for following in self._order[self._order.index(unit) + direction :][:1]:
+                self._start_gather(following)
         for flat in self._flats_of[unit.name]:
             flat.finish_gather()
+
+    def _start_gather(self, unit: Unit) -> None:
+        for flat in self._flats_of[unit.name]:
+            if flat.outdated:
+                flat.start_gather()
+
+    def _gather_all(self) -> None:
+        """After an optimizer's step nothing is gathered: the next forward pass does it, unit by unit."""
 
     def _free(self, unit: Unit) -> None:
         for flat in self._flats_of[unit.name]:
             flat.free()
 
     def _free_all(self) -> None:
-        self._calls.clear()
         for flat in self.flats:
             flat.free()
 
-    def _ready(self, unit: Unit, flat: FlatParameters, index: int, parameter: Tensor) -> None:
-        super()._ready(unit, flat, index, parameter)
-        if flat in self._complete:
-            flat.free()
-            self._free_frozen(unit)
 
-    def _end_pass(self) -> None:
-        super()._end_pass()
-        self._free_all()  # also those with parameters that were not used, or are frozen
-
-    def _digits_of_gathers(self) -> list[int]:
-        digits, self._gathers = [self._gathers >> shift & 63 for shift in (0, 6, 12, 18)], 0
-        return digits
+def in_backward() -> bool:
+    """Whether autograd is running: activation checkpointing runs forward within backward."""
+    # HACK: torch has no public name for this. FSDP asks the same.
+    return torch._C._current_graph_task_id() != -1

@@ -44,7 +44,7 @@ REFUSALS = (
     r"fsdp2: \S+ is .*: use zero3",
     r"\S+ and \S+ share memory",
     r"parameters? (\S+ )?(was|that were) frozen when",
-    r"\S+ was frozen at shard\(\), so no rank trains it: shard it unfrozen",
+    r"\S+ was frozen or unfrozen after shard\(\)",
     r"\d+ parameters were (converted|replaced|converted or replaced) after .*: \w",
     r"\S+ was replaced or moved after shard\(\)",
     r"backward gave no gradient to \d+ of \d+ parameters: ",

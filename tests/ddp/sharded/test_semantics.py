@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common.training.gpt import GPT
-from ddp.sharded import Precision, clip_grad_norm_, shard
+from ddp.sharded import shard
 from ddp.sharded.units import divide
 from tests.ddp.by_hand.wrappers import Failing
 from tests.ddp.sharded.trained import weights
@@ -45,58 +44,10 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def in_one_process(step: Callable[[GPT, torch.optim.Optimizer, int], None], steps: int = 4) -> dict[str, Tensor]:
-    model = network()
-    optimizer = adamw(model)
-    for number in range(steps):
-        step(model, optimizer, number)
-    return model.state_dict()
-
-
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.allclose(value, theirs[name], rtol=tolerance, atol=tolerance), name
-
-
-# Against one process and against torch's
-
-
-def accumulated(stage: int, local: bool) -> None:
-    """Two micro-steps, the first with or without ``no_sync``, and clipping: at each step the norm, and at the end the weights."""
-
-    def alone(model: GPT, optimizer: torch.optim.Optimizer, number: int) -> None:
-        parts = [tokens(2 * number + micro, rank) for micro in range(2) for rank in range(dist.get_world_size())]
-        loss_of(model, torch.cat(parts)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    norms: list[float] = []
-    expected = in_one_process(alone)
-    model = shard(network(dist.get_rank()), stage)  # rank 0's weights are sent to all
-    optimizer = adamw(model)
-    for number in range(4):
-        with model.no_sync() if local else contextlib.nullcontext():
-            (loss_of(model, tokens(2 * number)) / 2).backward()
-        assert all((flat.gradient is not None) == (local or stage == 1) for flat in model.flats)
-        (loss_of(model, tokens(2 * number + 1)) / 2).backward()
-        assert clip_grad_norm_(model.parameters(), 0.5).item() == pytest.approx(norms[number], rel=1e-4)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_close(weights(model), expected, 1e-4)
-
-
-@pytest.mark.parametrize(("local", "ranks"), [(True, 2), (False, 3)])
-@pytest.mark.parametrize("stage", STAGES)
-def test_accumulation_and_clipping_are_those_of_one_process(stage: int, local: bool, ranks: int) -> None:
-    """Gradient accumulation, with and without no_sync, and clipping end with the parameters of one process.
-
-    Claim (ddp/sharded/README.md, 3): accumulation with and without `no_sync` is that of one process.
-    Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
-    all ranks alike.
-    """
-    run_in_group(accumulated, ranks, stage, local)
 
 
 def against_fully_shard(stage: int) -> None:
@@ -106,7 +57,7 @@ def against_fully_shard(stage: int) -> None:
     for block in theirs.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(theirs, mp_policy=policy)
-    model = shard(ours, stage, units=ours.blocks, precision=Precision(torch.bfloat16, torch.float32))
+    model = shard(ours, stage, units=ours.blocks, compute=torch.bfloat16)
     optimizers = [adamw(one) for one in (model, theirs)]
     for number in range(5):
         losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
@@ -120,68 +71,37 @@ def against_fully_shard(stage: int) -> None:
     assert_close(weights(model), expected, 2e-3)  # the values that are computed with are rounded; these are not
 
 
-def unit_by_unit(stage: int) -> None:
-    """A precision for each unit, inputs cast to it, and gradients of the first unit that are sent once in two micro-steps."""
-    ours, theirs = network(), network()
-    dtypes = (torch.bfloat16, torch.float32)
-    for block, dtype in zip(theirs.blocks, dtypes, strict=True):
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
-    fully_shard(theirs)
-    first: Any = theirs.blocks[0]
-    precisions = {
-        block: Precision(dtype, torch.float32, cast_inputs=True)
-        for block, dtype in zip(ours.blocks, dtypes, strict=True)
-    }
-    model = shard(ours, stage, units=ours.blocks, precision=precisions)
-    optimizers = [adamw(one) for one in (model, theirs)]
-    for number in range(6):
-        last = number % 2 == 1
-        first.set_requires_gradient_sync(last)
-        losses = [loss_of(one, tokens(number)) for one in (model, theirs)]
-        torch.testing.assert_close(*losses, rtol=3e-2, atol=1e-5)
-        with contextlib.nullcontext() if last else model.no_sync(ours.blocks[0]):
-            losses[0].backward()
-        losses[1].backward()
-        local = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks.0.")]
-        assert all((parameter.grad is None) != last for parameter in local if parameter.numel())
-        if last:
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_close(weights(model), {name: value.full_tensor() for name, value in theirs.state_dict().items()}, 2e-3)
-    with pytest.raises(ValueError, match="Linear is no unit"), model.no_sync(ours.head):
-        pass
-    with pytest.raises(ValueError, match="Linear is no unit"):
-        shard(network(), stage, precision={nn.Linear(1, 1): Precision(torch.bfloat16)})
-
-
 # GradScaler
 
 
 def torn(stage: int) -> None:
-    """An inf in one element of one rank's gradients, so in one shard. One of two optimizers has that parameter, and each has no
-    element on one of the ranks. Each has a scaler of its own, and gradients that are set to zero, not to None."""
+    """An inf in one element of one rank's gradients, so in one shard. Then with an optimizer of each layer: some have no element on a
+    rank, which cannot see the inf."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"unused": nn.Linear(64, 8), "a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
     net.forward = lambda x: net["b"](net["a"](x))
     model = shard(net, stage, units=[])
     named = dict(model.named_parameters())
-    groups = [[one for name, one in named.items() if name.startswith(part)] for part in ("a", "b")]
-    optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
     before = {name: one.detach().clone() for name, one in named.items()}
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in optimizers]
-    for finite in (False, True):
+    layers = [[one for name, one in named.items() if name.startswith(part)] for part in ("a", "b")]
+    for finite, groups in ((False, [list(named.values())]), (False, layers), (True, layers)):
+        optimizers = [torch.optim.SGD(group, lr=0.1) for group in groups]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in groups]
         output = model(torch.ones(2, 64)).sum()
         if dist.get_rank() == 1 and not finite:
             output = output + net.get_parameter("a.weight")[0, 0] * torch.inf
-        first, _ = [scaler.scale(output) for scaler in scalers]
+        first, *_ = [scaler.scale(output) for scaler in scalers]
         first.backward()
-        for optimizer, scaler in zip(optimizers, scalers, strict=True):
-            scaler.step(optimizer)
-            scaler.update()
+        for group, optimizer, scaler in zip(groups, optimizers, scalers, strict=True):
+            if finite or any(one.numel() for one in group):
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.get_scale() == (16.0 if finite else 4.0)
+            else:
+                with pytest.raises(RuntimeError, match="all shards of this optimizer are empty"):
+                    scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=False)
         dist.barrier()  # no rank is in a gather
-        assert [scaler.get_scale() for scaler in scalers] == [4.0, 4.0]
         changed = [not torch.equal(before[name], one) for name, one in named.items() if name[0] in "ab" and one.numel()]
         assert changed == [finite] * len(changed)
         assert named["unused.weight"].grad is None
@@ -200,32 +120,6 @@ def test_an_inf_in_one_shard_skips_the_steps_of_all_optimizers_on_all_ranks(stag
 # Memory and bytes
 
 
-def frozen_below() -> tuple[int, int]:
-    """The most units that are whole at once in forward, and in backward, where all but the last are frozen."""
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    layers[:-1].requires_grad_(False)
-    model = shard(layers, 3, units=layers)
-    whole = {"forward": 0, "backward": 0}
-
-    def look(phase: str) -> None:
-        whole[phase] = max(whole[phase], sum(flat.gathered for flat in model.flats))
-
-    for layer in layers:
-        layer.register_forward_hook(lambda *_: look("forward"))
-        layer.register_full_backward_hook(lambda *_: look("backward"))
-    for inputs in (torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)):
-        for _ in range(3):
-            model(inputs).sum().backward()
-    assert inputs.grad is not None
-    return whole["forward"], whole["backward"]
-
-
-def test_frozen_units_are_freed_too() -> None:
-    for forward, backward in run_in_group(frozen_below, 2):
-        assert forward <= 3  # one that runs, the next, and one that is not freed before this is counted
-        assert backward <= 3
-
-
 def counted(stage: int) -> dict[str, int]:
     net = network()
     parameters = sum(parameter.numel() for parameter in net.parameters())
@@ -234,13 +128,13 @@ def counted(stage: int) -> dict[str, int]:
     for number in range(2):
         before = sum(one._p2p.sent_bytes for one in model._collectives)
         loss_of(model, tokens(number)).backward()
-        full = sum(flat.full.untyped_storage().nbytes() for flat in model.flats)
+        full = sum(flat.whole.untyped_storage().nbytes() for flat in model.flats)
         gradients = sum(0 if flat.gradient is None else flat.gradient.nbytes for flat in model.flats)
         optimizer.step()
         optimizer.zero_grad()
     sent = sum(one._p2p.sent_bytes for one in model._collectives) - before
     padded = sum(flat.shard_numel for flat in model.flats) * dist.get_world_size()
-    flags = 4 * (1 + (8 if stage == 3 else 0) + len(list(net.parameters())))
+    facts = 1 + len(list(net.parameters())) + 4  # bytes that each rank tells the others
     model.close()
     return {
         "parameters": parameters,
@@ -248,7 +142,7 @@ def counted(stage: int) -> dict[str, int]:
         "full": full,
         "gradients": gradients,
         "sent": sent,
-        "flags": flags,
+        "facts": facts,
         "root": sum(flat.numel for flat in model._flats_of[""]),
         "moments": sum(s["exp_avg"].nbytes for s in optimizer.state.values()),
     }
@@ -268,11 +162,11 @@ def test_what_a_rank_holds_and_sends(stage: int, ranks: int) -> None:
     assert sum(one["moments"] for one in all_counts) == 4 * counts["parameters"]
     assert counts["full"] == (0 if stage == 3 else 4 * counts["padded"])
     assert counts["gradients"] == (4 * counts["padded"] if stage == 1 else 0)
-    # At stage 3 parameters are gathered twice, but for the root's. And the flags are sent, by an all-reduce.
+    # At stage 3 parameters are gathered twice, but for the root's.
     elements = 3 * counts["padded"] - counts["root"] if stage == 3 else 2 * counts["padded"]
     expected = 4 * elements * (ranks - 1)
-    flags = 2 * (ranks - 1) * counts["flags"]
-    assert sum(one["sent"] for one in all_counts) == expected + flags
+    facts = ranks * (ranks - 1) * counts["facts"]
+    assert sum(one["sent"] for one in all_counts) == expected + facts
 
 
 # Other uses
@@ -295,17 +189,6 @@ def looked_at_in_between(stage: int) -> None:
             optimizer.zero_grad()
         with torch.no_grad():
             assert torch.allclose(model(tokens(99)), control(tokens(99)), atol=1e-4)
-
-
-def quantized() -> None:
-    """Integers are not computed with in bfloat16."""
-    net = nn.Linear(8, 8)
-    codes = torch.arange(100_000, dtype=torch.int32)
-    net.codes = nn.Parameter(codes.clone(), requires_grad=False)
-    model = shard(net, 3, precision=Precision(torch.bfloat16))
-    with model.gathered():
-        assert torch.equal(net.codes, codes)
-        assert net.weight.dtype == torch.float32
 
 
 class Twice(nn.Module):
@@ -343,45 +226,6 @@ def unused_on_one_rank() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-class Encoder(nn.Linear):
-    def encode(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class Encoding(nn.Module):
-    """Its only layer is used by a method that is not ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder(4, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder.encode(x)
-
-
-def by_another_method(stage: int) -> None:
-    torch.manual_seed(0)
-    net = Encoding()
-    control = copy.deepcopy(net)
-    model = shard(net, stage, units=[net.encoder])
-    x = torch.ones(2, 4)
-    if stage < 3:  # parameters are whole, also after a step
-        for one in (model, control):
-            one(x).sum().backward()
-            torch.optim.SGD(one.parameters(), lr=0.1).step()
-            one.zero_grad()
-    else:
-        with pytest.raises(RuntimeError, match="must be a matrix"):  # shards: neither old values nor a crash
-            model(x)
-        model.add_forward_method(net.encoder, "encode")
-    result = model(x)
-    assert torch.allclose(result, control(x))
-    result.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    with pytest.raises(ValueError, match="Linear is no unit"):
-        model.add_forward_method(nn.Linear(1, 1), "forward")
-
-
 def from_meta(stage: int) -> dict[str, Tensor]:
     with torch.device("meta"):
         net = GPT(VOCABULARY, 64, 2, LENGTH)
@@ -396,7 +240,7 @@ def from_meta(stage: int) -> dict[str, Tensor]:
 def test_a_model_on_the_meta_device(stage: int) -> None:
     """A model on the meta device is sharded and initialized without a whole copy.
 
-    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
+    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work.
     """
     first, second = run_in_group(from_meta, 2, stage)
     assert_close(first, second, 0)
@@ -493,10 +337,8 @@ class Lonely(nn.Module):
 
 EACH_STAGE = (
     against_fully_shard,
-    unit_by_unit,
     looked_at_in_between,
     shared_module,
-    by_another_method,
     after_an_exception,
 )
 
@@ -504,22 +346,21 @@ EACH_STAGE = (
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("function", EACH_STAGE)
 def test_each_stage(function: Callable[[int], None], stage: int) -> None:
-    """Each stage trains as ``fully_shard``, also around other methods than forward, and failed passes.
+    """Each stage trains as ``fully_shard``, also around failed passes.
 
     Claim (ddp/sharded/README.md): each stage trains as `fully_shard`, in fp32 and bf16.
-    Claim (ddp/sharded/README.md, 3): a precision, inputs cast to it, and `no_sync` may be of one unit.
-    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
+    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work.
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """
     run_in_group(function, 2, stage)
 
 
-@pytest.mark.parametrize("function", [quantized, unused_on_one_rank, tied_on_meta, different_units, mistakes])
+@pytest.mark.parametrize("function", [unused_on_one_rank, tied_on_meta, different_units, mistakes])
 def test_stage_3_and_mistakes(function: Callable[[], None]) -> None:
-    """Frozen integers, parameters that one rank leaves out or that are tied on the meta device train; misuse is refused by name.
+    """Parameters that one rank leaves out or that are tied on the meta device train; misuse is refused by name.
 
-    Claim (ddp/sharded/README.md, 4): another method than forward, the meta device and tied parameters work.
+    Claim (ddp/sharded/README.md, 4): the meta device and tied parameters work.
     Claim (ddp/sharded/README.md, 5): the norm, an inf on one shard, different units and a failed pass are handled on
     all ranks alike.
     """

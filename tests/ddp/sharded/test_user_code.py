@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ddp.sharded import Precision, clip_grad_norm_, shard
+from ddp.sharded import clip_grad_norm_, shard
 from tests.support.ranks import run_in_group
 
 STAGES = (1, 2, 3)
@@ -100,8 +100,8 @@ def written_shards(stage: int) -> None:
 
 def written_whole(stage: int) -> None:
     """All ranks write to whole parameters: between passes (up to stage 2, where they are whole), and in ``gathered()``."""
-    for precision in (Precision(), Precision(torch.float64)):
-        pair = Pair(stage, precision=precision)
+    for compute in (None, torch.float64):
+        pair = Pair(stage, compute=compute)
         pair.net.register_forward_pre_hook(lambda net, x: (x[0].to(net[0].weight.dtype),))
         pair.net.register_forward_hook(lambda *args: args[-1].float())
         pair.step(0)
@@ -204,29 +204,24 @@ def converted(stage: int) -> None:
 
 
 def frozen_and_unfrozen(stage: int) -> None:
-    """Freezing and unfreezing later, of sharded or whole parameters; what was frozen from the beginning stays so."""
-    pair = Pair(stage)
+    """What is frozen before stays whole and as it is; freezing and unfreezing later is refused, of whole parameters and of shards."""
+    pair = Pair(stage, frozen_below)
+    for number in range(2):
+        pair.step(number)
+    pair.check()
     shards = dict(pair.model.named_parameters())
-    pair.step(0)
-    for trains in (False, True, False, True):
-        for name, parameter in pair.plain.named_parameters():
-            if name[0] in "12":
-                parameter.requires_grad_(trains)
-                shards[name].requires_grad_(trains)
-        pair.step(1)
-        assert len(pair.model._trained) == (2 if trains else 1)  # the others are not reduced
-        pair.check()
-    for trains in (False, True):
-        for one in (pair.net, pair.plain):
-            one[0].requires_grad_(trains)
-        pair.step(2)
-        pair.check()
+    for changed in (pair.net[0].weight, pair.net[2].weight, shards["2.weight"]):
+        changed.requires_grad_(not changed.requires_grad)
+        with pytest.raises(RuntimeError, match=r"[02]\.weight was frozen or unfrozen after shard\(\)"):
+            pair.model(inputs(0))
+        changed.requires_grad_(not changed.requires_grad)
+    pair.check()
+
+
+def frozen_below() -> nn.Sequential:
     net = network()
-    net[2].requires_grad_(False)
-    model = shard(net, stage)
-    net[2].requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"2\.weight was frozen at shard\(\), so no rank trains it"):
-        model(inputs(0))
+    net[0].requires_grad_(False)
+    return net
 
 
 def later_modules(stage: int) -> None:
@@ -241,18 +236,18 @@ def later_modules(stage: int) -> None:
 
 
 def kept_state(stage: int) -> None:
-    """State that is taken in ``gathered()`` is fp32, and is still there afterwards; a forward pass within changes nothing."""
+    """State that is taken in ``gathered()`` is fp32, and is still there afterwards. Passes are refused there."""
     net = network()
     expected = copy.deepcopy(net.state_dict())
-    model: Model = shard(net, stage, units=[net[1]], precision=Precision(torch.bfloat16))
+    model: Model = shard(net, stage, units=[net[1]], compute=torch.bfloat16)
     whole = torch.optim.SGD(net.parameters(), lr=0.1) if stage < 3 else None
     with model.gathered() as module:
         state = module.state_dict()
-        model(inputs(0).bfloat16())
-        again = module.state_dict()
         part = module[1].state_dict()
-    for one in (state, again):
-        torch.testing.assert_close(one, expected, rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match=r"within gathered\(\) the network holds copies"):
+            module(inputs(0))
+    model(inputs(0).bfloat16())
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
     assert torch.equal(part["1.bias"], expected["1.1.bias"])
     for refuse in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy(one.module)):
         with pytest.raises(TypeError, match="a sharded model cannot be copied or pickled"):

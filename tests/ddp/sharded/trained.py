@@ -64,21 +64,6 @@ def wrap(network: nn.Module, case: Case) -> Any:
     return shard(network, case.stage, units=units, all_reduce=case.all_reduce)
 
 
-def gradients(model: Any) -> Results:
-    """The whole averaged gradients by name, as far as there are any."""
-    if isinstance(model, HandwrittenDistributedDataParallel):
-        return {n: p.grad for n, p in model.module.named_parameters() if p.requires_grad}
-    results: Results = {}
-    for flat in model.flats:
-        if flat.trained:
-            whole = torch.zeros(flat.numel, dtype=flat.dtype)
-            flat.own(whole).copy_(flat.grad_shard)
-            dist.all_reduce(whole)
-            for name, parameter, view in zip(flat.owners, flat.sharded, flat.views(whole), strict=True):
-                results[name] = None if parameter.grad is None else view
-    return {name: results[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
 def weights(model: Any) -> dict[str, Any]:
     """The whole parameters and buffers by name."""
     if isinstance(model, HandwrittenDistributedDataParallel):
@@ -97,7 +82,6 @@ def train(case: Case) -> Iterator[tuple[str, Results]]:
         for micro_step in range(case.accumulation):
             loss = run_micro_step(model, step, micro_step, case.accumulation, case.dtype)
             yield f"loss of step {step}.{micro_step}", {"loss": loss}
-        yield f"gradients of step {step}", gradients(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.set_to_none)
         if case.evaluate:

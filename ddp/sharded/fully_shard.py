@@ -1,7 +1,5 @@
-"""The sharded strategies that ``--strategy`` of ddp.train chooses from: ZeRO-1, 2 and 3 by hand, and torch's ``fully_shard``.
-
-Both kinds have the same face: ``parameters()`` are this rank's part of each, under the plain module's names; ``no_sync()``;
-``process_group``; and ``module``, which is sharded.
+"""torch's ``fully_shard`` with the face of the stages by hand: ``parameters()`` are this rank's part of each, under the plain module's
+names; ``no_sync()``; ``process_group``; and ``module``, which is sharded.
 """
 
 from __future__ import annotations
@@ -13,47 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from common.distributed.dist_env import DistEnv
 from common.errors import UsageError
 from common.training.models import to_device
-from common.training.precision import LOW_DTYPES
 from ddp.by_hand.replicas import require_same_modules
-from ddp.sharded.flat import Precision
-from ddp.sharded.stages import shard
-from ddp.sharded.units import divide, materialize
-from ddp.strategies import STAGES
-
-
-def shard_network(
-    network: nn.Module, env: DistEnv, strategy: str, all_reduce: str | None = None, precision: str = "fp32"
-) -> nn.Module:
-    """The network, sharded over all ranks. A collective.
-
-    In bf16 and fp16, parameters are gathered in that dtype. If they were gathered in fp32, autocast would cast them, and autograd
-    would keep these whole copies until backward. Gradients are summed in fp32. With BatchNorm, whose statistics and parameters
-    must be of one dtype, all of that stays fp32.
-
-    :param network: the same on every rank
-    :param strategy: one of :data:`ddp.strategies.SHARDED`
-    :param all_reduce: whose reduce-scatter and all-gather the hand-written stages use; ``"backend"`` when None
-    :param precision: one of :data:`common.training.precision.PRECISIONS`
-    :raises UsageError: on every rank, for a model that shards cannot train, see :func:`ddp.sharded.stages.shard`, and for
-        ``fsdp2`` one with a parameter that several units share
-    """
-    has_batchnorm = any(isinstance(part, _BatchNorm) for part in network.modules())
-    low = None if has_batchnorm else LOW_DTYPES.get(precision)
-    with env.fail_together():
-        try:
-            if strategy == "fsdp2":
-                return FullyShard(network, low, env.device)
-            mixed = Precision(compute=low, reduce=low and torch.float32)
-            return shard(
-                network, STAGES[strategy], precision=mixed, all_reduce=all_reduce or "backend", device=env.device
-            )
-        except ValueError as error:
-            raise UsageError(f"--strategy {strategy}: {error}") from error
+from ddp.sharded.protected.initial_values import materialize
+from ddp.sharded.units import divide
 
 
 class FullyShard(nn.Module):

@@ -1,0 +1,43 @@
+"""Parameters that notice what users do to them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from ddp.sharded.zero3 import in_backward
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter whose ``_version`` counts every write, also those through ``.data``, which plain ones do not count."""
+
+    # HACK: it replaces a property of torch's. Without it, writes through ``.data`` would be overlooked: test_user_code.py fails.
+    data = property(Tensor.detach, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+
+def _gradient(parameter: WholeParameter) -> Tensor | None:
+    # HACK: Module._apply, which converts a module, looks at gradients. If it changes something, the next forward pass says so. If
+    # torch renames it, each conversion is this error.
+    if not in_backward() and sys._getframe(1).f_code.co_name != "_apply":
+        raise RuntimeError(
+            "the module's own parameters have no gradients after shard(): take parameters(), or zero_grad(), of what it returned"
+        )
+    return Tensor.grad.__get__(parameter)  # type: ignore[union-attr, no-any-return]
+
+
+class WholeParameter(WatchedParameter):
+    """A parameter to compute with. It has a gradient only while autograd runs: then that is moved to the shards."""
+
+    # HACK: it replaces a property of torch's. Without it, an optimizer of the module's own parameters would train nothing.
+    grad = property(_gradient, Tensor.grad.__set__)  # type: ignore[union-attr]
+
+    def detach(self) -> Tensor:
+        """A tensor of the same class, as ``nn.Parameter()`` of this asks for."""
+        return super().detach().as_subclass(WholeParameter)
+
+
+def writes(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """How often each of them has been written to."""
+    return [one._version for one in parameters]
