@@ -11,19 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    expect,
-    expect_averages,
-    expect_refused,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-)
+from ddp.conformance.expectations import expect, expect_averages, expect_refused, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients, inputs
 
 
 @check
