@@ -190,10 +190,9 @@ class ChecksOnOneRank:
             except Wrong as error:
                 answer[0] = Answer(WRONG, one_line(str(error)), traceback.format_exc())
             except (Exception, SystemExit) as error:
-                missing = lacking(error)
-                answer[0] = Answer(
-                    NOT_OFFERED if missing else REFUSED, missing or described(error), traceback.format_exc()
-                )
+                feature = lacking(error)
+                status = REFUSED if feature is None else NOT_OFFERED
+                answer[0] = Answer(status, feature or described(error), traceback.format_exc())
 
 
 def _spoils_the_ranks(answer: Answer) -> bool:
@@ -203,14 +202,16 @@ def _spoils_the_ranks(answer: Answer) -> bool:
 
 def verdict(answers: dict[int, Answer], ranks: int, time_limit_s: float) -> tuple[str, str]:
     """The status of a check and its message, from the ranks' answers. A wrong value comes before an error: when a rank
-    leaves a collective because of it, others see an error."""
+    leaves a collective because of it, others see an error. A feature that is missing on one rank alone is a failure."""
     failed = {rank: answer for rank, answer in answers.items() if answer.status != PASS}
     missing = [rank for rank in range(ranks) if rank not in answers]
     if failed:
         rank = min(failed, key=lambda rank: (failed[rank].status != WRONG, _is_echo(failed[rank]), rank))
+        status, message = failed[rank].status, failed[rank].message
+        if status == NOT_OFFERED and any(rank not in failed for rank in range(ranks)):
+            status = REFUSED
         waiting = f"; {named(missing)} waited in vain" if missing else ""
-        message = failed[rank].message
-        return failed[rank].status, (message if message.startswith("rank ") else f"rank {rank}: {message}") + waiting
+        return status, (message if message.startswith("rank ") else f"rank {rank}: {message}") + waiting
     if missing:
         rest = [rank for rank in range(ranks) if rank in answers]
         said = f"; {named(rest)} passed" if rest else ""
@@ -230,7 +231,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def lacking(error: BaseException) -> str | None:
-    """What the wrapper does not offer, if that is why it raised the error."""
+    """The feature that the wrapper does not offer, if that is why it raised the error."""
     text = str(error)
     if option := re.search(r"unexpected keyword argument '(\w+)'", text):
         return f"no option {option[1]}"

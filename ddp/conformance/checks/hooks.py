@@ -111,7 +111,7 @@ def _with_hook(wrap: Wrap, state: object, hook: Callable[[Any, Any], Any]) -> Wr
 
 
 def _seen(wrap: Wrap, see: Callable[[Any], Any], **options: Any) -> tuple[nn.Module, list[list[Any]]]:
-    """What ``see(bucket)`` returns in a communication hook: for each of three steps, the list over the buckets."""
+    """The results of ``see(bucket)`` in a communication hook: for each of three steps, the list over the buckets."""
     network = layers(3, 5, 2)
     steps: list[list[Any]] = []
 

@@ -134,7 +134,7 @@ def a_model_may_be_joined_from_outside(wrap: Wrap) -> None:
 
 @check
 def two_models_may_join_together(wrap: Wrap) -> None:
-    """In Join([one, two]), a finished rank follows both. (With divide_by_initial_world_size=False, torch 2.15 divides the
+    """In Join([one, two]), a finished rank follows both. (With divide_by_initial_world_size=False, torch divides the
     second model's gradients by all ranks: only the first one counts who is left.)"""
     first, second, batches = layers(3, 4, 2), layers(3, 2, seed=1), 1 + dist.get_rank()
     expected = [*_trained(first, batches), *_trained(second, batches)]

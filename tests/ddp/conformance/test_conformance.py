@@ -12,7 +12,7 @@ import pytest
 from ddp.conformance import __main__ as conformance
 from ddp.conformance.check import CHECKS, Check
 from ddp.conformance.report import summary, table
-from ddp.conformance.runner import HUNG, PASS, REFUSED, WRONG, Answer, Result, Runner, lacking, verdict
+from ddp.conformance.runner import HUNG, NOT_OFFERED, PASS, REFUSED, WRONG, Answer, Result, Runner, lacking, verdict
 from tests.support.launch import REPOSITORY, run_command, run_forked
 from tests.support.user_errors import UserError
 
@@ -143,6 +143,9 @@ def test_the_verdict_prefers_the_cause_to_its_echo() -> None:
     assert verdict({0: echo, 1: wrong}, 2, 5) == (WRONG, "rank 1: gradient 0 is 1 instead of 2")
     assert verdict({0: echo, 1: error}, 2, 5) == (REFUSED, "rank 1: ValueError: no")
     assert verdict({1: error}, 3, 5) == (REFUSED, "rank 1: ValueError: no; ranks 0 and 2 waited in vain")
+    missing = Answer(NOT_OFFERED, "no option init_sync")
+    assert verdict({0: missing, 1: missing}, 2, 5) == (NOT_OFFERED, "rank 0: no option init_sync")
+    assert verdict({0: missing, 1: Answer(PASS)}, 2, 5) == (REFUSED, "rank 0: no option init_sync")
     assert verdict({1: Answer(PASS)}, 3, 5) == (HUNG, "ranks 0 and 2 did not answer within 5 s; rank 1 passed")
     assert verdict({0: Answer(PASS), 1: Answer(PASS)}, 2, 5) == (PASS, "")
 

@@ -84,7 +84,7 @@ class _Compares(TorchDDP):
         super().__init__(module, **options | {"init_sync": False})
 
     def compared(self, parameter: nn.Parameter) -> Any:
-        """What is compared."""
+        """The properties that are compared."""
         return parameter.shape, parameter.dtype, parameter.requires_grad
 
 

@@ -45,14 +45,14 @@ class DividesByTheUsers(_LeavesSomeWithout):
 
 
 class FollowsRankZero(_LeavesSomeWithout):
-    """What rank 0 uses is taken for what all use."""
+    """Takes what rank 0 uses for what all use."""
 
     def receivers(self, used: list[bool]) -> list[Any]:
         return list(of_all_ranks(used)[0])
 
 
 class RemembersTheFirstStep(_LeavesSomeWithout):
-    """What the first step used is taken for what all use."""
+    """Takes what the first step used for what all steps use."""
 
     first: list[int] | None = None
 
