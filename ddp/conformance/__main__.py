@@ -4,12 +4,17 @@
     python -m ddp.conformance                                # torch's own DistributedDataParallel
     python -m ddp.conformance ddp.by_hand:NaiveDistributedDataParallel --ranks 2,3,4 --only hooks,averages
     python -m ddp.conformance --list                         # the names of all checks, and what each proves
-    python -m ddp.conformance --compare runs/torch,runs/ours # a table and a picture of runs with --output runs/torch, ...
 
 The wrapper is called as torch's is: with a module, and with options by their names. The checks look at `.grad` of the module's
-parameters. If the first fails, the others are not run, since they build on it. A check is `wrong` if a value is, `refused` if
-the wrapper raises an error, and `hung` if a rank does not answer within the time limit; its ranks are then killed. The exit
-status is 1 unless all pass. The tracebacks are in the JSON, and what the ranks print is in the logs beside it.
+parameters. If the first fails, the others are not run, since they build on it. A check is
+
+- `not offered` if the wrapper lacks its option or its method, or raises NotImplementedError;
+- `wrong` if a value is;
+- `refused` if the wrapper raises any other error;
+- `hung` if a rank does not answer within the time limit; its ranks are then killed.
+
+The exit status is 1 if a check is wrong, refused or hung. The tracebacks are in the JSON, and what the ranks print is in the logs
+beside it.
 """
 
 from __future__ import annotations
@@ -43,9 +48,6 @@ class ConformanceConfig:
     )
     time_limit: float = option(20.0, "seconds until a check counts as hung", above=0, maximum=3600)
     list: bool = option(False, "list the checks instead of running them")
-    compare: tuple[str, ...] | None = option(
-        None, "write a table and a picture of the runs in these folders, instead of running checks"
-    )
     output: Path = option(Path("runs/conformance"), "folder of the JSON and of the ranks' logs")
 
 
@@ -56,14 +58,8 @@ def main() -> None:
     config = parse(ConformanceConfig, "ddp.conformance [MODULE:CLASS]", __doc__, sys.argv[1 + len(named) :])
     require_alone("ddp.conformance")
     from ddp.conformance import report  # only now: it imports torch
-    from ddp.conformance.runner import PASS, load, selected
+    from ddp.conformance.runner import FAILED, load, selected
 
-    if config.compare:
-        prepare_output(config.output)
-        with results_in(config.output):
-            report.compare(config.compare, config.output)
-        print(files_line(config.output, (report.TABLE_FILE, report.PICTURE_FILE)))
-        return
     checks = selected(config.only or ())
     if config.list:
         print(report.listing(checks))
@@ -73,12 +69,12 @@ def main() -> None:
     with results_in(config.output):
         report.write_json(config.output, {"wrapper": wrapper, **asdict(config)}, results)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000  # a file gets whole messages
-    counts = report.summary(report.worst(results).values())
+    counts = report.summary(results)
     files = files_line(config.output, (report.RESULTS_FILE, "rank*.log"))
     if left := len(checks) * len(config.ranks) - len(results):
         counts += f"; {left} more build on the first, and were not run (--only runs those that you name)"
     print_results(f"{report.table(results, columns)}\n\n{wrapper}: {counts}\n{files}")
-    if any(result.status != PASS for result in results):
+    if any(result.status in FAILED for result in results):
         sys.exit(1)
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
-from ddp.conformance.tools import expect
+from ddp.conformance.check import Wrong
+
+
+def layers(*widths: int, seed: int = 0) -> nn.Sequential:
+    """Linear layers with Tanh in between; the same on every rank for one seed."""
+    torch.manual_seed(seed)
+    linear = [nn.Linear(n, m) for n, m in itertools.pairwise(widths)]
+    return nn.Sequential(*[module for layer in linear for module in (layer, nn.Tanh())][:-1])
 
 
 class Branches(nn.Module):
@@ -38,4 +47,5 @@ class Counter(nn.Module):
 
     def expect(self, count: float, when: str) -> None:
         """:raises Wrong: if the buffer has another value"""
-        expect(self.count.item() == count, f"the buffer is {self.count.item():g} instead of {count:g} {when}")
+        if self.count.item() != count:
+            raise Wrong(f"the buffer is {self.count.item():g} instead of {count:g} {when}")

@@ -2,7 +2,7 @@
 
 A group of ranks runs all checks. After a check that did not pass, its ranks may still wait in a collective, or answer it too
 late, which would disturb the next check: they are killed, and the next check gets new ones. Ranks that have all come to the end,
-or to an option that the wrapper does not have, go on to the next check.
+or to something that the wrapper does not offer, go on to the next check.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from ddp.conformance.check import CHECKS, Check, Wrap, Wrong
 
 ECHO_S = 1.0  # for the ranks that wait for one that has failed
 START_S = 60.0  # a collective's time limit is longer than a check's: the check's must end it
-PASS, WRONG, REFUSED, HUNG = STATUSES = ("pass", "wrong", "refused", "hung")
-NOT_OFFERED = ("no option", "no attribute", "not offered")  # how the message begins when the wrapper lacks something
+PASS, NOT_OFFERED, WRONG, REFUSED, HUNG = STATUSES = ("pass", "not offered", "wrong", "refused", "hung")
+FAILED = (WRONG, REFUSED, HUNG)
+METHODS = ("no_sync", "register_comm_hook", "join", "join_hook")  # a wrapper may offer them, or not
 
 preload("torch._dynamo", "torch.distributed.optim", checks.__name__, __name__)
 
@@ -44,7 +45,7 @@ preload("torch._dynamo", "torch.distributed.optim", checks.__name__, __name__)
 class Answer:
     """One rank's answer to a check.
 
-    :param status: ``pass``, ``wrong`` or ``refused``
+    :param status: one of STATUSES, but not ``hung``
     :param message: one line, for a check that did not pass
     :param trace: the traceback
     """
@@ -95,8 +96,8 @@ class Runner:
         began = time.monotonic()
         answers = self._answers(check, wrapper)
         status, message = verdict(answers, self._ranks, self._time_limit_s)
-        if lacking := re.fullmatch(r"rank 0: no option (\w+)", message):  # the check may be about something else
-            again = verdict(self._answers(check, wrapper, lacking[1]), self._ranks, self._time_limit_s)
+        if option := re.fullmatch(r"rank 0: no option (\w+)", message):  # the check may be about something else
+            again = verdict(self._answers(check, wrapper, option[1]), self._ranks, self._time_limit_s)
             message += f"; without it: {': '.join(filter(None, again))}"
         return Result(check.name, check.topic, self._ranks, status, message, time.monotonic() - began, answers)
 
@@ -189,24 +190,28 @@ class ChecksOnOneRank:
             except Wrong as error:
                 answer[0] = Answer(WRONG, one_line(str(error)), traceback.format_exc())
             except (Exception, SystemExit) as error:
-                answer[0] = Answer(REFUSED, reason(error), traceback.format_exc())
+                feature = lacking(error)
+                status = REFUSED if feature is None else NOT_OFFERED
+                answer[0] = Answer(status, feature or described(error), traceback.format_exc())
 
 
 def _spoils_the_ranks(answer: Answer) -> bool:
-    """Whether other ranks may wait for the one that answers. A missing option or method is missing on all of them."""
-    return answer.status != PASS and not answer.message.startswith(NOT_OFFERED)
+    """Whether other ranks may wait for the one that answers. What is not offered is so on all of them."""
+    return answer.status in FAILED
 
 
 def verdict(answers: dict[int, Answer], ranks: int, time_limit_s: float) -> tuple[str, str]:
     """The status of a check and its message, from the ranks' answers. A wrong value comes before an error: when a rank
-    leaves a collective because of it, others see an error."""
+    leaves a collective because of it, others see an error. A feature that is missing on one rank alone is a failure."""
     failed = {rank: answer for rank, answer in answers.items() if answer.status != PASS}
     missing = [rank for rank in range(ranks) if rank not in answers]
     if failed:
         rank = min(failed, key=lambda rank: (failed[rank].status != WRONG, _is_echo(failed[rank]), rank))
+        status, message = failed[rank].status, failed[rank].message
+        if status == NOT_OFFERED and any(rank not in failed for rank in range(ranks)):
+            status = REFUSED
         waiting = f"; {named(missing)} waited in vain" if missing else ""
-        message = failed[rank].message
-        return failed[rank].status, (message if message.startswith("rank ") else f"rank {rank}: {message}") + waiting
+        return status, (message if message.startswith("rank ") else f"rank {rank}: {message}") + waiting
     if missing:
         rest = [rank for rank in range(ranks) if rank in answers]
         said = f"; {named(rest)} passed" if rest else ""
@@ -225,18 +230,25 @@ def named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
-def reason(error: BaseException) -> str:
-    """An error in one line. The most frequent one, a wrapper without an option or a method, is brief."""
+def lacking(error: BaseException) -> str | None:
+    """The feature that the wrapper does not offer, if that is why it raised the error."""
     text = str(error)
-    if missing := re.search(r"unexpected keyword argument '(\w+)'", text):
-        return f"no option {missing[1]}"
-    if isinstance(error, AttributeError) and (missing := re.search(r"object has no attribute '(\w+)'", text)):
-        return f"no attribute {missing[1]}"
-    kind = "not offered" if isinstance(error, NotImplementedError) else type(error).__name__
+    if option := re.search(r"unexpected keyword argument '(\w+)'", text):
+        return f"no option {option[1]}"
+    if (method := re.search(r"has no attribute '(\w+)'", text)) and method[1] in METHODS:
+        return f"no method {method[1]}"
+    if isinstance(error, NotImplementedError):
+        return one_line(text) or "NotImplementedError"
+    return None
+
+
+def described(error: BaseException) -> str:
+    """An error in one line; one without words by where it was raised."""
+    text = str(error)
     if not text:
         at = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{at.filename}:{at.lineno}: {at.line}"
-    return one_line(f"{kind}: {text}")
+    return one_line(f"{type(error).__name__}: {text}")
 
 
 def one_line(text: str) -> str:

@@ -12,9 +12,10 @@ from tests.support.launch import REPOSITORY
 
 READMES = [
     *(REPOSITORY / name for name in ("README.md", "AGENTS.md", "CHANGES.md", "CONTRIBUTING.md", "ddp/glossary.md")),
+    REPOSITORY / "ddp/conformance/differences.md",
     *(
         readme
-        for depth in ("*", "tests/*", "ddp/*", "ddp/conformance/*", "examples/*", "docs/*")
+        for depth in ("*", "tests/*", "ddp/*", "examples/*", "docs/*")
         for readme in sorted(REPOSITORY.glob(f"{depth}/README.md"))
     ),
 ]

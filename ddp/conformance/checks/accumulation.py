@@ -10,20 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp.conformance.check import Wrap, check
+from ddp.conformance.expectations import expect, expect_same, expect_training_of_one_process
+from ddp.conformance.networks import layers
 from ddp.conformance.recorder import Recorder
-from ddp.conformance.tools import (
-    alone,
-    average,
-    backward,
-    expect,
-    expect_same,
-    expect_training_of_one_process,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    passes,
-)
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of, passes
 
 
 @check
@@ -107,19 +97,6 @@ def no_sync_within_no_sync_ends_with_the_outer_one(wrap: Wrap) -> None:
             pass
         backward(model)
     expect_same(gradients(network), own)
-
-
-@check
-def after_no_sync_passes_synchronize_again(wrap: Wrap) -> None:
-    """no_sync is for its block alone."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    model = wrap(network)
-    with model.no_sync():
-        backward(model, 7)
-    model.zero_grad()
-    backward(model)
-    expect_same(gradients(network), expected)
 
 
 @check

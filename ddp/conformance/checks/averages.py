@@ -10,18 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
+from ddp.conformance.expectations import expect, expect_averages, expect_same, expect_training_of_one_process
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import (
     EACH_ALONE,
     alone,
     average,
     backward,
-    expect,
-    expect_averages,
-    expect_same,
-    expect_training_of_one_process,
     gradients,
     inputs,
-    layers,
     loss_of,
     of_all_ranks,
     one_pass,
@@ -180,20 +177,6 @@ def gradients_zeroed_in_place_are_averaged_afresh(wrap: Wrap) -> None:
 def gradients_add_up_over_synchronized_steps(wrap: Wrap) -> None:
     """Without zero_grad, a second average is added to the first."""
     expect_averages(wrap, layers(3, 5, 2), steps=[passes(0, 1)])
-
-
-@check
-def gradients_may_be_changed_in_place_between_steps(wrap: Wrap) -> None:
-    """The next backward pass adds to the clipped .grad."""
-    network = layers(3, 5, 2)
-    first, second = (average(alone(network, one_pass(number))) for number in range(2))
-    model = wrap(network)
-    backward(model, 0)
-    for parameter in network.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(-3)
-    backward(model, 1)
-    expect_same(gradients(network), [-3 * one + other for one, other in zip(first, second, strict=True)])
 
 
 @check

@@ -8,34 +8,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Counter
-from ddp.conformance.tools import (
-    backward,
-    expect,
-    expect_averages,
-    expect_same,
-    inputs,
-    layers,
-    loss_of,
-    of_all_ranks,
-    passes,
-)
+from ddp.conformance.expectations import expect, expect_averages, expect_same
+from ddp.conformance.networks import Counter, layers
+from ddp.conformance.steps import backward, inputs, loss_of, of_all_ranks
 
 
 @check
 def buffers_are_rank_zeros_after_wrapping(wrap: Wrap) -> None:
-    """All ranks begin with the same state, also if forward_sync_buffers=False keeps it apart later."""
+    """Statistics and counters are sent with the weights: all ranks begin with the same state."""
     network = Counter(start=10.0 + dist.get_rank())
-    wrap(network, forward_sync_buffers=False)
+    model = wrap(network)
     network.expect(10.0, "after wrapping")
+    del model
 
 
 @check
 def buffers_may_be_each_ranks_own_from_the_start(wrap: Wrap) -> None:
-    """broadcast_buffers=False sends them neither at construction nor before a forward pass (torch 2.15; deprecated there)."""
+    """broadcast_buffers=False sends them neither at construction nor before a forward pass (torch 2.14; deprecated there)."""
     network = Counter(start=10.0 + dist.get_rank())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -147,16 +138,6 @@ def a_buffer_may_be_sent_while_an_earlier_pass_needs_it(wrap: Wrap) -> None:
 
 
 @check
-def buffers_to_ignore_are_each_ranks_own(wrap: Wrap) -> None:
-    """Names in ``module._ddp_params_and_buffers_to_ignore`` are left alone, at construction and later."""
-    network = Counter(start=10.0 + dist.get_rank())
-    network._ddp_params_and_buffers_to_ignore = ["count"]  # type: ignore[assignment]
-    model = wrap(network)
-    backward(model)
-    network.expect(11.0 + dist.get_rank(), "after a forward pass")
-
-
-@check
 def evaluation_begins_with_the_buffers_of_rank_zero(wrap: Wrap) -> None:
     """The first pass without gradients after a training step sends them, so that all ranks evaluate the same model."""
     network = nn.BatchNorm1d(3)
@@ -189,31 +170,3 @@ def buffers_are_not_sent_between_micro_steps(wrap: Wrap) -> None:
         for _ in range(3):
             backward(model)
     network.expect(3 * (1.0 + dist.get_rank()), "after three micro-steps")
-
-
-def _largest(seen: list[float], buffers: dict[str, Tensor]) -> None:
-    (buffer,) = buffers.values()
-    seen.append(buffer.item())
-    dist.all_reduce(buffer, op=dist.ReduceOp.MAX)
-
-
-@check
-def a_hook_may_synchronize_the_buffers_before_forward(wrap: Wrap) -> None:
-    """The hook gets the buffers by name and replaces the broadcast; all ranks have the largest value here."""
-    network, size, seen = Counter(step=1.0 + dist.get_rank()), dist.get_world_size(), list[float]()
-    model = wrap(network)
-    model._register_buffer_comm_hook(seen, _largest, _BufferCommHookLocation.PRE_FORWARD)
-    passes(0, 1)(model)
-    expect(seen == [0, 1 + dist.get_rank()], f"the hook saw {seen} instead of {[0, 1 + dist.get_rank()]}")
-    network.expect(size + 1.0 + dist.get_rank(), "after two forward passes")
-
-
-@check
-def a_hook_may_synchronize_the_buffers_after_forward(wrap: Wrap) -> None:
-    """At POST_FORWARD the hook sees what this pass has changed, and all ranks leave the pass with its result."""
-    network, size, seen = Counter(step=1.0 + dist.get_rank()), dist.get_world_size(), list[float]()
-    model = wrap(network)
-    model._register_buffer_comm_hook(seen, _largest, _BufferCommHookLocation.POST_FORWARD)
-    backward(model)
-    expect(seen == [1 + dist.get_rank()], f"the hook saw {seen} instead of {[1 + dist.get_rank()]}")
-    network.expect(size, "after a forward pass")

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    error_of,
-    expect,
-    expect_averages,
-    expect_refused,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    passes,
-)
+from ddp.conformance.expectations import error_of, expect, expect_refused, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, passes
 
 
 class _Unused(nn.Module):
@@ -86,46 +72,26 @@ class _Fails(Exception):
     """The error that a check raises within a wrapped module."""
 
 
-class _FailsOnce(nn.Module):
-    """Raises an error in forward, or in backward, while ``where`` says so."""
+class _FailsAtTimes(nn.Module):
+    """Raises an error in forward while ``fails`` is True."""
 
-    def __init__(self, where: str) -> None:
+    fails = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self.before, self.after, self.where = layers(3, 5, 5), layers(5, 5, 2), where
-        self.hook: Any = None
+        self.before, self.after = layers(3, 5, 5), layers(5, 5, 2)
 
     def forward(self, inputs: Tensor) -> Any:
         middle = self.before(inputs)
-        if self.where == "forward":
+        if self.fails:
             raise _Fails
-        if self.where == "backward":
-            middle.register_hook(self.fail)
         return self.after(middle)
-
-    def fail(self, _: Tensor) -> None:
-        raise _Fails
-
-
-def _expect_recovery(wrap: Wrap, where: str, **options: Any) -> None:
-    """A step that fails, then one that must be averaged; twice."""
-    network = _FailsOnce("")
-    expected = average(alone(network))
-    model = wrap(network, **options)
-    for _ in range(2):
-        network.where = where
-        error = error_of(lambda: backward(model, 9))
-        if error is not None and not isinstance(error, _Fails):
-            raise error
-        network.where = ""
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), expected)
 
 
 @check
 def a_module_s_error_comes_out_as_it_is(wrap: Wrap) -> None:
     """The loop may want to catch it: the wrapper neither hides it nor turns it into another."""
-    model = wrap(_FailsOnce("forward"))
+    model = wrap(_FailsAtTimes())
     kind = type(error_of(lambda: model(inputs()))).__name__
     expect(kind == "_Fails", f"the module raises _Fails, and the wrapper {kind}")
 
@@ -133,24 +99,17 @@ def a_module_s_error_comes_out_as_it_is(wrap: Wrap) -> None:
 @check
 def training_goes_on_after_an_error_in_forward(wrap: Wrap) -> None:
     """A batch that fails on all ranks is skipped, and the next one is averaged."""
-    _expect_recovery(wrap, "forward")
-
-
-@check
-def training_goes_on_after_an_error_in_the_middle_of_backward(wrap: Wrap) -> None:
-    """Half of the gradients have been sent when backward fails on all ranks: the next step averages all of them."""
-    _expect_recovery(wrap, "backward", bucket_cap_mb=EACH_ALONE)
-
-
-@check
-def a_forward_pass_that_is_never_followed_by_backward_does_no_harm(wrap: Wrap) -> None:
-    """A loss that is not finite is thrown away, for example, and the next batch is averaged as ever."""
-
-    def step(model: nn.Module) -> None:
-        expect(math.isfinite(loss_of(model(inputs(1))).item()), "the output is not finite")
+    network = _FailsAtTimes()
+    network.fails = False
+    expected = average(alone(network))
+    model = wrap(network)
+    for _ in range(2):
+        network.fails = True
+        error_of(lambda: model(inputs(9)))
+        network.fails = False
+        model.zero_grad()
         backward(model)
-
-    expect_averages(wrap, layers(3, 5, 2), steps=[step, step])
+        expect_same(gradients(network), expected)
 
 
 @check

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    alone,
-    average,
-    backward,
-    expect,
-    expect_averages,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-)
+from ddp.conformance.expectations import expect, expect_averages, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of
 
 
 @dataclasses.dataclass
@@ -132,21 +123,3 @@ def inference_mode_gives_the_module_s_own_output(wrap: Wrap) -> None:
         expect_same([model(inputs()).clone()], [network(inputs()).clone()], "output")
     backward(model)
     expect_same(gradients(network), expected)
-
-
-class _NamedOutput(NamedTuple):
-    first: Tensor
-    second: Tensor
-    name: str
-
-
-@check
-def outputs_keep_their_types(wrap: Wrap) -> None:
-    """A NamedTuple in a dict comes back as such, with what is no tensor, also when outputs are searched for tensors."""
-    network = _Returns(lambda first, second: {"named": _NamedOutput(first, second, "digits"), "none": None})
-    model = wrap(network, find_unused_parameters=True)
-    output = model(inputs())
-    expect(set(output) == {"named", "none"} and output["none"] is None, f"the output is {output}")
-    expect(isinstance(output["named"], _NamedOutput), f"the NamedTuple is a {type(output['named']).__name__}")
-    expect(output["named"].name == "digits", f"the name is {output['named'].name!r}")
-    loss_of(output["named"].first).backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,26 +12,50 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Counter
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    expect,
-    expect_averages,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    rank_group,
-)
+from ddp.conformance.expectations import expect_averages, expect_same
+from ddp.conformance.networks import Counter, layers
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of
+
+
+@contextlib.contextmanager
+def _rank_group(firsts: Sequence[int]) -> Iterator[Any]:
+    """A block with this rank's process group, when the ranks are divided into groups.
+
+    :param firsts: the first rank of each group, in order
+    """
+    ends = [*firsts[1:], dist.get_world_size()]
+    groups = [dist.new_group(list(range(first, end))) for first, end in zip(firsts, ends, strict=True)]
+    mine: Any = groups[sum(dist.get_rank() >= first for first in firsts) - 1]
+    try:
+        yield mine
+    finally:
+        dist.destroy_process_group(mine)
 
 
 def _halves() -> AbstractContextManager[Any]:
     """This rank's group: the first half of the ranks, which is the larger one, or the others."""
-    return rank_group([0, (dist.get_world_size() + 1) // 2])
+    return _rank_group([0, (dist.get_world_size() + 1) // 2])
+
+
+@check
+def averages_are_over_the_given_group(wrap: Wrap) -> None:
+    """process_group says who averages: rank 0 alone, and all others together."""
+    with _rank_group([0, 1]) as group:
+        network = layers(3, 5, 2)
+        expected = average(alone(network), group)
+        backward(wrap(network, process_group=group))
+        expect_same(gradients(network), expected)
+
+
+@check
+def weights_are_those_of_the_group_s_first_rank(wrap: Wrap) -> None:
+    """In a group that rank 0 is not in, its own first rank is the one that is copied."""
+    with _rank_group([0, 1]) as group:
+        network = layers(3, 5, 2, seed=dist.get_rank())
+        model = wrap(network, process_group=group)
+        expected = layers(3, 5, 2, seed=min(1, dist.get_rank()))
+        expect_same(list(network.parameters()), list(expected.parameters()), "weight")
+        del model
 
 
 @check
@@ -60,7 +86,7 @@ def one_rank_is_a_group_too(wrap: Wrap) -> None:
     """The same script must run on one rank: its gradients are its own, divided by the size of its group, which is 1."""
     network = layers(3, 5, 2)
     own = alone(network)
-    with rank_group(range(dist.get_world_size())) as mine:
+    with _rank_group(range(dist.get_world_size())) as mine:
         backward(wrap(network, process_group=mine))
         expect_same(gradients(network), own)
 
@@ -94,24 +120,6 @@ def two_wrappers_do_not_know_each_other(wrap: Wrap) -> None:
             loss_of(two(inputs())).backward()
         expect_same(gradients(first), own, "gradient under no_sync")
         expect_same(gradients(second), expected)
-
-
-@check
-def logged_numbers_are_true(wrap: Wrap) -> None:
-    """_get_ddp_logging_data tells the ranks, the bytes of the parameters, and which buckets they are in."""
-    network = layers(3, 5, 2)
-    model = wrap(network, bucket_cap_mb=EACH_ALONE)
-    for _ in range(4):  # the buckets are built anew after the first pass, and logged at the beginning of a later one
-        backward(model)
-    sizes = [4 * parameter.numel() for parameter in network.parameters()]
-    expected: dict[str, Any] = {"world_size": dist.get_world_size(), "rank": dist.get_rank()}
-    expected |= {"num_parameter_tensors": len(sizes), "total_parameter_size_bytes": sum(sizes)}
-    expected |= {"module_name": "Sequential", "backend_name": "gloo"}
-    data = model._get_ddp_logging_data()
-    logged = {name: data.get(name) for name in expected}
-    expect(logged == expected, f"{logged} instead of {expected}")
-    buckets = sorted(int(size) for size in data["rebuilt_bucket_sizes"].split(","))
-    expect(sum(buckets) == sum(sizes) and len(buckets) > 1, f"the buckets have {buckets} bytes")
 
 
 @check

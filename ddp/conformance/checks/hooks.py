@@ -11,19 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    expect,
-    expect_averages,
-    expect_refused,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-)
+from ddp.conformance.expectations import expect, expect_averages, expect_refused, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients, inputs
 
 
 @check
@@ -121,7 +111,7 @@ def _with_hook(wrap: Wrap, state: object, hook: Callable[[Any, Any], Any]) -> Wr
 
 
 def _seen(wrap: Wrap, see: Callable[[Any], Any], **options: Any) -> tuple[nn.Module, list[list[Any]]]:
-    """What ``see(bucket)`` returns in a communication hook: for each of three steps, the list over the buckets."""
+    """The results of ``see(bucket)`` in a communication hook: for each of three steps, the list over the buckets."""
     network = layers(3, 5, 2)
     steps: list[list[Any]] = []
 

@@ -10,20 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
+from ddp.conformance.expectations import expect, expect_averages, expect_same
+from ddp.conformance.networks import layers
 from ddp.conformance.recorder import Recorder
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    expect,
-    expect_averages,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-)
+from ddp.conformance.steps import EACH_ALONE, alone, average, backward, gradients, inputs, loss_of
 
 MIB = 2**20
 
@@ -188,7 +178,7 @@ def ranks_may_evaluate_different_numbers_of_batches(wrap: Wrap) -> None:
     """A forward pass under no_grad sends nothing, so rank 1 may have more of them."""
     network = layers(3, 5, 2)
     expected = average(alone(network))
-    model = wrap(network, forward_sync_buffers=False)
+    model = wrap(network)
     with torch.no_grad(), Recorder() as record:
         for _ in range(2 + 3 * (dist.get_rank() == 1)):
             model(inputs())

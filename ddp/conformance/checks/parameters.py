@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    EACH_ALONE,
-    alone,
-    average,
-    backward,
-    expect,
-    expect_averages,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    of_all_ranks,
-)
+from ddp.conformance.expectations import expect, expect_averages, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import EACH_ALONE, alone, average, gradients, inputs, loss_of
 
 
 @check
@@ -115,27 +103,6 @@ def complex_gradients_are_averaged(wrap: Wrap) -> None:
     expect_same([torch.view_as_real(network.weight.grad)], [torch.view_as_real(expected[0])])  # type: ignore[arg-type]
 
 
-def _close(actual: list[Tensor | None], expected: list[Tensor]) -> bool:
-    return all(one is not None and torch.allclose(one, other) for one, other in zip(actual, expected, strict=True))
-
-
-@check
-def the_all_reduce_of_some_parameters_may_be_delayed(wrap: Wrap) -> None:
-    """Those of delay_all_reduce_named_params are averaged when another gradient is ready. (torch 2.15 does not wait for their
-    all-reduce at the end of backward, so they are given a second here.)"""
-    network = layers(3, 4, 2)
-    expected = average(alone(network))
-    delayed = [("2.weight", network[2].weight), ("2.bias", network[2].bias)]
-    model = wrap(network, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=network[0].weight)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model)
-        end = time.monotonic() + 1.0
-        while not _close(gradients(network), expected) and time.monotonic() < end:
-            time.sleep(0.01)
-        expect_same(gradients(network), expected)
-
-
 def _autocast(model: nn.Module) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = model(inputs())
@@ -150,21 +117,6 @@ def autocast_leaves_the_averages_in_float32(wrap: Wrap) -> None:
 
 
 @check
-def an_overflow_on_one_rank_skips_the_step_on_all(wrap: Wrap) -> None:
-    """An infinite gradient must come out of the average as such: every GradScaler then skips the step and halves its scale."""
-    network = layers(3, 5, 2)
-    before = [parameter.detach().clone() for parameter in network.parameters()]
-    model, scaler = wrap(network), torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = loss_of(model(inputs())) * (float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 1.0)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    expect(scaler.get_scale() == 4.0, f"the scale is {scaler.get_scale():g} instead of 4")
-    expect_same([parameter.detach() for parameter in network.parameters()], before, "weight")
-
-
-@check
 def clipping_after_unscaling_is_that_of_one_process(wrap: Wrap) -> None:
     """The norm that is clipped is that of the averages of the unscaled gradients, as if one process had the global batch."""
     network = layers(3, 5, 2)
@@ -176,15 +128,3 @@ def clipping_after_unscaling_is_that_of_one_process(wrap: Wrap) -> None:
     scaler.unscale_(optimizer)
     expect_same([nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 2)], [norm], "norm")
     expect_same(gradients(network), [gradient / 2 for gradient in expected])
-
-
-@check
-def clipping_gives_all_ranks_the_same(wrap: Wrap) -> None:
-    """clip_grad_norm_ right after backward sees the averages on every rank, so all clip alike, bit for bit."""
-    network = layers(3, 5, 2)
-    model = wrap(network)
-    backward(model)
-    norms = of_all_ranks(nn.utils.clip_grad_norm_(model.parameters(), 0.01).item())
-    expect(len(set(norms)) == 1, f"the norms are {norms}")
-    everyone = of_all_ranks(gradients(network))
-    expect(all(map(torch.equal, everyone[0], everyone[dist.get_rank()])), "the clipped gradients differ")

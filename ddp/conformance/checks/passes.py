@@ -7,21 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    alone,
-    average,
-    backward,
-    expect_averages,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-)
+from ddp.conformance.expectations import expect_averages, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import alone, average, backward, gradients, inputs, loss_of
 
 
 @check
@@ -32,19 +23,6 @@ def two_forward_passes_may_share_a_backward_pass(wrap: Wrap) -> None:
         (loss_of(model(inputs(0))) + loss_of(model(inputs(1)))).backward()
 
     expect_averages(wrap, layers(3, 5, 2), steps=[both, both])
-
-
-@check
-def each_of_two_forward_passes_may_have_its_backward_pass(wrap: Wrap) -> None:
-    """Forward, forward, backward, backward. torch 2.15 fails this: it averages in the first backward pass only, without a word,
-    so the ranks' weights drift apart."""
-
-    def crossed(model: nn.Module) -> None:
-        first, second = model(inputs(0)), model(inputs(1))
-        loss_of(first).backward()
-        loss_of(second).backward()
-
-    expect_averages(wrap, layers(3, 5, 2), steps=[crossed])
 
 
 @check
@@ -165,29 +143,6 @@ def the_output_may_be_changed_in_place(wrap: Wrap) -> None:
         loss_of(model(inputs()).mul_(2).relu_()).backward()
 
     expect_averages(wrap, layers(3, 5, 2), steps=[step], find_unused_parameters=True)
-
-
-@check
-def an_optimizer_may_step_within_backward(wrap: Wrap) -> None:
-    """Optimizers of _apply_optimizer_in_backward run when a gradient is averaged, not when this rank's own is ready. torch 2.15 fails
-    this without an accelerator: its hook makes a torch.Stream, also for a module on the CPU."""
-    network = layers(3, 5, 2)
-    expected = [p.detach() - 0.1 * g for p, g in zip(network.parameters(), average(alone(network)), strict=True)]
-    _apply_optimizer_in_backward(torch.optim.SGD, network.parameters(), {"lr": 0.1})
-    backward(wrap(network))
-    expect_same(list(network.parameters()), expected, "weight")
-
-
-@check
-def functional_call_puts_in_other_weights(wrap: Wrap) -> None:
-    """torch.func.functional_call(model, weights, inputs) computes with these weights, as for any module."""
-    network = layers(3, 5, 2)
-    model = wrap(network)
-    weights = {name: 2 * weight.detach() for name, weight in model.named_parameters()}
-    bare = {name.removeprefix("module."): weight for name, weight in weights.items()}
-    with torch.no_grad():
-        output = torch.func.functional_call(model, weights, (inputs(),))
-        expect_same([output], [torch.func.functional_call(network, bare, (inputs(),))], "output")
 
 
 @check

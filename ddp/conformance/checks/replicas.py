@@ -9,22 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.tools import (
-    alone,
-    average,
-    backward,
-    error_of,
-    expect,
-    expect_averages,
-    expect_refused,
-    expect_same,
-    gradients,
-    inputs,
-    layers,
-    loss_of,
-    of_all_ranks,
-    rank_group,
-)
+from ddp.conformance.expectations import error_of, expect, expect_refused, expect_same
+from ddp.conformance.networks import layers
+from ddp.conformance.steps import alone, average, backward, gradients, of_all_ranks
 
 
 class _WithBuffers(nn.Module):
@@ -49,15 +36,6 @@ def weights_become_those_of_rank_0(wrap: Wrap) -> None:
     network = layers(3, 5, 2, seed=dist.get_rank())
     model = wrap(network)
     expect_same(list(network.parameters()), list(layers(3, 5, 2, seed=0).parameters()), "weight")
-    del model
-
-
-@check
-def buffers_become_those_of_rank_0(wrap: Wrap) -> None:
-    """Statistics and counters, floats and integers, are sent with the weights when the module is wrapped."""
-    network = _WithBuffers(seed=dist.get_rank() + 3)
-    model = wrap(network, forward_sync_buffers=False)
-    expect_same(list(network.buffers()), list(_WithBuffers(seed=3).buffers()), "buffer")
     del model
 
 
@@ -129,56 +107,11 @@ def train_and_eval_reach_the_module(wrap: Wrap) -> None:
         expect(network[1].training is mode, f"after train({mode}), dropout inside has training={not mode}")
 
 
-def _ignoring(network: nn.Module, *names: str) -> Any:
-    """The network, with the names of what data parallelism leaves alone."""
-    network._ddp_params_and_buffers_to_ignore = list(names)  # type: ignore[assignment]
-    return network
-
-
-@check
-def ignored_tensors_are_not_sent(wrap: Wrap) -> None:
-    """What _ddp_params_and_buffers_to_ignore names keeps this rank's values: a sharded embedding, for example."""
-    rank = dist.get_rank()
-    network, mine = _ignoring(_WithBuffers(seed=rank), "mean", "layer.0.bias"), _WithBuffers(seed=rank)
-    model = wrap(network)
-    weight, bias = network.layer.parameters()
-    expect_same([network.mean, bias], [mine.mean, list(mine.layer.parameters())[1]], "ignored tensor")
-    expect_same([weight], [next(_WithBuffers(seed=0).layer.parameters())], "weight")
-    del model
-
-
-@check
-def ignored_parameters_keep_their_own_gradients(wrap: Wrap) -> None:
-    """The gradient of an ignored parameter stays this rank's, and the others are averaged."""
-    network = _ignoring(layers(3, 5, 2), "0.weight")
-    own = alone(network)
-    expected = average(own)
-    model = wrap(network)
-    for _ in range(2):
-        model.zero_grad()
-        backward(model)
-        expect_same(gradients(network), [own[0], *expected[1:]])
-
-
-@check
-def differing_shapes_are_refused_by_all_ranks(wrap: Wrap) -> None:
-    """A rank that built a wider layer is told so on every rank, and none waits for the others."""
-    network = layers(3, 5 + (dist.get_rank() == 1), 2)
-    expect_refused(lambda: wrap(network), "a layer that is wider on rank 1")
-
-
 @check
 def differing_numbers_of_parameters_are_refused_by_all_ranks(wrap: Wrap) -> None:
     """A rank that has one layer more, after layers that are the same, is found before collectives stop matching."""
     network = layers(3, 3, 3, *[3] * (dist.get_rank() == 1))
     expect_refused(lambda: wrap(network), "one layer more on rank 1")
-
-
-@check
-def differing_dtypes_are_refused_by_all_ranks(wrap: Wrap) -> None:
-    """Equal shapes in another dtype would be read as other numbers."""
-    network = layers(3, 2).to(torch.float64 if dist.get_rank() == 1 else torch.float32)
-    expect_refused(lambda: wrap(network), "a network in float64 on rank 1 and float32 elsewhere")
 
 
 @check
@@ -196,62 +129,3 @@ def the_error_of_differing_modules_names_the_rank(wrap: Wrap) -> None:
     text = str(error_of(lambda: wrap(network)))
     named = [f"{word} {rank}" for word in ("rank", "ranks") for rank in of_all_ranks(dist.get_rank())]
     expect(any(name in text.lower() for name in named), f"the error names no rank: {text[:300]}")
-
-
-class _Swapped(nn.Module):
-    """Two weights of the same shape, registered in the given order."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.ones(2)))
-
-
-@check
-def equal_shapes_under_other_names_are_refused(wrap: Wrap) -> None:
-    """Parameters that one rank registered in another order would be averaged with the wrong partner."""
-    network = _Swapped(["one", "two"] if dist.get_rank() else ["two", "one"])
-    expect_refused(lambda: wrap(network), "two equal shapes whose names are swapped on rank 0")
-
-
-@check
-def averages_are_over_the_given_group(wrap: Wrap) -> None:
-    """process_group says who averages: rank 0 alone, and all others together."""
-    with rank_group([0, 1]) as group:
-        network = layers(3, 5, 2)
-        expected = average(alone(network), group)
-        backward(wrap(network, process_group=group))
-        expect_same(gradients(network), expected)
-
-
-@check
-def weights_are_those_of_the_group_s_first_rank(wrap: Wrap) -> None:
-    """In a group that rank 0 is not in, its own first rank is the one that is copied."""
-    with rank_group([0, 1]) as group:
-        network = layers(3, 5, 2, seed=dist.get_rank())
-        model = wrap(network, process_group=group)
-        expected = layers(3, 5, 2, seed=min(1, dist.get_rank()))
-        expect_same(list(network.parameters()), list(expected.parameters()), "weight")
-        del model
-
-
-@check
-def the_default_group_is_the_default(wrap: Wrap) -> None:
-    """Without process_group, all ranks average, also when smaller groups exist."""
-    with rank_group([0, 1]):
-        expect_averages(wrap, layers(3, 5, 2))
-
-
-@check
-def a_second_wrapper_may_follow_the_first(wrap: Wrap) -> None:
-    """A module can be wrapped again when the first wrapper is gone: its hooks must not average a second time."""
-    network = layers(3, 5, 2)
-    expected = average(alone(network))
-    first = wrap(network)
-    backward(first)
-    del first
-    model = wrap(network)
-    model.zero_grad()
-    loss_of(model(inputs())).backward()
-    expect_same(gradients(network), expected)
-    expect(len(set(of_all_ranks(len(list(model.parameters()))))) == 1, "the ranks have other numbers of parameters")

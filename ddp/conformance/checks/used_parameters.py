@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +10,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp.conformance.check import Wrap, check
-from ddp.conformance.networks import Branches
-from ddp.conformance.tools import (
+from ddp.conformance.expectations import expect_averages, expect_same, expect_training_of_one_process
+from ddp.conformance.networks import Branches, layers
+from ddp.conformance.steps import (
     EACH_ALONE,
     Step,
     alone,
     average,
     backward,
-    expect,
-    expect_averages,
-    expect_same,
-    expect_training_of_one_process,
     gradients,
     inputs,
-    layers,
     loss_of,
     one_pass,
     passes,
@@ -104,39 +99,11 @@ def an_output_may_be_left_out_of_the_loss(wrap: Wrap) -> None:
     expect_averages(wrap, _TwoOutputs(), steps=steps, find_unused_parameters=True)
 
 
-@dataclass
-class _Output:
-    scores: dict[str, list[Tensor]]
-
-
-class _InContainers(Branches):
-    def forward(self, x: Tensor, *used: int) -> Any:
-        return _Output({"scores": [super().forward(x, *used)]})
-
-
-@check
-def used_parameters_are_found_behind_outputs_in_containers(wrap: Wrap) -> None:
-    """The output is a list in a dict in a dataclass; a wrapper that does not look there takes all parameters for unused."""
-
-    def step(model: nn.Module) -> None:
-        output = model(inputs(), 0)
-        expect(isinstance(output, _Output), f"the output is a {type(output).__name__} instead of a dataclass")
-        loss_of(output.scores["scores"][0]).backward()
-
-    expect_averages(wrap, _InContainers(2), steps=[step], find_unused_parameters=True)
-
-
 @check
 def unused_parameters_that_are_the_same_everywhere_need_not_be_sent(wrap: Wrap) -> None:
     """With skip_all_reduce_unused_params, averages are right and an unused parameter keeps no gradient, step after step."""
     steps = [one_pass(number, 0, 2) for number in range(3)]
     expect_averages(wrap, Branches(), steps=steps, find_unused_parameters=True, skip_all_reduce_unused_params=True)
-
-
-@check
-def the_first_step_of_a_static_graph_is_averaged_too(wrap: Wrap) -> None:
-    """The first pass is the one that is recorded; its gradients are averages nevertheless."""
-    expect_averages(wrap, layers(3, 5, 2), steps=[backward], static_graph=True)
 
 
 @check
@@ -180,18 +147,6 @@ def a_layer_of_two_checkpoints_is_averaged_with_both_uses(wrap: Wrap) -> None:
 
 
 @check
-def a_graph_may_be_declared_static_after_wrapping(wrap: Wrap) -> None:
-    """_set_static_graph() before the first step does what the option does."""
-
-    def declared(module: nn.Module, **options: Any) -> Any:
-        model = wrap(module, **options)
-        model._set_static_graph()
-        return model
-
-    expect_averages(declared, Branches(2), steps=[one_pass(number, 1) for number in range(3)])
-
-
-@check
 def a_static_graph_accumulates_after_its_first_step(wrap: Wrap) -> None:
     """A pass under no_sync stays on its rank also when the graph is known; the next pass averages the sums."""
     network = layers(3, 5, 2)
@@ -206,15 +161,3 @@ def a_static_graph_accumulates_after_its_first_step(wrap: Wrap) -> None:
         expect_same(gradients(network), own, "gradient under no_sync")
         backward(model, step + 1)
         expect_same(gradients(network), both)
-
-
-@check
-def a_static_graph_may_begin_under_no_sync(wrap: Wrap) -> None:
-    """The first pass that synchronizes is the one to record, not the first of all. torch 2.15 fails this: an INTERNAL ASSERT."""
-    network = layers(3, 5, 2)
-    both = average(alone(network, passes(0, 1)))
-    model = wrap(network, static_graph=True)
-    with model.no_sync():
-        backward(model, 0)
-    backward(model, 1)
-    expect_same(gradients(network), both)

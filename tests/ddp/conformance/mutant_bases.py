@@ -1,22 +1,21 @@
-"""What the mutants change one line of: the naive wrapper in steps that can be replaced, and torch's DDP."""
+"""The wrappers of which mutants change one thing: torch's DDP, and one all-reduce per parameter after backward."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-
-from ddp.by_hand.naive import NaiveDistributedDataParallel
-from ddp.by_hand.outputs import tensors_in
+from torch.nn.parallel.distributed import _find_tensors
 
 
 class _Steps(nn.Module):
     """A wrapper whose subclass may do something after wrapping, before a forward pass, and after one."""
 
-    module: nn.Module
+    module: Any
 
     def prepare(self) -> None:
         """The module is wrapped."""
@@ -28,85 +27,100 @@ class _Steps(nn.Module):
         """A forward pass has ended; returns what the wrapper is to return."""
         return output
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self.before_forward()
-        return self.after_forward(super().forward(*inputs, **kwargs))
-
 
 class TorchDDP(_Steps, DistributedDataParallel):
-    """torch's, with some options replaced."""
-
-    overrides: ClassVar[dict[str, Any]] = {}
+    """torch's own."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options | self.overrides)
+        super().__init__(module, **options)
         self.prepare()
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.before_forward()
+        return self.after_forward(super().forward(*inputs, **kwargs))  # type: ignore[no-untyped-call, unused-ignore]
 
-class AverageEach(_Steps, NaiveDistributedDataParallel):
+
+def torch_with(**fixed: Any) -> Any:
+    """torch's DDP, which always has these options."""
+    return lambda module, **options: TorchDDP(module, **options | fixed)
+
+
+def torch_without(ignored: str) -> Any:
+    """torch's DDP, which accepts this option and ignores it."""
+    return lambda module, **options: TorchDDP(
+        module, **{name: value for name, value in options.items() if name != ignored}
+    )
+
+
+class AverageEach(_Steps):
     """After backward, one all-reduce per parameter; takes torch's options and follows none."""
 
+    no_sync = DistributedDataParallel.no_sync
+
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
+        super().__init__()
+        self.module, self.require_backward_grad_sync = module, True
+        self.trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
         self.prepare()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.before_forward()
+        output = self.module(*inputs, **kwargs)
+        if self.require_backward_grad_sync:
+            self.prepare_for_backward(output)
+        return self.after_forward(output)
 
     def outputs(self, output: Any) -> list[Tensor]:
         """The tensors in what the module returns."""
-        return list(tensors_in(output))
+        return list(_find_tensors(output))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def prepare_for_backward(self, output: Any) -> None:
+        """A backward pass will come along the outputs."""
+        self.scheduled = False
+        for tensor in self.outputs(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self.schedule)
+
+    @torch.no_grad()
+    def schedule(self, _: Tensor) -> None:
+        """Backward has begun: average when it is over."""
+        if not self.scheduled:
+            self.scheduled = True
+            Variable._execution_engine.queue_callback(torch.no_grad()(self.finish))
+
+    def finish(self) -> None:
+        """Backward is over: average all gradients."""
+        for parameter in self.trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.average(parameter.grad)
 
     def average(self, gradient: Tensor) -> None:
         """Average one gradient in place."""
         gradient /= dist.get_world_size()
         dist.all_reduce(gradient)
 
-    def finish(self) -> None:
-        """Backward is over: average all gradients."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                self.average(parameter.grad)
-
-    def used(self) -> list[bool]:
-        """Which parameters have a gradient on this rank."""
-        return [parameter.grad is not None for parameter in self.module.parameters()]
-
-    def keep(self, receivers: list[bool]) -> None:
-        """Drop the gradients of all other parameters."""
-        for parameter, receives in zip(self.module.parameters(), receivers, strict=True):
-            if not receives:
-                parameter.grad = None
-
-    def _ready(self, _: Tensor) -> None:
-        """The output alone says that backward has begun."""
-
-    def _prepare_for_backward(self, output: Any) -> None:
-        super()._prepare_for_backward(self.outputs(output))
-
-    @torch.no_grad()
-    def _average_gradients(self) -> None:
-        self._scheduled = False
-        self.finish()
-
-
-def users(used: list[bool]) -> list[int]:
-    """How many ranks use each parameter."""
-    everywhere: list[list[bool]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everywhere, used)
-    return [sum(flags) for flags in zip(*everywhere, strict=True)]
-
 
 class AtOnce(AverageEach):
     """Sends each gradient in its own post-accumulate hook: later hooks see the average, and each rank has an order of its own."""
 
     def prepare(self) -> None:
-        for parameter in self.module.parameters():
+        for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(self.ready)
 
     @torch.no_grad()
-    def ready(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+    def ready(self, parameter: Any) -> None:
+        """A gradient is in ``.grad``."""
         self.average(parameter.grad)
 
     def finish(self) -> None:
         """All has been sent."""
+
+
+class Together(TorchDDP):
+    """Lets the ranks wait for each other before each forward pass."""
+
+    def before_forward(self) -> None:
+        dist.barrier()

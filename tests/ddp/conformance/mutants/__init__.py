@@ -11,7 +11,7 @@ from typing import Any
 
 MUTANTS: dict[str, Any] = {}
 for _module in pkgutil.iter_modules(__path__):
-    MUTANTS |= getattr(importlib.import_module(f"{__name__}.{_module.name}"), "MUTANTS", {})
+    MUTANTS |= importlib.import_module(f"{__name__}.{_module.name}").MUTANTS
 
 
 def __getattr__(name: str) -> Any:

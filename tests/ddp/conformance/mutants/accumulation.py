@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, Together, TorchDDP
 
 
 class SynchronizesAnyway(TorchDDP):
     """Has a no_sync that does nothing."""
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
+    no_sync: Any = contextlib.nullcontext
 
 
 class SendsAndForgets(TorchDDP):
-    """Within no_sync, it sends as ever, and puts the local gradients back."""
+    """Within no_sync, it sends as ever, and keeps the local gradients."""
 
     def before_forward(self) -> None:
         if not self.require_backward_grad_sync:
@@ -30,55 +27,17 @@ class SendsAndForgets(TorchDDP):
                 dist.all_reduce(torch.zeros_like(parameter))
 
 
-class _SeesNewGradients(AverageEach):
-    """Knows what was in .grad before this step, in which :meth:`finish` finds ``before[parameter]``."""
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.before: dict[nn.Parameter, Tensor] = {}
-        self.as_views = bool(options.get("gradient_as_bucket_view"))
-
-    def before_forward(self) -> None:
-        for p in self.module.parameters():
-            self.before[p] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-
-
-class LastMicroStepOnly(_SeesNewGradients):
+class LastMicroStepOnly(AverageEach):
     """Averages the last micro-step's gradient, and adds it to the local sum."""
 
-    def finish(self) -> None:
-        for parameter, before in self.before.items():
-            if parameter.grad is not None:
-                parameter.grad -= before
-                self.average(parameter.grad)
-                parameter.grad += before
-
-
-class DividesTheNew(_SeesNewGradients):
-    """With views, only what is new is divided: the local sum in the bucket is taken for divided already."""
-
-    def finish(self) -> None:
-        if not self.as_views:
-            super().finish()
-            return
-        for parameter, before in self.before.items():
-            if parameter.grad is not None:
-                parameter.grad.copy_(before + (parameter.grad - before) / dist.get_world_size())
-                dist.all_reduce(parameter.grad)
-
-
-class FirstAccumulationOnly(AverageEach):
-    """Averages the first synchronized pass after no_sync, and not the next ones."""
-
-    accumulated = False
-
     def before_forward(self) -> None:
-        self.local = (self.accumulated and not self.require_backward_grad_sync) or getattr(self, "local", False)
-        self.accumulated = self.accumulated or not self.require_backward_grad_sync
+        self.before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.trained]
 
     def finish(self) -> None:
-        if not self.local:
-            super().finish()
+        for parameter, before in zip(self.trained, self.before, strict=True):
+            parameter.grad -= before
+            self.average(parameter.grad)
+            parameter.grad += before
 
 
 class NoFinally(TorchDDP):
@@ -103,25 +62,11 @@ class SetsTrue(TorchDDP):
             self.require_backward_grad_sync = True
 
 
-class ForGood(TorchDDP):
-    """Once local, always local."""
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.require_backward_grad_sync = False
-        yield
-
-
 class DecidesInBackward(AverageEach):
-    """What counts is whether backward stands within no_sync."""
+    """Whether backward stands within no_sync decides, and not where forward stood."""
 
-    def _prepare_for_backward(self, output: Any) -> None:
-        if torch.is_grad_enabled():
-            super()._prepare_for_backward(output)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = self.module(*inputs, **kwargs)
-        self._prepare_for_backward(output)
+    def after_forward(self, output: Any) -> Any:
+        self.prepare_for_backward(output)
         return output
 
     def finish(self) -> None:
@@ -129,33 +74,17 @@ class DecidesInBackward(AverageEach):
             super().finish()
 
 
-class BothMustBeOutside(AverageEach):
-    """A backward within no_sync is local, too."""
-
-    def finish(self) -> None:
-        if self.require_backward_grad_sync:
-            super().finish()
-
-
-class TogetherWithinNoSync(TorchDDP):
-    """Lets the ranks wait for each other at each micro-step."""
-
-    def before_forward(self) -> None:
-        if not self.require_backward_grad_sync:
-            dist.barrier()
-
-
-MUTANTS: dict[str, type[nn.Module]] = {
+MUTANTS = {
     "within_no_sync_gradients_stay_local": SynchronizesAnyway,
     "within_no_sync_nothing_is_sent": SendsAndForgets,
     "local_gradients_are_averaged_by_the_next_synchronized_pass": LastMicroStepOnly,
-    "accumulation_works_step_after_step": FirstAccumulationOnly,
-    "accumulation_works_with_gradients_as_views": DividesTheNew,
     "no_sync_ends_with_an_exception": NoFinally,
     "no_sync_within_no_sync_ends_with_the_outer_one": SetsTrue,
-    "after_no_sync_passes_synchronize_again": ForGood,
     "a_forward_pass_within_no_sync_is_local_wherever_its_backward_is": DecidesInBackward,
-    "a_forward_pass_outside_no_sync_is_synchronized_wherever_its_backward_is": BothMustBeOutside,
-    "the_flag_of_no_sync_counts_when_forward_runs": BothMustBeOutside,
-    "ranks_may_take_different_numbers_of_local_steps": TogetherWithinNoSync,
+    "a_forward_pass_outside_no_sync_is_synchronized_wherever_its_backward_is": DecidesInBackward,
+    "the_flag_of_no_sync_counts_when_forward_runs": DecidesInBackward,
+    "ranks_may_take_different_numbers_of_local_steps": Together,
+    # of other topics
+    "a_static_graph_accumulates_after_its_first_step": SynchronizesAnyway,
+    "a_parameter_that_was_used_only_under_no_sync_is_averaged_too": LastMicroStepOnly,
 }

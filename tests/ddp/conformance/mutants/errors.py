@@ -1,66 +1,40 @@
-"""Wrappers that accept what they cannot do, or never recover from an error."""
+"""Wrappers that accept what they cannot do, hide errors, or never recover from one."""
 
-# ruff: noqa: RUF012
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
+from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP, torch_with
 
 
-class FindsUnusedAlways(TorchDDP):
-    """Treats unused parameters as zeros, asked or not."""
+class HidesErrors(TorchDDP):
+    """Turns each error into its own, which says no more than that something is wrong."""
 
-    overrides = {"find_unused_parameters": True}
-
-
-class SaysOnlyThat(TorchDDP):
-    """Says that something has no gradient."""
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        try:
+            super().__init__(module, **options)
+        except RuntimeError:
+            raise ValueError("something is wrong") from None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
             return super().forward(*inputs, **kwargs)
-        except RuntimeError:
-            raise RuntimeError("some parameters have received no gradient") from None
+        except Exception:
+            raise ValueError("something is wrong") from None
 
 
-class AcceptsAnything(AverageEach):
-    """Does not ask whether there is something to average, nor where it is."""
-
-
-class TakesItsTime(nn.Module):
-    """Wraps in the first forward pass."""
+class WrapsLater(nn.Module):
+    """Wraps in the first forward pass, and accepts anything before."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
         self.module, self.options = module, options
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self.wrapped = AverageEach(self.module, **self.options)
+        self.wrapped = TorchDDP(self.module, **self.options)
         return self.wrapped(*inputs, **kwargs)
-
-
-class Materializes(TorchDDP):
-    """Gives parameters on the meta device some values, each rank its own."""
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        for name, child in list(module.named_modules()):
-            if name and any(p.is_meta for p in child.parameters(recurse=False)):
-                child.to_empty(device="cpu")
-        super().__init__(module, **options)
-
-
-class OwnError(TorchDDP):
-    """Turns each error of the module into its own."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        try:
-            return super().forward(*inputs, **kwargs)
-        except Exception as error:
-            raise RuntimeError(f"forward failed: {error}") from error
 
 
 class StaysInForward(AverageEach):
@@ -68,9 +42,10 @@ class StaysInForward(AverageEach):
 
     inside = False
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def before_forward(self) -> None:
         self.nested, self.inside = self.inside, True
-        output = super().forward(*inputs, **kwargs)
+
+    def after_forward(self, output: Any) -> Any:
         self.inside = False
         return output
 
@@ -79,57 +54,17 @@ class StaysInForward(AverageEach):
             super().finish()
 
 
-class StaysInBackward(AverageEach):
-    """Takes the pass after one that failed in backward for a part of that one."""
-
-    def _schedule(self, *gradients: Any) -> None:
-        super()._schedule(*gradients)
-
-    def _prepare_for_backward(self, output: Any) -> None:
-        scheduled = self._scheduled
-        super()._prepare_for_backward(output)
-        self._scheduled = scheduled
-
-
-class CountsForwards(AverageEach):
-    """Averages when as many backward passes are over as forward passes."""
-
-    missing = 0
-
-    def before_forward(self) -> None:
-        self.missing += torch.is_grad_enabled()
-
-    def finish(self) -> None:
-        self.missing -= 1
-        if not self.missing:
-            super().finish()
-
-
-class FirstOfTwo(TorchDDP):
-    """Of a mesh and a group, it takes the group."""
-
-    def __init__(self, module: nn.Module, process_group: Any = None, device_mesh: Any = None, **options: Any) -> None:
-        super().__init__(module, process_group=process_group, **options)
-
-
-class IgnoresDevices(TorchDDP):
-    """Ignores device_ids."""
-
-    def __init__(self, module: nn.Module, device_ids: Any = None, **options: Any) -> None:
-        super().__init__(module, **options)
-
-
-MUTANTS: dict[str, type[nn.Module]] = {
-    "an_unused_parameter_is_an_error": FindsUnusedAlways,
-    "the_error_of_an_unused_parameter_names_it": SaysOnlyThat,
-    "a_module_with_nothing_to_train_is_refused": AcceptsAnything,
-    "device_ids_for_a_module_on_the_cpu_are_refused": IgnoresDevices,
-    "lazy_parameters_are_refused": TakesItsTime,
-    "parameters_on_two_kinds_of_device_are_refused": Materializes,
-    "a_module_s_error_comes_out_as_it_is": OwnError,
+MUTANTS = {
+    "an_unused_parameter_is_an_error": torch_with(find_unused_parameters=True),
+    "the_error_of_an_unused_parameter_names_it": HidesErrors,
+    "a_module_with_nothing_to_train_is_refused": WrapsLater,
+    "device_ids_for_a_module_on_the_cpu_are_refused": WrapsLater,
+    "lazy_parameters_are_refused": WrapsLater,
+    "parameters_on_two_kinds_of_device_are_refused": WrapsLater,
+    "a_module_s_error_comes_out_as_it_is": HidesErrors,
     "training_goes_on_after_an_error_in_forward": StaysInForward,
-    "training_goes_on_after_an_error_in_the_middle_of_backward": StaysInBackward,
-    "a_forward_pass_that_is_never_followed_by_backward_does_no_harm": CountsForwards,
-    "options_that_do_not_exist_are_refused": AcceptsAnything,
-    "a_group_and_a_mesh_together_are_refused": FirstOfTwo,
+    "options_that_do_not_exist_are_refused": WrapsLater,
+    "a_group_and_a_mesh_together_are_refused": WrapsLater,
+    # of other topics
+    "the_error_of_differing_modules_names_the_rank": HidesErrors,
 }

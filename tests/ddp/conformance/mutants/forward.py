@@ -8,39 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp.by_hand.outputs import tensors_in
 from tests.ddp.conformance.mutant_bases import AverageEach, TorchDDP
 
 
-class TensorOutputs(AverageEach):
-    """Looks for its outputs in a tensor, and in a dataclass, not in a dict."""
+class NoDicts(AverageEach):
+    """Looks for its outputs in dataclasses, lists and tuples."""
 
     def outputs(self, output: Any) -> list[Tensor]:
-        return [] if isinstance(output, dict) else list(tensors_in(output))
+        return [] if isinstance(output, dict) else super().outputs(output)
 
 
 class NoDataclasses(AverageEach):
     """Looks for its outputs in dicts, lists and tuples."""
 
     def outputs(self, output: Any) -> list[Tensor]:
-        return [] if dataclasses.is_dataclass(output) else list(tensors_in(output))
+        return [] if dataclasses.is_dataclass(output) else super().outputs(output)
 
 
-class WaitsForAllOutputs(AverageEach):
-    """Averages when the gradients of all outputs have come."""
+class LastOutputOnly(AverageEach):
+    """Backward begins at the last output."""
 
-    def after_forward(self, output: Any) -> Any:
-        self.missing = len(self.outputs(output))
-        for one in self.outputs(output):
-            one.register_hook(self.arrived)
-        return output
-
-    def arrived(self, _: Tensor) -> None:
-        self.missing -= 1
-
-    def finish(self) -> None:
-        if self.missing == 0:
-            super().finish()
+    def outputs(self, output: Any) -> list[Tensor]:
+        return super().outputs(output)[-1:]
 
 
 class PositionsOnly(TorchDDP):
@@ -69,7 +58,7 @@ class InTrainingMode(AverageEach):
             super().finish()
 
 
-class OfTheLastCall(TorchDDP):
+class HalfPrecisionInference(TorchDDP):
     """A pass without gradients computes in half the precision."""
 
     def after_forward(self, output: Any) -> Any:
@@ -77,11 +66,11 @@ class OfTheLastCall(TorchDDP):
 
 
 MUTANTS = {
-    "outputs_may_be_nested_dicts_and_lists": TensorOutputs,
+    "outputs_may_be_nested_dicts_and_lists": NoDicts,
     "outputs_may_be_dataclasses": NoDataclasses,
-    "a_loss_may_use_one_output_of_several": WaitsForAllOutputs,
+    "a_loss_may_use_one_output_of_several": LastOutputOnly,
     "inputs_may_be_given_by_name": PositionsOnly,
     "an_evaluation_may_stand_between_forward_and_backward": LastForwardDecides,
     "a_module_in_evaluation_mode_is_averaged_too": InTrainingMode,
-    "inference_mode_gives_the_module_s_own_output": OfTheLastCall,
+    "inference_mode_gives_the_module_s_own_output": HalfPrecisionInference,
 }

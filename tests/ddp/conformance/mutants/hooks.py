@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.ddp.conformance.mutant_bases import AtOnce, AverageEach, TorchDDP
 
@@ -14,45 +16,35 @@ class BeforeTensorHooks(AverageEach):
     """Sends what comes to its own tensor hook, which is the first."""
 
     def prepare(self) -> None:
-        self.arrived: dict[int, Tensor] = {}
-        for index, parameter in enumerate(self.module.parameters()):
-            parameter.register_hook(lambda gradient, index=index: self.arrived.update({index: gradient.clone()}))
+        self.arrived: dict[Any, Tensor] = {}
+        for parameter in self.trained:
+            parameter.register_hook(functools.partial(self.keep, parameter))
+
+    def keep(self, parameter: Any, gradient: Tensor) -> None:
+        """A gradient comes to the hook."""
+        self.arrived[parameter] = gradient.clone()
 
     def finish(self) -> None:
-        for index, parameter in enumerate(self.module.parameters()):
-            parameter.grad = self.arrived[index]
+        for parameter, gradient in self.arrived.items():
+            parameter.grad = gradient
         super().finish()
 
 
-class AveragesOutputs(TorchDDP):
-    """Averages the loss's gradient, too, for good measure."""
-
-    def after_forward(self, output: Any) -> Any:
-        output.register_hook(self.averaged)
-        return output
-
-    def averaged(self, gradient: Tensor) -> Tensor:
-        gradient = gradient / dist.get_world_size()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class CallsForward(AverageEach):
+class CallsForward(TorchDDP):
     """Calls module.forward, as if that were the same."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        output = self.module.forward(*inputs, **kwargs)
-        self._prepare_for_backward(output)
-        return output
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*inputs, **kwargs)
 
 
 class _Changes(TorchDDP):
-    """Calls the hook through :meth:`call`, in which something is changed."""
+    """Calls the communication hook through :meth:`call`, in which something is changed."""
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         super().register_comm_hook(state, lambda state, bucket: self.call(hook, state, bucket))
 
     def call(self, hook: Any, state: Any, bucket: Any) -> Any:
+        """Call the hook with its state and a bucket."""
         return hook(state, bucket)
 
 
@@ -73,19 +65,11 @@ class DividesBefore(_Changes):
 
 
 class IgnoresTheResult(_Changes):
-    """Sends the bucket, whatever the hook returns."""
+    """Averages the bucket, whatever the hook returns."""
 
     def call(self, hook: Any, state: Any, bucket: Any) -> Any:
-        mine = bucket.buffer().clone()
         hook(state, bucket).wait()
-        return dist.all_reduce(mine / dist.get_world_size(), async_op=True).get_future().then(lambda f: f.value()[0])
-
-
-class DividesAfter(_Changes):
-    """Takes the hook's result for a sum."""
-
-    def call(self, hook: Any, state: Any, bucket: Any) -> Any:
-        return hook(state, bucket).then(lambda future: _tensor(future.value()) / dist.get_world_size())
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
 
 class TakesTheBuffer(_Changes):
@@ -102,64 +86,26 @@ class CopiesTheState(_Changes):
         return hook(dict(state), bucket)
 
 
-class MultipliesAfter(_Changes):
-    """Takes the hook's result for an average of what was divided before."""
-
-    def call(self, hook: Any, state: Any, bucket: Any) -> Any:
-        return hook(state, bucket).then(lambda future: _tensor(future.value()) * dist.get_world_size())
-
-
-def _tensor(result: Any) -> Any:
-    return result[0] if isinstance(result, list) else result
-
-
 class _Bucket:
-    """A bucket as a hook sees it, to change one of its methods."""
+    """A bucket as a hook sees it, with other methods in the place of some."""
 
-    def __init__(self, bucket: Any) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: Any, methods: dict[str, Any]) -> None:
+        self._bucket, self._methods = bucket, methods
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._methods:
+            return functools.partial(self._methods[name], self._bucket)
         return getattr(self._bucket, name)
 
 
-class _ChangesBuckets(_Changes):
-    bucket: type[_Bucket]
+def with_buckets(**methods: Any) -> Any:
+    """A wrapper whose buckets have these methods, which are given the true bucket first."""
 
-    def call(self, hook: Any, state: Any, bucket: Any) -> Any:
-        return hook(state, self.bucket(bucket))
+    class ChangesBuckets(_Changes):
+        def call(self, hook: Any, state: Any, bucket: Any) -> Any:
+            return hook(state, _Bucket(bucket, methods))
 
-
-class AlwaysFirst(_ChangesBuckets):
-    """Each of its buckets says that it is the first."""
-
-    class bucket(_Bucket):
-        def index(self) -> int:
-            return 0
-
-
-class FlatGradients(_ChangesBuckets):
-    """gradients() are flat."""
-
-    class bucket(_Bucket):
-        def gradients(self) -> list[Tensor]:
-            return [gradient.flatten() for gradient in self._bucket.gradients()]
-
-
-class CopiedGradients(_ChangesBuckets):
-    """gradients() are copies."""
-
-    class bucket(_Bucket):
-        def gradients(self) -> list[Tensor]:
-            return [gradient.clone() for gradient in self._bucket.gradients()]
-
-
-class KeepsItsBuffer(_ChangesBuckets):
-    """set_buffer does nothing."""
-
-    class bucket(_Bucket):
-        def set_buffer(self, buffer: Tensor) -> None:
-            """Not now."""
+    return ChangesBuckets
 
 
 class LastHookCounts(TorchDDP):
@@ -173,23 +119,26 @@ class LastHookCounts(TorchDDP):
         self.hook = hook
 
 
-MUTANTS: dict[str, type[nn.Module]] = {
+MUTANTS = {
     "hooks_of_parameters_run_before_the_average": BeforeTensorHooks,
     "accumulation_hooks_from_before_wrapping_run_before_the_average": BeforeTensorHooks,
     "accumulation_hooks_from_after_wrapping_run_before_the_average": AtOnce,
-    "backward_hooks_of_modules_see_local_gradients": AveragesOutputs,
     "forward_hooks_of_the_module_run_once_per_pass": CallsForward,
     "a_comm_hook_sees_every_gradient_once": CallsTwice,
     "a_comm_hook_is_given_what_this_rank_computed": DividesBefore,
     "a_comm_hook_s_result_becomes_the_gradient": IgnoresTheResult,
     "a_comm_hook_s_future_may_be_late": TakesTheBuffer,
     "a_comm_hook_is_given_its_state": CopiesTheState,
-    "torch_s_own_fp16_hook_works": DividesAfter,
-    "the_built_in_comm_hook_averages": MultipliesAfter,
-    "buckets_are_numbered_and_the_last_one_says_so": AlwaysFirst,
-    "buckets_name_their_parameters": FlatGradients,
-    "gradients_of_a_bucket_are_views_of_its_buffer": CopiedGradients,
-    "set_buffer_replaces_the_buffer": KeepsItsBuffer,
+    "torch_s_own_fp16_hook_works": DividesBefore,
+    "the_built_in_comm_hook_averages": DividesBefore,
+    "buckets_are_numbered_and_the_last_one_says_so": with_buckets(index=lambda bucket: 0),
+    "buckets_name_their_parameters": with_buckets(
+        gradients=lambda bucket: [gradient.flatten() for gradient in bucket.gradients()]
+    ),
+    "gradients_of_a_bucket_are_views_of_its_buffer": with_buckets(
+        gradients=lambda bucket: [gradient.clone() for gradient in bucket.gradients()]
+    ),
+    "set_buffer_replaces_the_buffer": with_buckets(set_buffer=lambda bucket, buffer: None),
     "a_second_comm_hook_is_refused": LastHookCounts,
     "a_comm_hook_that_cannot_be_called_is_refused": LastHookCounts,
 }

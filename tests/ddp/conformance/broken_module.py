@@ -1,3 +1,0 @@
-"""A module that cannot be imported."""
-
-raise RuntimeError("what this module needs is not here")
