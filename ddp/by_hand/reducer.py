@@ -119,8 +119,9 @@ class Reducer:
         self.phase = Phase.EXPECTED if expected else Phase.LOCAL
 
     def begin(self, *outputs: Node | None) -> None:
-        """A backward pass that averages begins from ``outputs``, or goes on. Autograd calls :meth:`_finish` when it is over.
+        """A backward pass that averages begins, or goes on. Autograd calls :meth:`_finish` when it is over.
 
+        :param outputs: the node of an output of forward, if the pass has come to one
         :raises RuntimeError: if two wrappers would replace each other's gradients by views into their own buckets
         """
         self._leave_interrupted()

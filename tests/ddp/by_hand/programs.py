@@ -277,17 +277,12 @@ def programs(draw: st.DrawFn) -> Program:
     actions = draw(
         st.lists(st.tuples(st.sampled_from(allowed), st.integers(0, 11)), min_size=ACTIONS, max_size=ACTIONS)
     )
-    # (Once a rank has joined, torch gives zeros to parameters that no rank uses, which optimizers take for gradients.)
-    can_join = not nested and not static_graph and model not in UNUSED
-    batches = st.integers(0, 3)
     return Program(
         case,
         before=draw(hooks),
         after=draw(hooks),
         nested=nested,
         actions=tuple(actions),
-        uneven=draw(st.none() | st.tuples(batches, batches)) if can_join else None,
-        divide_by_initial_world_size=draw(st.booleans()),
     )
 
 
